@@ -1,4 +1,4 @@
-"""Asking a trained model: load it, decode with a cache, continue prompts, many at once; and handing it on.
+"""Inference with trained models: load, decode with a cache, generate in batches, package for distribution.
 
 model = load_model("outputs/smoke-...")
 (new,) = generate(model, ["def "], max_new_tokens=40)

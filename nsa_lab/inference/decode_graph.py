@@ -1,4 +1,4 @@
-"""A decoding step as a CUDA graph. Launched one by one from Python, its kernels take many times as long as they run."""
+"""CUDA graph of a decode step. Without it, launching the kernels from Python takes many times their run time."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from torch import Tensor
 
 from nsa_lab.inference.cache import Cache, Step
 
-# Runs before a recording: kernels are compiled and libraries take their workspaces, neither of which can be recorded.
+# Runs before the capture. They compile kernels and allocate library workspaces, which cannot be captured.
 WARMUP_RUNS = 2
 
 
 def can_capture(cache: Cache) -> bool:
-    """Whether nothing in a step waits on the host: the kernels do not, attention in torch does."""
+    """Return True if a step can be captured: the kernels never wait for the host, attention in PyTorch does."""
     return cache.backend == "triton" and cache.lengths.is_cuda
 
 
 class DecodeGraph:
-    """One more token of every sequence of `cache`, recorded once and replayed at whatever lengths they have by then.
+    """CUDA graph of one token per sequence of `cache`, captured once and replayed at any lengths.
 
-    `run` takes tokens int64 [B, 1] and a `Step` and gives logits [B, 1, V]; those of a call are overwritten by the
-    next. A cache that grows has other tensors, and needs another recording.
+    run: maps tokens int64 [B, 1] and a `Step` to logits [B, 1, V]. The logits of a call are overwritten by the next call.
+    A cache that grows gets new tensors and needs a new graph.
     """
 
     def __init__(self, run: Callable[[Tensor, Step], Tensor], cache: Cache) -> None:
         self._tokens = torch.zeros(cache.batch, 1, dtype=torch.int64, device=cache.lengths.device)
-        # Rehearsed with padding alone: what it leaves lies beyond every length, and is overwritten by what comes.
+        # Warm up with padding only: its values are beyond every length, and later tokens overwrite them.
         self._last_counts: Sequence[int] = [0] * cache.batch
         self._counts = torch.zeros(cache.batch, dtype=torch.int64, device=cache.lengths.device)
 
@@ -39,12 +39,12 @@ class DecodeGraph:
         self._replay, self._logits = capture_graph(step)
 
     def __call__(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
-        """Logits [B, 1, V] of tokens int64 [B, 1], of which `counts` (1 or 0) are no padding.
+        """Return logits [B, 1, V] of tokens int64 [B, 1]. `counts`: 1 for a token, 0 for padding.
 
-        The cache's lengths on the device are then those after this step: `Cache.advance` is not to write them again.
+        The replay updates the lengths on the device; call `Cache.advance` with update_lengths=False.
         """
         self._tokens.copy_(tokens)
-        if counts != self._last_counts:  # a copy from the host takes longer than a layer
+        if counts != self._last_counts:  # a host-to-device copy takes longer than a layer
             self._counts.copy_(torch.tensor(counts, dtype=torch.int64), non_blocking=True)
             self._last_counts = list(counts)
         self._replay()
@@ -52,13 +52,13 @@ class DecodeGraph:
 
 
 def capture_graph(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """What replays `run`, and the tensor that every replay fills anew."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    """Capture `run`. Return a function that replays it and the tensor that each replay overwrites."""
+    side_stream = torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream):
         for _ in range(WARMUP_RUNS):
             run()
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.current_stream().wait_stream(side_stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = run()

@@ -1,4 +1,4 @@
-"""A layer's linear maps, with the norm before them and what follows them: of few rows in one launch of a kernel."""
+"""Linear layers with the norm before them and the activation or residual after them. Few rows: one fused kernel launch."""
 
 from __future__ import annotations
 
@@ -17,20 +17,24 @@ def apply_linears(
     residual: Tensor | None = None,
     use_kernels: bool,
 ) -> list[Tensor]:
-    """[residual + then(map(norm(x))), ...] for each (map, then) of up to three, x [B, S, C]; `then` is "" or "sigmoid"."""
+    """Return [residual + activation(layer(norm(x))), ...] for up to three (layer, activation) pairs, x [B, S, C].
+
+    `activation`: "" (identity) or "sigmoid". `norm`, `residual`: None to omit.
+    `use_kernels`: use the fused kernel if x has few rows; otherwise use PyTorch operations.
+    """
     if use_kernels and kernels.has_few_rows(x):
         return _launch_linears(x, *projections, norm=norm, residual=residual)
-    y, out = x if norm is None else norm(x), list[Tensor]()
-    for one, then in projections:
-        found = linear(y, one.weight)
-        if then == "sigmoid":
-            found = found.to(torch.promote_types(found.dtype, torch.float32)).sigmoid().to(y.dtype)
-        out.append(found if residual is None else residual + found)
-    return out
+    normalized, outputs = x if norm is None else norm(x), list[Tensor]()
+    for layer, activation in projections:
+        output = linear(normalized, layer.weight)
+        if activation == "sigmoid":
+            output = output.to(torch.promote_types(output.dtype, torch.float32)).sigmoid().to(normalized.dtype)
+        outputs.append(output if residual is None else residual + output)
+    return outputs
 
 
 def apply_mlp(block: Block, x: Tensor, *, use_kernels: bool) -> Tensor:
-    """x + MLP(norm x), [B, S, C]."""
+    """Return x + MLP(norm(x)), [B, S, C]."""
     mlp = block.mlp
     if not (use_kernels and kernels.has_few_rows(x)):
         return x + mlp(block.mlp_norm(x))
@@ -45,6 +49,6 @@ def _launch_linears(
     residual: Tensor | None = None,
     is_gated: bool = False,
 ) -> list[Tensor]:
-    weights = [(one.weight, then) for one, then in projections]
-    normed_by = None if norm is None else (norm.weight, norm.eps)
-    return kernels.linear(x.contiguous(), *weights, norm=normed_by, residual=residual, is_gated=is_gated, can_prefetch=True)
+    weights = [(layer.weight, activation) for layer, activation in projections]
+    norm_args = None if norm is None else (norm.weight, norm.eps)
+    return kernels.linear(x.contiguous(), *weights, norm=norm_args, residual=residual, is_gated=is_gated, can_prefetch=True)

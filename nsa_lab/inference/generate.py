@@ -1,8 +1,8 @@
-"""Tokens that follow prompts. `_drawn` is the one place where a model is asked for the next token."""
+"""Generate tokens after prompts. All sampling goes through `_sample_tokens`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,8 +11,9 @@ from torch.nn.utils.rnn import pad_sequence
 from nsa_lab.config import BYTE_VOCAB_SIZE
 from nsa_lab.inference.decode import MAX_PREFILL_TOKENS, Decoder
 from nsa_lab.inference.sampling import Sampling
-from nsa_lab.inference.stop_sequences import Stop, StopSequences
 from nsa_lab.model import NSATransformer
+
+Stop = int | str | bytes | Iterable[int | str | bytes]
 
 
 def generate(
@@ -27,42 +28,42 @@ def generate(
     stop: Stop | None = None,
     stream: Callable[[int, int], object] | None = None,
 ) -> list[Tensor]:
-    """The new tokens of each prompt, in the order of `prompts`: int64 [n], n <= `max_new_tokens`, without the prompt.
+    """Return the new tokens of each prompt, in the order of `prompts`: int64 [n], n <= `max_new_tokens`.
 
-    prompts: a list of token ids, int64 [T] with T >= 1, or of texts, of any lengths. Text is read as its UTF-8 bytes, with
-        nothing added, so it needs a model whose tokens are bytes (`vocab_size` 256, as `nsa-lab` trains by default); for
-        another, encode it with the run's own tokenizer (`nsa_lab.data.load_tokenizer`). Text is answered in tokens too:
-        `bytes(new.tolist()).decode(errors="replace")` reads them. Answers lie where their prompts do; to texts, on the CPU.
-    temperature, top_k, top_p: as `Sampling` has them; temperature 0, the default, takes the likeliest token.
-    seed: makes the result a function of the arguments alone. The draws of every prompt begin with it, so they do not depend
-        on the other prompts, and the same prompt twice is continued twice alike; for several continuations of one prompt,
-        call with several seeds. None: draws follow torch's global generator.
-    stop: a token id, a text or bytes, or a list of these; the first to come ends the generation of its prompt and is itself
-        the end of what is returned. Only new tokens are searched. None: every prompt gets `max_new_tokens`.
-    stream: called as `stream(index of the prompt, token)` as soon as a token is drawn. Prompts that fit together are read
-        together, and are given a token each in turn.
+    prompts: list of token ids, int64 [T] with T >= 1, or of texts, of any lengths. A text is encoded as its UTF-8 bytes
+        without special tokens, so it needs a byte model (`vocab_size` 256, the default of `nsa-lab`). For another model,
+        encode it with the run's tokenizer (`nsa_lab.data.load_tokenizer`). Results are always tokens; decode bytes with
+        `bytes(new.tolist()).decode(errors="replace")`. A result is on the device of its prompt; for a text, on the CPU.
+    temperature, top_k, top_p: see `Sampling`. The default, temperature 0, selects the most likely token.
+    seed: makes the result depend only on the arguments. Every prompt uses its own generator with this seed, so its result
+        does not depend on the other prompts, and equal prompts give equal results; for several continuations of a prompt,
+        call with several seeds. None: derive the seeds from torch's global generator.
+    stop: a token id, a text or bytes, or a list of these. Generation of a prompt ends with the first of them, which is
+        included in the result. Only new tokens are searched. None: generate `max_new_tokens` for every prompt.
+    stream: called as `stream(prompt_index, token)` for each sampled token. Prompts that fit in one batch are decoded
+        together, one token each in turn.
 
-    Raises ValueError for an argument that cannot be used, before anything is computed, and ArithmeticError for logits that
-    are not finite.
+    Raises ValueError for an invalid argument before any computation, and ArithmeticError for logits that are not finite.
     """
     vocab_size = model.config.vocab_size
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens = {max_new_tokens!r}: expected a whole number from 1 up")
+        raise ValueError(f"max_new_tokens = {max_new_tokens!r}: expected an integer >= 1")
     if seed is not None and not (isinstance(seed, int) and -(2**63) <= seed < 2**63):
-        raise ValueError(f"seed = {seed!r}: expected a whole number of 64 bits, or None for draws of torch's own")
+        raise ValueError(f"seed = {seed!r}: expected a 64-bit integer, or None for torch's global generator")
     if stream is not None and not callable(stream):
-        raise ValueError(f"stream: expected a function of a prompt's index and a token, got {type(stream).__name__}")
+        raise ValueError(f"stream: expected a function of a prompt index and a token, got {type(stream).__name__}")
     sampling = Sampling(temperature, top_k, top_p)
     stops = StopSequences(stop, vocab_size=vocab_size, is_byte_model=vocab_size == BYTE_VOCAB_SIZE)
-    read = [_encode_prompt(prompt, index, vocab_size) for index, prompt in enumerate(_check_prompt_list(prompts))]
-    answers: list[list[int]] = [[] for _ in read]
-    for at, batch in _batch_prompts(read, max_new_tokens):
+    encoded = [_encode_prompt(prompt, index, vocab_size) for index, prompt in enumerate(_check_prompt_list(prompts))]
+    new_tokens: list[list[int]] = [[] for _ in encoded]
+    for first, batch in _batch_prompts(encoded, max_new_tokens):
         for row, token in _sample_tokens(model, batch, max_new_tokens, sampling, seed, stops=stops):
-            answers[at + row].append(token)
+            new_tokens[first + row].append(token)
             if stream is not None:
-                stream(at + row, token)
+                stream(first + row, token)
     return [
-        torch.tensor(answer, dtype=torch.int64, device=prompt.device) for answer, prompt in zip(answers, read, strict=True)
+        torch.tensor(tokens, dtype=torch.int64, device=prompt.device)
+        for tokens, prompt in zip(new_tokens, encoded, strict=True)
     ]
 
 
@@ -75,10 +76,10 @@ def generate_tokens(
     *,
     sampled_vocab_size: int | None = None,
 ) -> Iterator[int]:
-    """`count` tokens that follow `prompt`, int64 [T], each as soon as it is drawn; `seed` as in `generate`.
+    """Yield `count` tokens after `prompt`, int64 [T], each as soon as it is sampled; `seed` as in `generate`.
 
-    Ids from `drawable` on, which pad a model's vocabulary beyond its tokenizer's, are never drawn. Raises ArithmeticError
-    for logits that are not finite.
+    sampled_vocab_size: only ids below it are sampled. Larger ids pad the vocabulary of a model beyond its tokenizer's.
+    Raises ArithmeticError for logits that are not finite.
     """
     return (
         token for _, token in _sample_tokens(model, [prompt], count, sampling, seed, sampled_vocab_size=sampled_vocab_size)
@@ -95,37 +96,39 @@ def _sample_tokens(
     sampled_vocab_size: int | None = None,
     stops: StopSequences | None = None,
 ) -> Iterator[tuple[int, int]]:
-    """The number of a prompt and its next token, a token of every prompt that goes on in turn."""
+    """Yield (prompt index, next token), one token per unfinished prompt in turn."""
     generators = [_make_generator(seed, sampling) for _ in prompts]
     lengths = [len(prompt) for prompt in prompts]
     decoder = Decoder(model, max(lengths) + count, len(prompts))
     logits = decoder.last(pad_sequence([prompt.cpu() for prompt in prompts], batch_first=True), lengths)
-    answers: list[list[int]] = [[] for _ in prompts]
-    going = list(range(len(prompts)))
+    new_tokens: list[list[int]] = [[] for _ in prompts]
+    unfinished = list(range(len(prompts)))
     while True:
-        told = logits[:, :sampled_vocab_size].float().cpu()
-        for row in going:
-            answers[row].append(sampling.sample(told[row], generators[row]))
-            yield row, answers[row][-1]
-        going = [row for row in going if len(answers[row]) < count and not (stops and stops.is_reached(answers[row]))]
-        if not going:
+        cpu_logits = logits[:, :sampled_vocab_size].float().cpu()
+        for row in unfinished:
+            new_tokens[row].append(sampling.sample(cpu_logits[row], generators[row]))
+            yield row, new_tokens[row][-1]
+        unfinished = [
+            row for row in unfinished if len(new_tokens[row]) < count and not (stops and stops.is_reached(new_tokens[row]))
+        ]
+        if not unfinished:
             return
-        # Those that have ended go on unheard: the batch keeps its shape, and nothing has to be moved.
-        logits = decoder.last(torch.tensor([[answer[-1]] for answer in answers]))
+        # Finished prompts continue, but their tokens are not used: the batch keeps its shape and no tensor is moved.
+        logits = decoder.last(torch.tensor([[tokens[-1]] for tokens in new_tokens]))
 
 
 def _batch_prompts(prompts: Sequence[Tensor], count: int) -> Iterator[tuple[int, Sequence[Tensor]]]:
-    """Neighbouring prompts that are read together, and the number of the first."""
-    at = 0
-    while at < len(prompts):
-        end, longest = at + 1, len(prompts[at])
+    """Yield batches of consecutive prompts, each with the index of its first prompt."""
+    start = 0
+    while start < len(prompts):
+        end, max_length = start + 1, len(prompts[start])
         while end < len(prompts):
-            longest = max(longest, len(prompts[end]))
-            if (end + 1 - at) * (longest + count) > MAX_PREFILL_TOKENS:
+            max_length = max(max_length, len(prompts[end]))
+            if (end + 1 - start) * (max_length + count) > MAX_PREFILL_TOKENS:
                 break
             end += 1
-        yield at, prompts[at:end]
-        at = end
+        yield start, prompts[start:end]
+        start = end
 
 
 def _make_generator(seed: int | None, sampling: Sampling) -> torch.Generator:
@@ -136,18 +139,18 @@ def _make_generator(seed: int | None, sampling: Sampling) -> torch.Generator:
 
 def _check_prompt_list(prompts: Sequence[Tensor | str]) -> Sequence[Tensor | str]:
     if isinstance(prompts, Tensor | str | bytes) or not isinstance(prompts, Sequence):
-        raise ValueError(f"prompts: expected a list of prompts, got one {type(prompts).__name__}; write [prompt]")
+        raise ValueError(f"prompts: expected a list of prompts, got one {type(prompts).__name__}; use [prompt]")
     if not len(prompts):
-        raise ValueError("prompts: the list is empty; give at least one prompt")
+        raise ValueError("prompts: expected at least one prompt, got an empty list")
     return prompts
 
 
 def _encode_prompt(prompt: Tensor | str, index: int, vocab_size: int) -> Tensor:
-    """The ids of a prompt, int64 [T], T >= 1, all below `vocab_size`; or ValueError."""
+    """Return the ids of a prompt, int64 [T], T >= 1, all below `vocab_size`. Raises ValueError otherwise."""
     if isinstance(prompt, str):
         if vocab_size != BYTE_VOCAB_SIZE:
             raise ValueError(
-                f"prompts[{index}] is text, which is read as bytes, and this model has {vocab_size} tokens, not 256; "
+                f"prompts[{index}]: text needs a model with 256 tokens (bytes), and this model has {vocab_size}; "
                 "encode it with the run's tokenizer (nsa_lab.data.load_tokenizer) and give int64 tokens"
             )
         prompt = torch.tensor(list(prompt.encode("utf-8")), dtype=torch.int64)
@@ -156,10 +159,46 @@ def _encode_prompt(prompt: Tensor | str, index: int, vocab_size: int) -> Tensor:
     if prompt.dtype != torch.int64 or prompt.ndim != 1:
         raise ValueError(f"prompts[{index}]: expected an int64 tensor [T], got {prompt.dtype} {tuple(prompt.shape)}")
     if not len(prompt):
-        raise ValueError(f"prompts[{index}]: the prompt is empty; give at least one token, for example a newline")
+        raise ValueError(f"prompts[{index}]: expected at least one token, got an empty prompt; give for example a newline")
     if prompt.min() < 0 or prompt.max() >= vocab_size:
         raise ValueError(
-            f"prompts[{index}]: tokens lie in {int(prompt.min())}..{int(prompt.max())}, and the model has "
-            f"0..{vocab_size - 1}; encode the prompt with this model's own tokenizer"
+            f"prompts[{index}]: expected tokens in 0..{vocab_size - 1}, got {int(prompt.min())}..{int(prompt.max())}; "
+            "encode the prompt with the tokenizer of this model"
         )
     return prompt
+
+
+class StopSequences:
+    """Stop sequences for a model of `vocab_size` tokens. Raises ValueError for an empty or impossible one.
+
+    A token id ends generation when it is sampled; a text (its UTF-8 bytes) or bytes when the new tokens end with it.
+    is_byte_model: the tokens of the model are bytes. Only then may a stop sequence be text or bytes.
+    """
+
+    def __init__(self, stop: Stop | None, *, vocab_size: int, is_byte_model: bool) -> None:
+        stops = (
+            []
+            if stop is None
+            else list(stop)
+            if isinstance(stop, Iterable) and not isinstance(stop, str | bytes)
+            else [stop]
+        )
+        self._sequences = [_encode_stop(item, vocab_size, is_byte_model) for item in stops]
+
+    def is_reached(self, tokens: Sequence[int]) -> bool:
+        """Return True if `tokens` end with a stop sequence."""
+        return any(list(tokens[-len(sequence) :]) == sequence for sequence in self._sequences)
+
+
+def _encode_stop(stop: int | str | bytes, vocab_size: int, is_byte_model: bool) -> list[int]:
+    if isinstance(stop, int) and not isinstance(stop, bool):
+        if not 0 <= stop < vocab_size:
+            raise ValueError(f"stop = {stop}: expected a token in 0..{vocab_size - 1}")
+        return [stop]
+    if not isinstance(stop, str | bytes):
+        raise ValueError(f"stop: expected a token id, a text or bytes, or a list of these, got {type(stop).__name__}")
+    if not is_byte_model:
+        raise ValueError(f"stop = {stop!r}: the tokens of this model are not bytes; give token ids of its tokenizer")
+    if not stop:
+        raise ValueError(f"stop = {stop!r}: expected at least one character, or None for no stop sequence")
+    return list(stop.encode("utf-8") if isinstance(stop, str) else stop)

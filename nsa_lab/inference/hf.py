@@ -1,8 +1,8 @@
-"""Models of this project in `transformers` (extra `hf`): `generate`, `pipeline`, `from_pretrained`, by that library's code.
+"""NSA models as `transformers` models (extra `hf`): `generate`, `pipeline` and `from_pretrained` work unchanged.
 
 Importing this module registers a configuration, a model and a tokenizer with the Auto classes, under the name `nsa_lab`.
-Padding may stand anywhere: rows are read without it, each at positions of its own, so that a sequence in a batch is the
-sequence by itself. (`generate` goes on behind the last column, so that prompts of a batch are padded on the left.)
+Padding may be on either side. It is removed before the forward pass, and positions are counted per row, so a sequence has
+the same logits in a batch as without one. `generate` appends after the last column; pad prompts on the left for it.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportUntypedBaseClass=false
@@ -31,7 +31,7 @@ from nsa_lab.runs import directory
 from nsa_lab.runs.atomic_io import write_text
 
 require("transformers")
-from transformers import (  # noqa: E402 - the extra is named first
+from transformers import (  # noqa: E402 - require() first, for its error message
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -45,16 +45,16 @@ from transformers import (  # noqa: E402 - the extra is named first
 from transformers.cache_utils import Cache as TransformersCache  # noqa: E402
 from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
 
-MIN_CACHE_TOKENS = 256  # tokens that a cache begins with; it doubles as it fills
-# What a folder needs so that `trust_remote_code=True` loads it where this module was not imported.
+MIN_CACHE_TOKENS = 256  # initial capacity; a full cache grows to twice the tokens needed
+# File in an exported folder from which `trust_remote_code=True` imports the classes below.
 REMOTE_CODE = "nsa_lab_in_transformers.py"
-# What that library calls a cache, in what it hands to `forward` and takes from it: another name from 5.24 on.
+# Name of the cache in the arguments and the output of `forward`: `cache` since transformers 5.24.
 CACHE_ARGUMENT = next(name for name in ("cache", "past_key_values") if name in CausalLMOutputWithPast.__dataclass_fields__)
 AUTO_MAP = {"AutoConfig": "NSALabConfig", "AutoModelForCausalLM": "NSALabForCausalLM"}
 
 
 class NSALabConfig(PreTrainedConfig):
-    """`architecture` is a `ModelConfig` as a mapping, with its section `nsa`; `backend` as `NSATransformer` takes it."""
+    """Configuration. `architecture`: a `ModelConfig` as a mapping, including `nsa`; `backend`: as in `NSATransformer`."""
 
     model_type = "nsa_lab"
 
@@ -67,7 +67,7 @@ class NSALabConfig(PreTrainedConfig):
 
 
 class NSALabCache(TransformersCache):
-    """What a model keeps of the sequences that it generates: a `Decoder`, with more room whenever it is full."""
+    """Cache of the sequences being generated: a `Decoder` that grows when it is full."""
 
     def __init__(self, model: NSATransformer, batch: int) -> None:
         super().__init__(layers=[])
@@ -75,7 +75,7 @@ class NSALabCache(TransformersCache):
         self.decoder: Decoder | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NSALabCache:
-        """What was read, so that several generations can go on from one prompt; the model is the same one."""
+        """Copy the cached tokens, but share the model, so that several generations can continue from one prompt."""
         memo[id(self._model)] = self._model
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
@@ -83,16 +83,16 @@ class NSALabCache(TransformersCache):
         return copied
 
     def append(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
-        """Logits [B, n, V] of the next tokens int64 [B, n]; `counts` as `Decoder.append` has them."""
-        needed = (max(self.decoder.cache.starts) if self.decoder else 0) + tokens.shape[1]
+        """Append tokens int64 [B, n] and return their logits [B, n, V]; `counts` as in `Decoder.append`."""
+        n_tokens = (max(self.decoder.cache.starts) if self.decoder else 0) + tokens.shape[1]
         if self.decoder is None:
-            self.decoder = Decoder(self._model, max(MIN_CACHE_TOKENS, 2 * needed), self._batch)
-        elif needed > self.decoder.cache.capacity:
-            self.decoder.grow(2 * needed)
+            self.decoder = Decoder(self._model, max(MIN_CACHE_TOKENS, 2 * n_tokens), self._batch)
+        elif n_tokens > self.decoder.cache.capacity:
+            self.decoder.grow(2 * n_tokens)
         return self.decoder.append(tokens, counts)
 
     def count_columns(self, n_columns: int) -> None:
-        """So many columns of input, padding included, were read: what `transformers` calls a length."""
+        """Add `n_columns` input columns, padding included, to the length that `transformers` sees."""
         self._n_columns += n_columns
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -109,17 +109,19 @@ class NSALabCache(TransformersCache):
         self.decoder, self._n_columns = None, 0
 
     def crop(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError("NSALabCache: tokens cannot be taken back, as assisted generation asks; use no assistant")
+        raise NotImplementedError(
+            "NSALabCache: tokens cannot be removed, so assisted generation is not supported; use no assistant model"
+        )
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        raise NotImplementedError("NSALabCache: repeat the prompts, not their cache")
+        raise NotImplementedError("NSALabCache: a cache cannot be repeated; repeat the prompts instead")
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        raise NotImplementedError("NSALabCache: a batch keeps its size; begin a cache of another size anew")
+        raise NotImplementedError("NSALabCache: the batch size is fixed; create a new cache for another batch size")
 
     @property
     def is_linear(self) -> list[bool]:
-        return [False]  # of layers that it does not list: it grows with the text, and what is in it is not read again
+        return [False]  # for all layers, which are not listed: the cache grows with the text
 
     @property
     def is_croppable(self) -> bool:
@@ -135,16 +137,16 @@ class NSALabCache(TransformersCache):
 
 
 class NSALabForCausalLM(PreTrainedModel, GenerationMixin):
-    """`NSATransformer` as `transformers` has causal language models; `self.model` is the model itself."""
+    """`NSATransformer` as a causal language model of `transformers`; `self.model` is the `NSATransformer`."""
 
     config_class = NSALabConfig
     base_model_prefix = "model"
-    accepts_loss_kwargs = False  # a loss is the mean over its own batch, whatever a Trainer accumulates
-    _no_split_modules = ["Block"]  # noqa: RUF012 - that library's own form
+    accepts_loss_kwargs = False  # the loss is the mean over its batch; a Trainer divides by its accumulation steps
+    _no_split_modules = ["Block"]  # noqa: RUF012 - as transformers declares it
 
     def __init__(self, config: NSALabConfig) -> None:
         super().__init__(config)
-        # On the meta device, where weights are loaded from disk, there is nothing to compute on yet.
+        # from_pretrained builds the model on the meta device, where no backend can be resolved yet.
         device = torch.empty(0).device
         backend = "torch" if device.type == "meta" else config.backend
         self.model = NSATransformer(ModelConfig(**config.architecture), backend=backend, device=device)
@@ -152,11 +154,11 @@ class NSALabForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """`NSATransformer` has done it."""
+        """Do nothing: `NSATransformer` initializes its weights."""
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # the first forward pass of a generation makes its own
+        return False  # the first forward pass with use_cache=True creates an NSALabCache
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embedding
@@ -165,11 +167,11 @@ class NSALabForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.head
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> nn.Embedding:
-        """The embedding as it is. Raises NotImplementedError for another size: it is part of the architecture."""
+        """Return the embedding unchanged. Raises NotImplementedError for another size, which is another architecture."""
         if new_num_tokens not in (None, self.config.vocab_size):
             raise NotImplementedError(
-                f"NSALabForCausalLM: {self.config.vocab_size} tokens are part of the architecture, and {new_num_tokens} "
-                "would be another one: train a model with model.vocab_size and data.tokenizer"
+                f"NSALabForCausalLM: expected {self.config.vocab_size} tokens, which are part of the architecture, got "
+                f"{new_num_tokens}; train a model with another model.vocab_size and data.tokenizer"
             )
         return self.model.embedding
 
@@ -183,65 +185,67 @@ class NSALabForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
         cache: NSALabCache | None = None,
-        **unread: Any,
+        **other_kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits [B, T, V] of input_ids int64 [B, T]; those of padding mean nothing.
+        """Return logits [B, T, V] of input_ids int64 [B, T], and the loss for `labels`. Logits of padding are undefined.
 
-        attention_mask: [B, T] or longer, of which the last T columns are read; 0 is padding, on either side, and 1 is
-        not. position_ids: not needed; in one row without padding or cache, positions that begin anew at 0 tell documents
-        apart, as `DataCollatorWithFlattening` gives them, each then read as if it were alone. With `use_cache` or a
-        cache, what was read is kept, and there are no gradients. labels: as everywhere in that library, shifted inside,
-        -100 left out; the selection loss of an indexer is not in it. A cache is handed in and out under the name that the
-        installed library has for it, `cache` or `past_key_values`; either is taken. logits_to_keep: so many at the end
-        (0: all), or an index of columns. Raises ValueError for masks and positions that say anything else, TypeError for
-        both names at once, for a cache under any other or of another kind, and for embeddings as inputs,
-        NotImplementedError where hidden states or attention are wanted as well.
+        attention_mask: [B, T] or longer; the last T columns are used. 1 for a token, 0 for padding on either side.
+        position_ids: optional. In a single row without padding or cache, positions that restart at 0 separate documents,
+            as `DataCollatorWithFlattening` packs them; each document is computed as if alone.
+        use_cache: return a cache of the tokens. With a cache there are no gradients.
+        cache, past_key_values: a cache from an earlier call, under either name. The output uses the name of the installed
+            `transformers` version.
+        labels: int64 [B, T], shifted inside; -100 is ignored. The loss does not include the selection loss of an indexer.
+        logits_to_keep: number of columns at the end (0: all), or an index of columns.
+
+        Raises ValueError for other masks and positions; TypeError for both cache names at once, for a cache under another
+        name or of another class, and for `inputs_embeds`; NotImplementedError for hidden states or attention as outputs.
         """
         self._resolve_backends()
         if cache is not None and past_key_values is not None:
-            raise TypeError("NSALabForCausalLM.forward: cache= and past_key_values= are two names of one thing; give one")
+            raise TypeError("NSALabForCausalLM.forward: cache= and past_key_values= are the same argument; give only one")
         cache = past_key_values if cache is None else cache
-        if unknown := [name for name, value in unread.items() if isinstance(value, TransformersCache)]:
+        if unknown := [name for name, value in other_kwargs.items() if isinstance(value, TransformersCache)]:
             raise TypeError(
-                f"NSALabForCausalLM.forward takes a cache as cache= or past_key_values=, and it came as {unknown[0]}=; "
-                "install a version of transformers that nsa_lab was tested with (5.0 to 5.24)"
+                f"NSALabForCausalLM.forward: expected the cache as cache= or past_key_values=, got {unknown[0]}=; "
+                "install a tested version of transformers (5.0 to 5.24)"
             )
-        if input_ids is None or unread.get("inputs_embeds") is not None:
-            raise TypeError("NSALabForCausalLM.forward reads tokens, and no inputs_embeds=: give input_ids=")
-        if wanted := [name for name in ("output_hidden_states", "output_attentions") if unread.get(name)]:
-            raise NotImplementedError(f"NSALabForCausalLM.forward gives logits and no more: leave out {wanted[0]}=")
+        if input_ids is None or other_kwargs.get("inputs_embeds") is not None:
+            raise TypeError("NSALabForCausalLM.forward: inputs_embeds= is not supported; give input_ids=")
+        if unsupported := [name for name in ("output_hidden_states", "output_attentions") if other_kwargs.get(name)]:
+            raise NotImplementedError(f"NSALabForCausalLM.forward returns only logits; omit {unsupported[0]}=")
         mask = None if attention_mask is None else _slice_mask(attention_mask, input_ids)
-        order = None if mask is None else _PaddingPermutation(mask)
-        span = _build_layout(input_ids, mask, cache is not None or bool(use_cache), unread)
+        permutation = None if mask is None else _PaddingPermutation(mask)
+        span = _build_layout(input_ids, mask, cache is not None or bool(use_cache), other_kwargs)
         if cache is not None and not isinstance(cache, NSALabCache):
             raise TypeError(
-                f"NSALabForCausalLM.forward keeps what it read in an NSALabCache, and was given a {type(cache).__name__}; "
-                "give none, and the first forward pass with use_cache=True makes one"
+                f"NSALabForCausalLM.forward: expected an NSALabCache, got {type(cache).__name__}; "
+                "omit it in the first call with use_cache=True, which returns one"
             )
-        tokens = input_ids if order is None else input_ids.gather(1, order.indices)
+        tokens = input_ids if permutation is None else input_ids.gather(1, permutation.indices)
         if cache is None and use_cache:
             cache = NSALabCache(self.model, len(tokens))
         if cache is None:
             logits = self.model(tokens, span)
         else:
-            counts = order.counts if order else [tokens.shape[1]] * len(tokens)
+            counts = permutation.counts if permutation else [tokens.shape[1]] * len(tokens)
             if not max(counts):
-                raise ValueError("attention_mask: expected a token in at least one row, and all of it is padding")
+                raise ValueError("attention_mask: expected a token in at least one row, got only padding")
             logits = _pad_logits(cache.append(tokens[:, : max(counts)], counts), tokens.shape[1])
             cache.count_columns(tokens.shape[1])
-        if order is not None:
-            logits = logits.gather(1, order.inverse[:, :, None].expand_as(logits))
+        if permutation is not None:
+            logits = logits.gather(1, permutation.inverse[:, :, None].expand_as(logits))
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
         if isinstance(logits_to_keep, Tensor) or logits_to_keep:
-            kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
-            logits = logits[:, kept]
+            columns = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
+            logits = logits[:, columns]
         if return_dict is False:
             return tuple(part for part in (loss, logits, cache) if part is not None)
-        named: dict[str, Any] = {CACHE_ARGUMENT: cache}
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **named)
+        cache_output: dict[str, Any] = {CACHE_ARGUMENT: cache}
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **cache_output)
 
     def _resolve_backends(self) -> None:
-        """Backends follow the device and dtype that the weights have now."""
+        """Resolve the backends again if the device or dtype of the weights has changed."""
         weight, config = self.model.head.weight, self.model.config
         if (weight.device, weight.dtype) != self._resolved_for:
             backends = resolve_backend(weight.device, weight.dtype, config.nsa, config, self.config.backend)
@@ -253,15 +257,15 @@ class NSALabForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 class NSALabTokenizer(PreTrainedTokenizer):
-    """UTF-8 bytes as tokens; 255, which is in no text, separates documents, begins every prompt, ends and pads."""
+    """Tokenizer of UTF-8 bytes. Byte 255, which is never part of UTF-8, is the BOS, EOS, padding and separator token."""
 
     SEPARATOR = "<|separator|>"
-    model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012 - that library's own form
+    model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012 - as transformers declares it
 
     def __init__(self, **kwargs: Any) -> None:
-        special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), self.SEPARATOR)
-        from_file = {"padding_side": "left", "clean_up_tokenization_spaces": False, **special, **kwargs}
-        super().__init__(**{"special_tokens_pattern": "bos", **from_file})
+        special_tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token"), self.SEPARATOR)
+        options = {"padding_side": "left", "clean_up_tokenization_spaces": False, **special_tokens, **kwargs}
+        super().__init__(**{"special_tokens_pattern": "bos", **options})
 
     @property
     def vocab_size(self) -> int:
@@ -271,7 +275,7 @@ class NSALabTokenizer(PreTrainedTokenizer):
         return {self._convert_id_to_token(index): index for index in range(self.vocab_size)} | self.added_tokens_encoder
 
     def build_inputs_with_special_tokens(self, token_ids_0: list[int], token_ids_1: list[int] | None = None) -> list[int]:
-        # In training a separator stands before every document.
+        # In training a separator precedes every document.
         parts = [token_ids_0] if token_ids_1 is None else [token_ids_0, token_ids_1]
         return [index for part in parts for index in (ByteTokenizer.separator, *part)]
 
@@ -286,64 +290,71 @@ class NSALabTokenizer(PreTrainedTokenizer):
 
     def _convert_id_to_token(self, index: int) -> str:
         if not 0 <= index < self.vocab_size:
-            raise ValueError(f"id {index}: expected 0 to {self.vocab_size - 1}, or the id of a token that was added")
+            raise ValueError(f"id {index}: expected 0 to {self.vocab_size - 1}, or the id of an added token")
         return self.SEPARATOR if index == ByteTokenizer.separator else chr(index)
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        # What is no byte stands for itself: separators, unless they were to be skipped, and tokens that were added.
-        runs = ((byte, list(run)) for byte, run in groupby(tokens, key=_is_byte))
-        return "".join(ByteTokenizer().decode(map(ord, run)) if byte else "".join(run) for byte, run in runs)
+        # Tokens that are not bytes are copied: added tokens, and separators unless they are skipped.
+        groups = ((is_byte, list(group)) for is_byte, group in groupby(tokens, key=_is_byte))
+        return "".join(ByteTokenizer().decode(map(ord, group)) if is_byte else "".join(group) for is_byte, group in groups)
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
         return ()
 
 
 def _slice_mask(mask: Tensor, tokens: Tensor) -> Tensor | None:
-    """The columns of a mask that belong to `tokens`; None where none is padding. Raises ValueError for no mask of these."""
-    rows, columns = tokens.shape
-    if mask.ndim != 2 or len(mask) != rows or mask.shape[1] < columns:
+    """Return the columns of `mask` for `tokens`, or None if there is no padding. Raises ValueError for an invalid mask."""
+    n_rows, n_columns = tokens.shape
+    if mask.ndim != 2 or len(mask) != n_rows or mask.shape[1] < n_columns:
         raise ValueError(
-            f"attention_mask: expected [B, T] as input_ids {(rows, columns)}, or longer by what a cache holds, and it is "
-            f"{tuple(mask.shape)}; masks of pairs of positions are not taken: give documents by position_ids="
+            f"attention_mask: expected [B, T] as input_ids {(n_rows, n_columns)}, or longer by the cached tokens, got "
+            f"{tuple(mask.shape)}; masks [T, T] are not supported: separate documents with position_ids="
         )
-    mask = mask[:, -columns:]
-    # Both are asked at once: every step of a generation waits for the answer.
-    valid, whole = torch.stack([(mask.eq(0) | mask.eq(1)).all(), mask.eq(1).all()]).tolist()
-    if not valid:
-        raise ValueError("attention_mask: expected 1 for a token and 0 for padding, and it has other values")
-    return None if whole else mask
+    mask = mask[:, -n_columns:]
+    # One transfer for both: each generation step waits for it.
+    is_valid, is_unpadded = torch.stack([(mask.eq(0) | mask.eq(1)).all(), mask.eq(1).all()]).tolist()
+    if not is_valid:
+        raise ValueError("attention_mask: expected 1 for a token and 0 for padding, got other values")
+    return None if is_unpadded else mask
 
 
 def _build_layout(tokens: Tensor, mask: Tensor | None, use_cache: bool, arguments: Mapping[str, Any]) -> Span | None:
-    """What `position_ids` of the arguments `given` say: documents in one row, or None where there is one text in each.
+    """Return the layout given by `position_ids` in `arguments`: packed documents, or None for one text per row.
 
-    Where only positions count up it does not matter where they begin: what is turned is turned by distances. Raises
-    ValueError for any others, and for documents that are told in another way alone.
+    Positions that count up by one may start anywhere: RoPE depends only on distances. Raises ValueError for other
+    positions, and if documents are separated only by another argument.
     """
     positions = arguments.get("position_ids")
     if positions is None:
-        if told := [name for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx") if arguments.get(name) is not None]:
-            raise ValueError(f"{told[0]}: documents in one row are told by position_ids= that begin anew at 0; give these")
+        if other := [name for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx") if arguments.get(name) is not None]:
+            raise ValueError(f"{other[0]}: not supported alone; separate documents with position_ids= that restart at 0")
         return None
-    fits = positions.ndim == 2 and positions.shape[0] in (1, len(tokens)) and positions.shape[1] == tokens.shape[1]
-    if not fits:
+    has_matching_shape = (
+        positions.ndim == 2 and positions.shape[0] in (1, len(tokens)) and positions.shape[1] == tokens.shape[1]
+    )
+    if not has_matching_shape:
         raise ValueError(
-            f"position_ids: expected the shape of input_ids, {tuple(tokens.shape)}, not {tuple(positions.shape)}"
+            f"position_ids: expected the shape of input_ids, {tuple(tokens.shape)}, got {tuple(positions.shape)}"
         )
     positions = positions.expand_as(tokens)
-    goes_on = positions.diff(dim=1).eq(1)
+    counts_up = positions.diff(dim=1).eq(1)
     if mask is not None:
-        goes_on |= ~(mask[:, 1:].bool() & mask[:, :-1].bool())
-    if bool(goes_on.all()):
+        counts_up |= ~(mask[:, 1:].bool() & mask[:, :-1].bool())
+    if bool(counts_up.all()):
         return None
-    anew = positions.eq(0)
-    if len(tokens) > 1 or mask is not None or use_cache or not (bool(anew[0, 0]) and bool((goes_on | anew[:, 1:]).all())):
+    is_zero = positions.eq(0)
+    if (
+        len(tokens) > 1
+        or mask is not None
+        or use_cache
+        or not (bool(is_zero[0, 0]) and bool((counts_up | is_zero[:, 1:]).all()))
+    ):
         raise ValueError(
-            "position_ids: expected positions that count up by one, or, in one row without padding and cache, positions "
-            "that begin anew at 0 with every document; leave them out for one text in each row"
+            "position_ids: expected positions that count up by one or, in a single row without padding and cache, "
+            "positions that restart at 0 for each document; omit them for one text per row"
         )
-    begins = anew[0].nonzero().flatten().tolist()
-    return Span.packed(torch.tensor([*begins, tokens.shape[1]], dtype=torch.int32, device=tokens.device))
+    starts = is_zero[0].nonzero().flatten().tolist()
+    return Span.packed(torch.tensor([*starts, tokens.shape[1]], dtype=torch.int32, device=tokens.device))
 
 
 def _is_byte(token: str) -> bool:
@@ -351,7 +362,7 @@ def _is_byte(token: str) -> bool:
 
 
 class _PaddingPermutation:
-    """Of a mask [B, T], in every row: the columns of tokens and then of padding, how many are tokens, and the way back."""
+    """Column order of a mask [B, T] per row, tokens first: `indices`, their `inverse`, and the `counts` of tokens."""
 
     def __init__(self, mask: Tensor) -> None:
         self.indices = mask.bool().logical_not().byte().argsort(dim=1, stable=True)
@@ -364,9 +375,9 @@ def _pad_logits(logits: Tensor, n_columns: int) -> Tensor:
 
 
 def export(run_dir: str | Path, folder: str | Path, *, step: int | None = None, max_shard_size: str = "5GB") -> Path:
-    """A run's model, of its newest checkpoint or of `step`, as a folder that `from_pretrained` loads, tokenizer included.
+    """Export the model of a run and its tokenizer to `folder`, in the format of `from_pretrained`. Return the folder.
 
-    Raises `NoCheckpoint` where there is none, `ConfigError` where `folder` is there already and not empty.
+    step: the checkpoint; default: the newest. Raises `NoCheckpoint` if there is none, `ConfigError` if `folder` has files.
     """
     folder = check_new_folder(folder)
     checkpoint = find_checkpoint(run_dir, step)
@@ -374,8 +385,8 @@ def export(run_dir: str | Path, folder: str | Path, *, step: int | None = None, 
     model, tokenizer = load_model(checkpoint), load_tokenizer(run.data.tokenizer)
     exported = NSALabForCausalLM(NSALabConfig(model.config.model_dump()))
     exported.model.load_state_dict(model.state_dict())
-    separator = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.separator)
-    exported.generation_config = GenerationConfig(**separator)
+    special_token_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.separator)
+    exported.generation_config = GenerationConfig(**special_token_ids)
     exported.save_pretrained(folder, max_shard_size=max_shard_size)
     if isinstance(tokenizer, ByteTokenizer):
         NSALabTokenizer().save_pretrained(folder)
@@ -386,10 +397,10 @@ def export(run_dir: str | Path, folder: str | Path, *, step: int | None = None, 
 
 
 def _write_remote_code(folder: Path, is_byte_tokenizer: bool) -> None:
-    """`trust_remote_code=True` then finds the classes of the installed nsa_lab, also where this module was not imported."""
+    """Write the file and the `auto_map` entries with which `trust_remote_code=True` imports the installed nsa_lab."""
     names = [*AUTO_MAP.values(), "NSALabTokenizer"]
-    listed = ", ".join(names)
-    write_text(folder / REMOTE_CODE, f"from nsa_lab.inference.hf import {listed}\n\n__all__ = {names}\n")
+    imported_names = ", ".join(names)
+    write_text(folder / REMOTE_CODE, f"from nsa_lab.inference.hf import {imported_names}\n\n__all__ = {names}\n")
     module = REMOTE_CODE.removesuffix(".py")
     _update_json(folder / "config.json", {"auto_map": {auto: f"{module}.{name}" for auto, name in AUTO_MAP.items()}})
     if is_byte_tokenizer:
@@ -397,8 +408,8 @@ def _write_remote_code(folder: Path, is_byte_tokenizer: bool) -> None:
 
 
 def _update_json(path: Path, entries: Mapping[str, Any]) -> None:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    write_text(path, json.dumps({**found, **entries}, indent=2) + "\n")
+    contents = json.loads(path.read_text(encoding="utf-8"))
+    write_text(path, json.dumps({**contents, **entries}, indent=2) + "\n")
 
 
 AutoConfig.register(NSALabConfig.model_type, NSALabConfig)

@@ -1,6 +1,6 @@
-"""A trained model from disk: which checkpoint of a run, or of a model that ships, and the model that it holds.
+"""Load a trained model from a checkpoint of a run or from a bundled model.
 
-Reads `model.safetensors` and `config.yaml` alone; nothing here loads the trainer or unpickles.
+Reads only `model.safetensors` and `config.yaml`; does not import the trainer or unpickle.
 """
 
 from __future__ import annotations
@@ -20,31 +20,32 @@ WEIGHTS = "model.safetensors"
 
 
 class NoCheckpoint(UsageError, RuntimeError):
-    """A run has no checkpoint that can be used. The message says what there is instead."""
+    """A run has no usable checkpoint. The message lists the available ones."""
 
 
 def find_checkpoint(run_dir: str | Path, step: int | None = None) -> Path:
-    """The folder of the checkpoint of `step`, by default of the newest. Raises `NoCheckpoint`."""
+    """Return the folder of the checkpoint of `step`; default: the newest. Raises `NoCheckpoint`."""
     folder = checkpoint_files.get_checkpoint_dir(directory.check_run_dir(run_dir))
-    there = checkpoint_files.list_steps(folder)
-    if not there:
-        raise NoCheckpoint(f"{folder}: no checkpoint here; train the run, or copy its checkpoints beside it")
-    if step is not None and step not in there:
-        raise NoCheckpoint(f"{folder}: no checkpoint of step {step}; there is {', '.join(map(str, there))}")
-    return checkpoint_files.get_checkpoint_path(folder, there[-1] if step is None else step)
+    steps = checkpoint_files.list_steps(folder)
+    if not steps:
+        raise NoCheckpoint(f"{folder}: no checkpoint found; train the run, or copy its checkpoints here")
+    if step is not None and step not in steps:
+        raise NoCheckpoint(f"{folder}: no checkpoint of step {step}; available: {', '.join(map(str, steps))}")
+    return checkpoint_files.get_checkpoint_path(folder, steps[-1] if step is None else step)
 
 
 def load_model(
     path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, backend: str = "auto"
 ) -> NSATransformer:
-    """The trained model of a run directory (its newest checkpoint) or of one checkpoint folder in it, in evaluation mode;
-    or one that ships with the package, by its name: `load_model("needle-8m")`. A folder of that name comes first.
+    """Load a trained model in evaluation mode.
 
-    `dtype` is that of weights and of attention; `backend` as `NSATransformer` takes it.
+    path: a run directory (its newest checkpoint), a checkpoint folder, or the name of a bundled model, as in
+        `load_model("needle-8m")`. A folder with that name takes precedence.
+    dtype: of the weights and of attention. backend: as in `NSATransformer`.
 
-    Raises `NoCheckpoint` if there is none, its files are not what its manifest says or its weights are of other code,
-    `ConfigError` for a foreign config.yaml and for a dtype or a device that there is not, `MissingPackage` without the
-    packages of nsa-lab[train].
+    Raises `NoCheckpoint` if there is no checkpoint, its files differ from its manifest or its weights do not match the
+    model; `ConfigError` for an invalid config.yaml, dtype or device; `MissingPackage` without the packages of
+    nsa-lab[train].
     """
     _check_device_and_dtype(device, dtype)
     require("safetensors")
@@ -58,29 +59,29 @@ def load_model(
         )
         raise NoCheckpoint(f"{folder}: {', '.join(problems)}; {remedy}")
     config = RunConfig.from_yaml(folder.parents[1] / directory.CONFIG)
-    trained = config.model_at(checkpoint_files.parse_step(folder))
-    model = NSATransformer(trained, backend=backend, device=device, dtype=dtype, seed=0)
+    model_config = config.model_at(checkpoint_files.parse_step(folder))
+    model = NSATransformer(model_config, backend=backend, device=device, dtype=dtype, seed=0)
     weights = load_file(folder / WEIGHTS, device=str(device))
-    if other := checkpoint_files.describe_mismatch(folder, weights, model.state_dict()):
-        raise NoCheckpoint(other)
+    if mismatch := checkpoint_files.describe_mismatch(folder, weights, model.state_dict()):
+        raise NoCheckpoint(mismatch)
     model.load_state_dict(weights, strict=True)
     return model.to(dtype).eval()
 
 
 def _check_device_and_dtype(device: torch.device | str, dtype: torch.dtype) -> None:
     if dtype not in SUPPORTED_DTYPES:
-        known = ", ".join(map(str, SUPPORTED_DTYPES))
-        raise ConfigError(f"load_model: dtype = {dtype!r}: expected one of {known}; for example dtype=torch.bfloat16")
+        supported = ", ".join(map(str, SUPPORTED_DTYPES))
+        raise ConfigError(f"load_model: dtype = {dtype!r}: expected one of {supported}, for example dtype=torch.bfloat16")
     try:
-        kind = torch.device(device).type
+        device_type = torch.device(device).type
     except RuntimeError:
-        raise ConfigError(f"load_model: device = {device!r}: expected a device of torch, for example cpu or cuda") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"load_model: device = '{device}': torch sees no CUDA device; use cpu, or install a CUDA build")
+        raise ConfigError(f"load_model: device = {device!r}: expected a torch device, for example cpu or cuda") from None
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"load_model: device = '{device}': torch finds no CUDA device; use cpu, or install a CUDA build")
 
 
 def _resolve_checkpoint(path: str | Path) -> Path:
-    folder = next((place for place in (Path(path), resolve.MODELS_DIR / path) if os.path.isdir(place)), None)
+    folder = next((candidate for candidate in (Path(path), resolve.MODELS_DIR / path) if os.path.isdir(candidate)), None)
     if folder is None:
         raise NoCheckpoint(
             f"{Path(path).resolve()}: no such folder; give a run directory, a folder in its {directory.CHECKPOINTS}/, or "

@@ -1,9 +1,11 @@
-"""A run's model as a folder to hand on: laid out as a run with one checkpoint, so that whatever takes a run takes it.
+"""Package the model of a run for distribution: a folder with the layout of a run with one checkpoint.
+
+Functions that accept a run directory therefore accept it too.
 
     config.yaml  evaluation.json  README.md (the model card)  checkpoints/step-00001526/{model.safetensors, MANIFEST.json}
 
-Weights are in bfloat16; nothing of the machine that trained them, and nothing that only training needs, comes along.
-Models that ship with the package lie in `nsa_lab/models/` as this module writes them.
+Weights are in bfloat16. Local paths and files that only training needs are left out.
+Bundled models in `nsa_lab/models/` have this format.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ MAX_WEIGHT_BYTES = 16 << 20
 
 
 def ship(run_dir: str | Path, folder: str | Path, about: str) -> Path:
-    """Write the model of a run's newest checkpoint into `folder`, whose name is the model's; the folder.
+    """Write the model of a run's newest checkpoint to `folder`, and return it. The folder name becomes the model name.
 
-    about: Markdown on data, licence and limits, which the record of a run does not know; the end of the model card.
+    about: Markdown on data, license and limitations, appended to the model card.
 
-    Raises `ConfigError` for a run that is not done, not evaluated at its last step or that reads other tokens than bytes,
-    for weights of more than `MOST_BYTES`, and for a folder with files in it; `NoCheckpoint` as `load_model` does.
+    Raises `ConfigError` for a run that is not done, not evaluated at its last step or not a byte model, for weights of
+    more than `MAX_WEIGHT_BYTES`, and for a folder that has files; `NoCheckpoint` as in `load_model`.
     """
     require("safetensors")
     from safetensors.torch import save
@@ -44,40 +46,42 @@ def ship(run_dir: str | Path, folder: str | Path, about: str) -> Path:
     weights = save({name: value.to(torch.bfloat16) for name, value in load_model(checkpoint).state_dict().items()})
     if len(weights) > MAX_WEIGHT_BYTES:
         raise ConfigError(
-            f"{history.run}: its weights take {len(weights):,} bytes in bfloat16, and a model that ships has at most "
-            f"{MAX_WEIGHT_BYTES:,}; train a smaller one"
+            f"{history.run}: expected at most {MAX_WEIGHT_BYTES:,} bytes of bfloat16 weights, got {len(weights):,}; "
+            "package a smaller model"
         )
-    to = checkpoint_files.get_checkpoint_path(checkpoint_files.get_checkpoint_dir(folder), step)
-    to.mkdir(parents=True)
-    write_bytes(to / WEIGHTS, weights)
+    checkpoint_dir = checkpoint_files.get_checkpoint_path(checkpoint_files.get_checkpoint_dir(folder), step)
+    checkpoint_dir.mkdir(parents=True)
+    write_bytes(checkpoint_dir / WEIGHTS, weights)
     write_text(
-        to / checkpoint_files.MANIFEST,
+        checkpoint_dir / checkpoint_files.MANIFEST,
         checkpoint_files.format_manifest(step, {WEIGHTS: checkpoint_files.make_manifest_entry(weights)}),
     )
     write_evaluation(folder, evaluation)
     write_text(folder / MODEL_CARD, build_model_card(folder.name, history, evaluation, len(weights), about))
-    # Last: a folder without it is no run.
+    # Written last: a folder without it is not accepted as a run.
     write_text(folder / directory.CONFIG, _strip_local_path(history.config).to_yaml())
     return folder
 
 
 def check_new_folder(folder: str | Path) -> Path:
-    """`folder`, which need not exist. Raises `ConfigError` where it has files, is none, or cannot be made."""
+    """Return the absolute path of `folder`. Raises `ConfigError` if it has files, is a file, or cannot be created."""
     folder = Path(folder).resolve()
     try:
         if folder.exists() and any(folder.iterdir()):
             raise ConfigError(
-                f"{folder}: expected an empty or a new folder to write the model to; it has files; name another"
+                f"{folder}: expected an empty or new folder for the model, got one with files; give another folder"
             )
-        with tempfile.TemporaryDirectory(dir=next(above for above in (folder, *folder.parents) if above.exists())):
-            pass  # one can be made there, and what is refused later leaves none behind
+        with tempfile.TemporaryDirectory(dir=next(parent for parent in (folder, *folder.parents) if parent.exists())):
+            pass  # it can be created; `folder` itself is not created before all checks have passed
     except OSError as error:
-        raise ConfigError(f"{folder}: no folder to write the model to ({error.strerror}); name another") from error
+        raise ConfigError(
+            f"{folder}: cannot write the model to this folder ({error.strerror}); give another folder"
+        ) from error
     return folder
 
 
 def _read_final_evaluation(history: History, step: int) -> dict[str, Any]:
-    """That of the run's last step, where everything is as a model to hand on has it."""
+    """Return the evaluation of the last step. Raises `ConfigError` if the run cannot be packaged."""
     steps, tokenizer, evaluation = (
         history.config.train.steps,
         history.config.data.tokenizer,
@@ -85,19 +89,17 @@ def _read_final_evaluation(history: History, step: int) -> dict[str, Any]:
     )
     if not history.is_done or step != steps:
         raise ConfigError(
-            f"{history.run} is {history.state}, its newest checkpoint is of step {step:,} of {steps:,}: expected a run "
-            f"that is done; nsa-lab resume {history.run}"
+            f"{history.run}: expected a run that is done, got {history.state} with its newest checkpoint at step {step:,} "
+            f"of {steps:,}; continue it with nsa-lab resume {history.run}"
         )
     if tokenizer != "byte":
-        raise ConfigError(
-            f"{history.run}: data.tokenizer = {tokenizer} does not travel with a model; use data.tokenizer: byte"
-        )
+        raise ConfigError(f"{history.run}: data.tokenizer = {tokenizer} cannot be packaged; use data.tokenizer: byte")
     if not evaluation or evaluation["step"] != step:
-        raise ConfigError(f"{history.run} has no {EVALUATION} of step {step:,}; nsa-lab evaluate {history.run}")
+        raise ConfigError(f"{history.run}: no {EVALUATION} of step {step:,}; run nsa-lab evaluate {history.run}")
     return evaluation
 
 
 def _strip_local_path(config: RunConfig) -> RunConfig:
-    """The configuration without this machine's paths: asked elsewhere, the model is asked on the text of Python."""
+    """Return the configuration without local paths. Elsewhere, the default evaluation text is then that of Python."""
     source = "stdlib" if config.data.source == "local" else config.data.source
     return config.model_copy(update={"data": config.data.model_copy(update={"path": None, "source": source})})

@@ -1,4 +1,4 @@
-"""From logits to the next token: temperature, top-k, top-p, in this order, as the Hugging Face library has them."""
+"""Sampling of the next token from logits: temperature, top-k and top-p, applied as in Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn. Raises ValueError for settings that name no distribution.
+    """Sampling settings. Raises ValueError for invalid values.
 
-    temperature: logits are divided by it; 0 takes the likeliest token, the lowest id among equals.
-    top_k: only the `top_k` likeliest tokens, and those as likely as the last of them.
-    top_p: only the smallest set of likeliest tokens whose probabilities reach `top_p` together (arXiv 1904.09751); never
-        empty, and taken after temperature and `top_k`.
+    temperature: divides the logits. 0 selects the most likely token; of equal tokens, the lowest id.
+    top_k: sample only from the `top_k` most likely tokens and tokens tied with the last of them.
+    top_p: sample only from the smallest set of most likely tokens with total probability >= `top_p` (arXiv 1904.09751),
+        computed after temperature and `top_k`. The set is never empty.
     """
 
     temperature: float = 0.0
@@ -25,14 +25,16 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.temperature, int | float) and 0 <= self.temperature < math.inf):
-            raise ValueError(f"temperature = {self.temperature!r}: expected a number from 0 (the likeliest token) up")
+            raise ValueError(
+                f"temperature = {self.temperature!r}: expected a finite number >= 0 (0: the most likely token)"
+            )
         if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
-            raise ValueError(f"top_k = {self.top_k!r}: expected at least 1 token to draw from, or None for all of them")
+            raise ValueError(f"top_k = {self.top_k!r}: expected an integer >= 1, or None for all tokens")
         if self.top_p is not None and not (isinstance(self.top_p, int | float) and 0 < self.top_p <= 1):
-            raise ValueError(f"top_p = {self.top_p!r}: expected a probability above 0 and up to 1, or None for all tokens")
+            raise ValueError(f"top_p = {self.top_p!r}: expected a probability in (0, 1], or None for all tokens")
 
     def sample(self, logits: Tensor, generator: torch.Generator) -> int:
-        """One token of float32 logits [V] on the CPU. Raises ArithmeticError where they are not finite."""
+        """Sample a token from float32 logits [V] on the CPU. Raises ArithmeticError if they are not finite."""
         if not logits.isfinite().all():
             raise ArithmeticError("the model's logits are not finite; use an earlier checkpoint")
         if self.temperature == 0:
@@ -40,11 +42,11 @@ class Sampling:
         return int(torch.multinomial(self.compute_probabilities(logits), 1, generator=generator))
 
     def compute_probabilities(self, logits: Tensor) -> Tensor:
-        """What a temperature above 0 draws from: probabilities [V], 0 for tokens left out. The rest need not sum to 1."""
+        """Return probabilities [V] for a temperature > 0; 0 for excluded tokens. The others may sum to less than 1."""
         if self.top_k is not None and self.top_k < len(logits):
             floor = logits.topk(self.top_k).values[-1]
             logits = logits.masked_fill(logits < floor, float("-inf"))
-        # The largest is taken off first, so that no temperature, however small, makes an infinity.
+        # Subtract the maximum first, so that a small temperature does not overflow.
         p = ((logits - logits.max()) / self.temperature).softmax(-1)
         if self.top_p is not None and self.top_p < 1:
             p = _apply_top_p(p, self.top_p)
@@ -52,7 +54,7 @@ class Sampling:
 
 
 def _apply_top_p(p: Tensor, top_p: float) -> Tensor:
-    """`p` [V] with 0 for every token that has `top_p` or more of the mass before it, in falling order."""
-    falling, order = p.double().sort(descending=True, stable=True)
-    before = falling.cumsum(-1) - falling
-    return p.masked_fill((before >= top_p).gather(-1, order.argsort()), 0.0)
+    """Return p [V] with 0 for each token preceded, in descending order, by at least `top_p` of the probability."""
+    descending, order = p.double().sort(descending=True, stable=True)
+    preceding = descending.cumsum(-1) - descending
+    return p.masked_fill((preceding >= top_p).gather(-1, order.argsort()), 0.0)

@@ -1,4 +1,4 @@
-"""Decoding with a cache gives the logits of a full forward pass, wherever blocks and windows begin and end."""
+"""Decoding with a cache gives the logits of a full forward pass, at every offset of blocks and windows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nsa_lab.inference import Decoder, cache, decode, decode_graph, kv_cache_siz
 from nsa_lab.inference.decode_graph import DecodeGraph
 from nsa_lab.model import NSATransformer
 
-# Around every length that something begins or ends at: d, l, l_sel, w, n_sel * l_sel.
+# Around every boundary: d, l, l_sel, w, n_sel * l_sel.
 PREFILLS = (1, 3, 4, 7, 8, 9, 11, 12, 13, 16, 31, 32, 33, 47)
 LENGTH = 48
 GEOMETRIES = [
@@ -28,12 +28,12 @@ GEOMETRIES = [
     NSAConfig(l=12, d=2, l_sel=4, n_sel=6, w=3),
     NSAConfig(l=1, d=1, l_sel=1, n_sel=3, w=2),
 ]
-# Where kernels run: under the interpreter, on a machine without a GPU.
+# Kernels run on the GPU, or in the interpreter without one.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INDEXED = {"d_k": 8, "selection_loss": 0.1, "indexer_block": 2}
 NGRAMS = {"ngrams": 4, "ngram_rows": 100, "ngram_width": 5}
 KERNEL_VARIANTS = [
-    # Others below have these, and more.
+    # Also covered by the variants below.
     pytest.param({}, marks=pytest.mark.soak),
     pytest.param({"selection_loss": 0.1, "indexer_block": 2}, marks=pytest.mark.soak),
     {"selection_loss": 0.1, "indexer_block": 2, "matching_heads": 1, "rotary_share": 0.5, "mlp": "gated", "phi": "pool"},
@@ -64,112 +64,111 @@ def sample_tokens(*shape: int, seed: int = 1) -> Tensor:
 
 
 def pad_ragged(rows: list[Tensor]) -> tuple[Tensor, list[int]]:
-    """Rows of any lengths as a decoder takes them, and those lengths."""
+    """Return padded rows and their lengths, as a decoder takes them."""
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), [len(row) for row in rows]
 
 
 def decode_in_chunks(model: NSATransformer, texts: list[Tensor], chunks: list[int], poison: bool = False) -> list[Tensor]:
-    """Logits of every text, read `chunks[i]` tokens at a time, in turn; texts of one batch run out at their own times."""
+    """Return the logits of every text, decoded as one batch in chunks of `chunks[i]` tokens; the last size repeats."""
     decoder = Decoder(model, max(map(len, texts)), batch=len(texts))
     if poison:
-        for kept in decoder.cache.tensors():
-            kept.fill_(float("nan") if kept.is_floating_point() else -(10**12))
-    at, found = 0, [[] for _ in texts]
-    while at < max(map(len, texts)):
+        for tensor in decoder.cache.tensors():
+            tensor.fill_(float("nan") if tensor.is_floating_point() else -(10**12))
+    start, logits_by_row = 0, [[] for _ in texts]
+    while start < max(map(len, texts)):
         size = chunks.pop(0) if len(chunks) > 1 else chunks[0]
-        tokens, counts = pad_ragged([text[at : at + size] for text in texts])
+        tokens, counts = pad_ragged([text[start : start + size] for text in texts])
         logits = decoder.append(tokens, counts)
         for row, count in enumerate(counts):
-            found[row].append(logits[row, :count])
-        at += size
-    return [torch.cat(parts) for parts in found]
+            logits_by_row[row].append(logits[row, :count])
+        start += size
+    return [torch.cat(parts) for parts in logits_by_row]
 
 
 @pytest.fixture(params=[5, pytest.param(256, marks=pytest.mark.slow)], ids="steps of {}".format)
 def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache_size, "STEP", request.param)
+    monkeypatch.setattr(kv_cache_size, "MAX_STEP_TOKENS", request.param)
 
 
 def run_without_graph(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-    """In place of a recording, which needs a GPU; its rehearsals leave padding."""
+    """Replace `capture_graph`, which needs a GPU: run the step eagerly, with a warmup run on padding."""
     run()
     result = run()
     return lambda: result.copy_(run()), result
 
 
 @pytest.mark.parametrize("variant", [VARIANTS[0], *VARIANTS[7:11], *VARIANTS[-5::2]])
-def test_a_step_that_knows_no_lengths_equals_full_forward(variant: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a CUDA graph would record, run anew each time: the same at lengths that end and complete blocks, and where the
-    rehearsals left their padding."""
+def test_graph_step_equals_full_forward(variant: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the captured function eagerly: at lengths that complete blocks, and over the padding of the warmup runs."""
 
     monkeypatch.setattr(decode, "can_capture", lambda cache: True)
-    monkeypatch.setattr(decode_graph, "record", run_without_graph)
-    steps: list[DecodeGraph] = []
-    monkeypatch.setattr(decode, "DecodeGraph", lambda *given: steps.append(DecodeGraph(*given)) or steps[-1])
+    monkeypatch.setattr(decode_graph, "capture_graph", run_without_graph)
+    graphs: list[DecodeGraph] = []
+    monkeypatch.setattr(decode, "DecodeGraph", lambda *args: graphs.append(DecodeGraph(*args)) or graphs[-1])
     model = build_model(tiny_config(**variant))
     texts = [sample_tokens(length, seed=length) for length in (47, 23, 8)]
-    for text, found in zip(texts, decode_in_chunks(model, texts, [7, 1], poison=True), strict=True):
-        torch.testing.assert_close(found, model(text[None])[0], rtol=0, atol=1e-10)
-    assert len(steps) == 1
+    for text, logits in zip(texts, decode_in_chunks(model, texts, [7, 1], poison=True), strict=True):
+        torch.testing.assert_close(logits, model(text[None])[0], rtol=0, atol=1e-10)
+    assert len(graphs) == 1
 
 
-def test_sequences_take_turns_in_a_recorded_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits takes in padding, of which nothing stays, in convolutions neither."""
+def test_graph_step_with_padding_for_waiting_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A waiting sequence gets padding, which leaves no trace, in convolutions neither."""
     monkeypatch.setattr(decode, "can_capture", lambda cache: True)
-    monkeypatch.setattr(decode_graph, "record", run_without_graph)
+    monkeypatch.setattr(decode_graph, "capture_graph", run_without_graph)
     model, texts = build_model(tiny_config(**INDEXED, matching_heads=1)), sample_tokens(2, 30)
     decoder = Decoder(model, 30, batch=2)
     decoder.append(texts[:, :11])
-    for at in range(11, 30):
+    for position in range(11, 30):
         for row in (0, 1):
             tokens = torch.full((2, 1), 36)
-            tokens[row] = texts[row, at]
-            found = decoder.append(tokens, [1 - row, row])[row, 0]
-            torch.testing.assert_close(found, model(texts[row : row + 1, : at + 1])[0, -1], rtol=0, atol=1e-10)
+            tokens[row] = texts[row, position]
+            logits = decoder.append(tokens, [1 - row, row])[row, 0]
+            torch.testing.assert_close(logits, model(texts[row : row + 1, : position + 1])[0, -1], rtol=0, atol=1e-10)
 
 
-def test_a_sequence_may_begin_after_its_neighbours() -> None:
-    """Before its first token is nothing, whatever the cache holds there."""
+def test_sequence_may_start_after_the_others() -> None:
+    """Cache contents before its first token have no effect."""
     model, texts = (
         build_model(tiny_config(**INDEXED, **NGRAMS, matching_heads=1)),
         [sample_tokens(17, seed=1), sample_tokens(9, seed=2)],
     )
     decoder = Decoder(model, 20, batch=2)
-    for kept in decoder.cache.tensors():
-        kept.fill_(7)
+    for tensor in decoder.cache.tensors():
+        tensor.fill_(7)
     decoder.append(*pad_ragged([texts[0][:8], texts[1][:0]]))
-    found = decoder.append(*pad_ragged([texts[0][8:], texts[1]]))
+    logits = decoder.append(*pad_ragged([texts[0][8:], texts[1]]))
     for row, text in enumerate(texts):
         expected = model(text[None])[0]
-        torch.testing.assert_close(found[row, :9], expected[-9:], rtol=0, atol=1e-10)
+        torch.testing.assert_close(logits[row, :9], expected[-9:], rtol=0, atol=1e-10)
 
 
-def test_what_a_recording_reads_stays_where_it_is_until_the_cache_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_tensors_keep_their_addresses_until_the_cache_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "can_capture", lambda cache: True)
-    monkeypatch.setattr(decode_graph, "record", run_without_graph)
-    steps: list[DecodeGraph] = []
-    monkeypatch.setattr(decode, "DecodeGraph", lambda *given: steps.append(DecodeGraph(*given)) or steps[-1])
+    monkeypatch.setattr(decode_graph, "capture_graph", run_without_graph)
+    graphs: list[DecodeGraph] = []
+    monkeypatch.setattr(decode, "DecodeGraph", lambda *args: graphs.append(DecodeGraph(*args)) or graphs[-1])
     model, tokens = build_model(tiny_config(rotary_share=0.5, matching_heads=1)), sample_tokens(1, 30)
     decoder = Decoder(model, 20)
 
-    def places() -> list[int]:
+    def get_addresses() -> list[int]:
         return [tensor.data_ptr() for tensor in (decoder.cache.lengths, *decoder.cache.tensors())]
 
     decoder.append(tokens[:, :17])
     decoder.last(tokens[:, 17:18])
-    before = places()
+    before = get_addresses()
     decoder.last(tokens[:, 18:19])
     decoder.last(tokens[:, 19:20])
-    assert places() == before and len(steps) == 1
+    assert get_addresses() == before and len(graphs) == 1
     decoder.grow(40)
-    decoder.last(tokens[:, 20:22])  # not recorded
-    before = places()
+    decoder.last(tokens[:, 20:22])  # not a graph step
+    before = get_addresses()
     decoder.last(tokens[:, 22:24])
-    assert places() == before
-    for at in range(24, 30):
-        last = decoder.last(tokens[:, at : at + 1])
-    torch.testing.assert_close(last, model(tokens)[:, -1], rtol=0, atol=1e-10)
-    assert len(steps) == 2
+    assert get_addresses() == before
+    for position in range(24, 30):
+        logits = decoder.last(tokens[:, position : position + 1])
+    torch.testing.assert_close(logits, model(tokens)[:, -1], rtol=0, atol=1e-10)
+    assert len(graphs) == 2
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -177,13 +176,13 @@ def test_token_by_token_equals_full_forward(variant: dict) -> None:
     model, tokens = build_model(tiny_config(**variant)), sample_tokens(2, LENGTH)
     full = model(tokens)
     for prefill in PREFILLS if not variant else (1, 9, 33):
-        found = torch.stack(decode_in_chunks(model, [*tokens], [prefill, 1]))
-        torch.testing.assert_close(found, full, rtol=0, atol=1e-10)
+        logits = torch.stack(decode_in_chunks(model, [*tokens], [prefill, 1]))
+        torch.testing.assert_close(logits, full, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_sequences_of_any_lengths_in_chunks_of_any_sizes_equal_full_forward(variant: dict, step: None) -> None:
-    """Whatever lay in the cache before."""
+def test_ragged_sequences_in_chunks_equal_full_forward(variant: dict, step: None) -> None:
+    """With NaN in the cache before."""
     model = build_model(tiny_config(**variant))
     texts = [sample_tokens(length, seed=length) for length in (70, 1, 33, 13, 13, 64, 8)]
     full = [model(text[None])[0] for text in texts]
@@ -196,8 +195,8 @@ def test_sequences_of_any_lengths_in_chunks_of_any_sizes_equal_full_forward(vari
 @pytest.mark.parametrize(
     "variant", [{}, {"selection_loss": 0.1, "indexer_block": 2, "matching_heads": 1}, {"attention": "dense"}]
 )
-def test_a_recorded_step_gives_what_torch_gives(variant: dict) -> None:
-    """Through ends of blocks and of a ring, in float32, one sequence after another coming to its end."""
+def test_graph_step_equals_torch(variant: dict) -> None:
+    """Across block and ring boundaries, in float32; the sequences end at different steps."""
     nsa = NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=20)
     model = NSATransformer(tiny_config(d_k=16, d_v=32, nsa=nsa, **variant), dtype=torch.float32, device="cuda", seed=5)
     texts = [sample_tokens(length, seed=length).cuda() for length in (150, 75, 131)]
@@ -212,9 +211,9 @@ def test_a_recorded_step_gives_what_torch_gives(variant: dict) -> None:
         torch.testing.assert_close(by_kernels[inside], by_torch[inside], rtol=0, atol=1e-5)
 
 
-def test_what_is_read_first_is_bounded_and_the_rest_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "FIRST", 40)
-    monkeypatch.setattr(kv_cache_size, "STEP", 5)
+def test_prefill_is_limited_and_followed_by_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "MAX_PREFILL_TOKENS", 40)
+    monkeypatch.setattr(kv_cache_size, "MAX_STEP_TOKENS", 5)
     model, texts = build_model(tiny_config()), [sample_tokens(60), sample_tokens(21)]
     tokens, counts = pad_ragged(texts)
     widths: list[int] = []
@@ -225,83 +224,83 @@ def test_what_is_read_first_is_bounded_and_the_rest_follows(monkeypatch: pytest.
         torch.testing.assert_close(last[row], model(text[None])[0, -1], rtol=0, atol=1e-10)
 
 
-def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
-    """To the bit, at one shape; and a neighbour's NaN is its own."""
+def test_sequence_does_not_depend_on_the_rest_of_the_batch() -> None:
+    """Bitwise, for equal shapes; and NaN in another sequence has no effect."""
     model, text = build_model(tiny_config()), sample_tokens(50)
-    by_itself = decode_in_chunks(model, [text, sample_tokens(50, seed=2)], [9])[0]
+    first = decode_in_chunks(model, [text, sample_tokens(50, seed=2)], [9])[0]
     model.embedding.weight.data[36] = float("nan")
     text = text.clamp_max(35)
-    by_itself = decode_in_chunks(model, [text, sample_tokens(50, seed=2).clamp_max(35)], [9])[0]
-    beside = decode_in_chunks(model, [text, torch.full((50,), 36)], [9])[0]
-    assert torch.equal(by_itself, beside) and by_itself.isfinite().all()
+    first = decode_in_chunks(model, [text, sample_tokens(50, seed=2).clamp_max(35)], [9])[0]
+    with_nan = decode_in_chunks(model, [text, torch.full((50,), 36)], [9])[0]
+    assert torch.equal(first, with_nan) and first.isfinite().all()
 
 
 @pytest.mark.parametrize("variant", [{}, INDEXED, {"attention": "dense"}])
-def test_padding_may_stand_past_the_end_of_a_full_cache(variant: dict) -> None:
-    """Two sequences that are full, or nearly, wait for a third."""
+def test_padding_beyond_a_full_cache(variant: dict) -> None:
+    """Two sequences that are full, or nearly full, wait for a third."""
     model, texts = (
         build_model(tiny_config(**variant)),
         [sample_tokens(30), sample_tokens(29, seed=2), sample_tokens(30, seed=3)],
     )
     decoder = Decoder(model, 30, batch=3)
     decoder.append(*pad_ragged([texts[0], texts[1][:27], texts[2][:12]]))
-    found = decoder.append(*pad_ragged([texts[0][:0], texts[1][27:], texts[2][12:19]]))
-    torch.testing.assert_close(found[1, :2], model(texts[1][None])[0, 27:], rtol=0, atol=1e-10)
-    found = torch.cat([found[2], *(decoder.append(texts[2][at].expand(3, 1), [0, 0, 1])[2] for at in range(19, 30))])
-    torch.testing.assert_close(found, model(texts[2][None])[0, 12:], rtol=0, atol=1e-10)
+    logits = decoder.append(*pad_ragged([texts[0][:0], texts[1][27:], texts[2][12:19]]))
+    torch.testing.assert_close(logits[1, :2], model(texts[1][None])[0, 27:], rtol=0, atol=1e-10)
+    logits = torch.cat([logits[2], *(decoder.append(texts[2][at].expand(3, 1), [0, 0, 1])[2] for at in range(19, 30))])
+    torch.testing.assert_close(logits, model(texts[2][None])[0, 12:], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("variant", [NGRAMS, INDEXED | {"matching_heads": 1}, {"attention": "dense", "matching_heads": 1}])
-def test_who_waits_for_whole_steps_of_others_loses_nothing(variant: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache_size, "STEP", 5)
+def test_sequence_that_waits_for_whole_steps(variant: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache_size, "MAX_STEP_TOKENS", 5)
     model, texts = build_model(tiny_config(**variant)), [sample_tokens(41), sample_tokens(60, seed=2)]
     decoder = Decoder(model, 60, batch=2)
     decoder.append(*pad_ragged([texts[0][:30], texts[1][:23]]))
     decoder.append(*pad_ragged([texts[0][:0], texts[1][23:49]]))
-    found = decoder.append(torch.stack([texts[0][30:], texts[1][49:]]))
+    logits = decoder.append(torch.stack([texts[0][30:], texts[1][49:]]))
     for row, text in enumerate(texts):
-        torch.testing.assert_close(found[row], model(text[None])[0, -11:], rtol=0, atol=1e-10)
+        torch.testing.assert_close(logits[row], model(text[None])[0, -11:], rtol=0, atol=1e-10)
 
 
-def test_sequences_change_places(step: None) -> None:
+def test_reorder(step: None) -> None:
     texts = [sample_tokens(30), sample_tokens(14, seed=2), sample_tokens(21, seed=3)]
     model = build_model(tiny_config(rotary_share=0.5, matching_heads=1, **NGRAMS))
     decoder = Decoder(model, 40, batch=3)
     decoder.append(*pad_ragged(texts))
     decoder.cache.reorder([2, 0, 2])
-    goes_on = sample_tokens(3, 6, seed=4)
-    found = decoder.append(goes_on)
-    for row, was in enumerate((2, 0, 2)):
-        full = model(torch.cat([texts[was], goes_on[row]])[None])[0, -6:]
-        torch.testing.assert_close(found[row], full, rtol=0, atol=1e-10)
+    continuation = sample_tokens(3, 6, seed=4)
+    logits = decoder.append(continuation)
+    for row, source in enumerate((2, 0, 2)):
+        full = model(torch.cat([texts[source], continuation[row]])[None])[0, -6:]
+        torch.testing.assert_close(logits[row], full, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("variant", [{}, INDEXED, {"attention": "dense"}])
-def test_a_cache_that_grows_keeps_what_it_has(variant: dict) -> None:
+def test_grow_keeps_the_contents(variant: dict) -> None:
     model, text = build_model(tiny_config(**variant)), sample_tokens(1, 40)
     decoder = Decoder(model, 13)
     parts = [decoder.append(text[:, :13])]
-    for begin, end in ((13, 14), (14, 40)):
+    for start, end in ((13, 14), (14, 40)):
         decoder.grow(end)
-        parts.append(decoder.append(text[:, begin:end]))
+        parts.append(decoder.append(text[:, start:end]))
     torch.testing.assert_close(torch.cat(parts, dim=1), model(text), rtol=0, atol=1e-10)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 7, pytest.param(64, marks=pytest.mark.soak), 500])
 @pytest.mark.parametrize("variant", [{}, {"rotary_share": 0.5, "matching_heads": 1, **INDEXED}, {"attention": "dense"}])
-def test_the_likeliest_tokens_of_long_ragged_batches_are_those_of_full_passes(variant: dict, chunk: int) -> None:
-    """In float32, at every position; of two that are equal but for rounding, either."""
+def test_most_likely_tokens_of_long_ragged_batches_equal_full_forward(variant: dict, chunk: int) -> None:
+    """In float32, at every position; tokens tied within rounding may differ."""
     nsa = NSAConfig(l=16, d=8, l_sel=32, n_sel=6, w=40)
     model = NSATransformer(tiny_config(nsa=nsa, **variant), seed=3)
     lengths = (3000, 1, 777, 64, 1500, 1500, 333, 2047) if chunk > 7 else (1, 300, 64, 301)
     texts = [sample_tokens(length, seed=length) for length in lengths]
     with torch.no_grad():
-        for text, found in zip(texts, decode_in_chunks(model, texts, [chunk]), strict=True):
+        for text, logits in zip(texts, decode_in_chunks(model, texts, [chunk]), strict=True):
             full = model(text[None])[0]
-            likeliest = full.gather(-1, found.argmax(-1, keepdim=True)).squeeze(-1)
-            assert (full.amax(-1) - likeliest).max() < 2e-6
-            assert (found.argmax(-1) != full.argmax(-1)).sum() <= 1
+            selected_logits = full.gather(-1, logits.argmax(-1, keepdim=True)).squeeze(-1)
+            assert (full.amax(-1) - selected_logits).max() < 2e-6
+            assert (logits.argmax(-1) != full.argmax(-1)).sum() <= 1
 
 
 @pytest.mark.parametrize(
@@ -313,24 +312,26 @@ def test_the_likeliest_tokens_of_long_ragged_batches_are_those_of_full_passes(va
     ],
 )
 @pytest.mark.parametrize("capacity", [1, 7, 8, 61])
-def test_the_memory_of_a_cache_is_what_is_planned(variant: dict, capacity: int) -> None:
+def test_allocated_bytes_equal_the_formula(variant: dict, capacity: int) -> None:
     config = tiny_config(**variant)
-    held = sum(kept.nbytes for kept in cache.Cache(build_model(config), capacity, 3).tensors())
-    assert held == 3 * kv_cache_size.compute_sequence_bytes(config, capacity, 8)
-    far = 10**5 * config.nsa.d
-    more = kv_cache_size.compute_sequence_bytes(config, 2 * far, 8) - kv_cache_size.compute_sequence_bytes(config, far, 8)
-    assert more == far * kv_cache_size.compute_token_bytes(config, 8)
+    allocated = sum(tensor.nbytes for tensor in cache.Cache(build_model(config), capacity, 3).tensors())
+    assert allocated == 3 * kv_cache_size.compute_sequence_bytes(config, capacity, 8)
+    length = 10**5 * config.nsa.d
+    difference = kv_cache_size.compute_sequence_bytes(config, 2 * length, 8) - kv_cache_size.compute_sequence_bytes(
+        config, length, 8
+    )
+    assert difference == length * kv_cache_size.compute_token_bytes(config, 8)
 
 
 @pytest.mark.parametrize(("attention", "megabytes"), [("nsa", (12.6, 34.6, 60)), ("dense", (50, 403, 805))])
-def test_reads_are_those_of_the_formula(attention: str, megabytes: tuple[float, ...]) -> None:
-    """N(S) + n_sel * l_sel + w keys and values of two groups of 64 channels, in twelve layers, two bytes each."""
+def test_read_bytes_equal_the_formula(attention: str, megabytes: tuple[float, ...]) -> None:
+    """N(S) + n_sel * l_sel + w keys and values, 2 groups of 64 channels, 12 layers, 2 bytes per element."""
     config = ModelConfig(attention=attention)
-    found = [kv_cache_size.compute_read_bytes(config, length, 2) / 1e6 for length in (8192, 65_536, 131_072)]
-    assert found == pytest.approx(megabytes, rel=0.01)
+    measured = [kv_cache_size.compute_read_bytes(config, length, 2) / 1e6 for length in (8192, 65_536, 131_072)]
+    assert measured == pytest.approx(megabytes, rel=0.01)
 
 
-def test_phi_is_computed_once_for_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phi_is_computed_once_per_block(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model(tiny_config(n_layers=1, nsa=TINY_NSA.model_copy(update={"phi": "linear"})))
     blocks: list[int] = []
     model.blocks[0].attention.phi_k.register_forward_hook(lambda _, __, out: blocks.append(out.shape[1]))
@@ -340,14 +341,14 @@ def test_phi_is_computed_once_for_every_block(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", KERNEL_VARIANTS)
-def test_a_model_decodes_through_the_kernels(variant: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk behind the first one, then greedily: the tokens, and nearly the logits, that torch gives."""
-    monkeypatch.setattr(launch_table, "DECODING_PROGRAMS", 8)  # interpreted one after another
-    monkeypatch.setattr(launch_table, "MAX_LINEAR_ROWS", 20)  # the chunk's rows are more
-    few, tile = launch_table.LinearTile(4, 64, 64, 4, 1), launch_table.linear_tile
-    monkeypatch.setattr(launch_table, "linear_tile", lambda *given: few if given[1] <= 4 else tile(*given))
-    calls, choose = [], launch.select_topk
-    monkeypatch.setattr(launch, "choose", lambda *given: calls.append(given) or choose(*given))
+def test_decoding_with_triton_equals_torch(variant: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode a second chunk, then greedily: equal tokens, and logits within 1e-5."""
+    monkeypatch.setattr(launch_table, "DECODING_PROGRAMS", 8)  # the interpreter runs programs sequentially
+    monkeypatch.setattr(launch_table, "MAX_LINEAR_ROWS", 20)  # fewer than the rows of the chunk
+    small_tile, tile = launch_table.LinearTile(4, 64, 64, 4, 1), launch_table.linear_tile
+    monkeypatch.setattr(launch_table, "linear_tile", lambda *args: small_tile if args[1] <= 4 else tile(*args))
+    calls, select_topk = [], launch.select_topk
+    monkeypatch.setattr(launch, "select_topk", lambda *args: calls.append(args) or select_topk(*args))
     nsa = NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=20, phi=variant.get("phi", "avg"), gate=variant.get("gate", "sigmoid"))
     variant = {name: value for name, value in variant.items() if name not in ("phi", "gate")}
     model = NSATransformer(
@@ -363,24 +364,24 @@ def test_a_model_decodes_through_the_kernels(variant: dict, monkeypatch: pytest.
         torch.testing.assert_close(by_kernels, by_torch, rtol=0, atol=1e-5)
         tokens, counts = by_torch.argmax(-1, keepdim=True), None
         assert torch.equal(by_kernels.argmax(-1, keepdim=True), tokens)
-    # On a GPU the single tokens were recorded: two rehearsals and the recording, three runs for three tokens.
+    # On a GPU the three single tokens used a graph: two warmup runs and the capture are also three runs.
     assert len(calls) == (4 * len(model.blocks) if model.config.attention == "nsa" else 0)
 
 
-def test_a_compiler_that_aborts_over_the_kernels_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By itself a model decodes in torch then; asked for, the kernels are refused, before anything is compiled."""
+def test_triton_version_that_fails_on_the_kernels_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default the model then decodes with torch; triton by name is rejected before any compilation."""
     monkeypatch.setattr(triton, "__version__", "3.2.0")
     nsa = NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=20)
-    for kind in ("nsa", "dense"):
+    for attention in ("nsa", "dense"):
         model = NSATransformer(
-            tiny_config(attention=kind, d_k=16, d_v=16, nsa=nsa), dtype=torch.float32, device=DEVICE, seed=5
+            tiny_config(attention=attention, d_k=16, d_v=16, nsa=nsa), dtype=torch.float32, device=DEVICE, seed=5
         )
         assert Decoder(model, 30).cache.backend == "torch"
         with pytest.raises(NotImplementedError, match=r"Triton 3.3 or newer.*compiler of 3.2.0"):
             Decoder(model, 30, backend="triton")
 
 
-def test_a_backend_that_cannot_decode_a_model_is_refused_at_once() -> None:
+def test_unsupported_backend_is_rejected_at_construction() -> None:
     with pytest.raises(NotImplementedError, match="head widths in multiples of 16"):
         Decoder(NSATransformer(tiny_config(), device=DEVICE), 9, backend="triton")
     with pytest.raises(NotImplementedError, match=r"decoding, .*head widths in multiples of 16"):
@@ -390,41 +391,49 @@ def test_a_backend_that_cannot_decode_a_model_is_refused_at_once() -> None:
 @pytest.mark.parametrize(
     ("rows", "counts", "message"),
     [
-        (torch.zeros(2, 5, dtype=torch.int64), None, "5 tokens do not fit into a decoder of capacity 4"),
+        (torch.zeros(2, 5, dtype=torch.int64), None, "5 tokens do not fit in a decoder of capacity 4"),
         (torch.zeros(2, 3), None, "expected int64 [B, n], n >= 1, got torch.float32 (2, 3)"),
         (torch.zeros(2, 0, dtype=torch.int64), None, "n >= 1, got torch.int64 (2, 0)"),
-        (torch.zeros(3, 1, dtype=torch.int64), None, "3 rows, 3 counts for a decoder of 2 sequences"),
-        (torch.zeros(2, 2, dtype=torch.int64), [2], "2 rows, 1 counts for a decoder of 2 sequences"),
-        (torch.full((2, 2), 37), None, "ids lie in 37..37, and the model has 0..36"),
-        (torch.full((2, 2), -1), None, "ids lie in -1..-1"),
+        (
+            torch.zeros(3, 1, dtype=torch.int64),
+            None,
+            "expected 2 rows and counts, one per sequence, got 3 rows and 3 counts",
+        ),
+        (
+            torch.zeros(2, 2, dtype=torch.int64),
+            [2],
+            "expected 2 rows and counts, one per sequence, got 2 rows and 1 counts",
+        ),
+        (torch.full((2, 2), 37), None, "expected ids in 0..36, got 37..37"),
+        (torch.full((2, 2), -1), None, "got -1..-1"),
         (torch.zeros(2, 2, dtype=torch.int64), [1, 3], "counts = [1, 3]: expected numbers from 0 to 2"),
-        (torch.zeros(2, 2, dtype=torch.int64), [1, 1], "cut padding that no row needs"),
-        (torch.zeros(2, 2, dtype=torch.int64), [0, 2], "expected at least 1 token of each sequence"),
+        (torch.zeros(2, 2, dtype=torch.int64), [1, 1], "remove padding columns that no row needs"),
+        (torch.zeros(2, 2, dtype=torch.int64), [0, 2], "expected at least 1 token per sequence"),
     ],
 )
-def test_what_a_decoder_cannot_read_is_explained(rows: Tensor, counts: list[int] | None, message: str) -> None:
+def test_invalid_tokens_are_rejected(rows: Tensor, counts: list[int] | None, message: str) -> None:
     decoder = Decoder(build_model(tiny_config(n_layers=1)), 4, batch=2)
     with pytest.raises(ValueError, match=re.escape(message)):
         decoder.last(rows, counts)
 
 
-def test_a_batch_that_does_not_fit_says_how_many_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_that_does_not_fit_reports_how_many_sequences_would(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model(tiny_config())
-    each = kv_cache_size.compute_sequence_bytes(model.config, 100, 8)
-    monkeypatch.setattr(kv_cache_size, "get_free_bytes", lambda device: 3 * each + 1)
+    sequence_bytes = kv_cache_size.compute_sequence_bytes(model.config, 100, 8)
+    monkeypatch.setattr(kv_cache_size, "get_free_bytes", lambda device: 3 * sequence_bytes + 1)
     Decoder(model, 100, batch=3)
-    with pytest.raises(ConfigError, match=r"a cache of 4 sequences of 100 tokens takes .*; 3 would fit: give 3 sequences"):
+    with pytest.raises(ConfigError, match=r"a cache of 4 sequences of 100 tokens needs .*; 3 would fit: use at most 3"):
         Decoder(model, 100, batch=4)
-    monkeypatch.setattr(kv_cache_size, "get_free_bytes", lambda device: each - 1)
-    with pytest.raises(ConfigError, match="0 would fit: give fewer tokens"):
+    monkeypatch.setattr(kv_cache_size, "get_free_bytes", lambda device: sequence_bytes - 1)
+    with pytest.raises(ConfigError, match="0 would fit: use fewer tokens"):
         Decoder(model, 100)
 
 
-def test_what_fits_is_what_the_weights_leave_and_an_indexer_is_read() -> None:
+def test_decoding_estimate_subtracts_weights_and_counts_the_indexer() -> None:
     config = ModelConfig()
-    each = kv_cache_size.compute_sequence_bytes(config, 8192, 2)
-    said = kv_cache_size.format_decoding_estimate(config, each, 5 * each, [8192]).splitlines()
-    (line,) = [line for line in said if line.strip().startswith("8,192")]
-    assert " 3 " in line, "two caches' worth are weights, of 2 bytes each"
-    more = kv_cache_size.compute_read_bytes(ModelConfig(selection_loss=0.1, indexer_block=16), 8192, 2)
-    assert more - kv_cache_size.compute_read_bytes(config, 8192, 2) == 12 * (8192 // 16) * 2 * 64 * 2
+    sequence_bytes = kv_cache_size.compute_sequence_bytes(config, 8192, 2)
+    lines = kv_cache_size.format_decoding_estimate(config, sequence_bytes, 5 * sequence_bytes, [8192]).splitlines()
+    (line,) = [line for line in lines if line.strip().startswith("8,192")]
+    assert " 3 " in line, "the weights use the memory of two caches"
+    with_indexer = kv_cache_size.compute_read_bytes(ModelConfig(selection_loss=0.1, indexer_block=16), 8192, 2)
+    assert with_indexer - kv_cache_size.compute_read_bytes(config, 8192, 2) == 12 * (8192 // 16) * 2 * 64 * 2

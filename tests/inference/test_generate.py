@@ -1,4 +1,4 @@
-"""Generation: greedy is the argmax of full forward passes, a list is its prompts one by one, and errors teach."""
+"""Generation: greedy decoding equals the argmax of full forward passes; batches equal single prompts; errors."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tiny_models import build_model, tiny_config
 from torch import Tensor
 
 from nsa_lab.inference import Decoder, generate
-from nsa_lab.inference.stop_sequences import StopSequences
+from nsa_lab.inference.generate import StopSequences
 from nsa_lab.model import NSATransformer
 
-# Shorter than a compression block, around the blocks' ends, longer than everything that is selected.
+# Shorter than a compression block, around block boundaries, longer than all selected tokens.
 LENGTHS = (1, 5, 8, 17, 40)
 VARIANTS = [{}, {"attention": "dense"}]
 
 
 def make_prompts(lengths: tuple[int, ...] = LENGTHS, vocab_size: int = 37) -> list[Tensor]:
-    draw = torch.Generator().manual_seed(2)
-    return [torch.randint(0, vocab_size, (length,), generator=draw) for length in lengths]
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(0, vocab_size, (length,), generator=generator) for length in lengths]
 
 
 def generate_by_full_passes(model: NSATransformer, prompt: Tensor, n: int) -> Tensor:
@@ -37,25 +37,25 @@ def model(request: pytest.FixtureRequest) -> NSATransformer:
 
 
 @pytest.fixture
-def bytewise() -> NSATransformer:
+def byte_model() -> NSATransformer:
     return build_model(tiny_config(vocab_size=256, n_layers=1))
 
 
-def test_greedy_is_the_argmax_of_full_forward_passes(model: NSATransformer) -> None:
+def test_greedy_equals_argmax_of_full_forward_passes(model: NSATransformer) -> None:
     prompts = make_prompts()
-    found = generate(model, prompts, max_new_tokens=12)
-    for prompt, new in zip(prompts, found, strict=True):
+    results = generate(model, prompts, max_new_tokens=12)
+    for prompt, new in zip(prompts, results, strict=True):
         assert new.dtype == torch.int64
         assert torch.equal(new, generate_by_full_passes(model, prompt, 12))
-    cold = generate(model, prompts, max_new_tokens=12, temperature=3.0, top_k=1, seed=9)
-    hot = generate(model, prompts, max_new_tokens=12, temperature=3.0, top_p=1e-9, seed=9)
-    frozen = generate(model, prompts, max_new_tokens=12, temperature=1e-42, seed=9)
-    for i, new in enumerate(found):
-        assert torch.equal(new, cold[i]) and torch.equal(new, hot[i]) and torch.equal(new, frozen[i])
+    top_1 = generate(model, prompts, max_new_tokens=12, temperature=3.0, top_k=1, seed=9)
+    tiny_top_p = generate(model, prompts, max_new_tokens=12, temperature=3.0, top_p=1e-9, seed=9)
+    tiny_temperature = generate(model, prompts, max_new_tokens=12, temperature=1e-42, seed=9)
+    for i, new in enumerate(results):
+        assert torch.equal(new, top_1[i]) and torch.equal(new, tiny_top_p[i]) and torch.equal(new, tiny_temperature[i])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_a_list_is_its_prompts_one_by_one(model: NSATransformer, temperature: float) -> None:
+def test_batched_prompts_equal_single_prompts(model: NSATransformer, temperature: float) -> None:
     prompts = make_prompts((17, 1, 40, 17))
     prompts.append(prompts[0])
     whole = generate(model, prompts, max_new_tokens=9, temperature=temperature, seed=4)
@@ -63,66 +63,72 @@ def test_a_list_is_its_prompts_one_by_one(model: NSATransformer, temperature: fl
         assert torch.equal(new, generate(model, [prompt], max_new_tokens=9, temperature=temperature, seed=4)[0])
 
 
-def test_prompts_that_are_too_many_at_once_are_read_in_batches(
-    model: NSATransformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_are_split_into_batches(model: NSATransformer, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, sizes = make_prompts((17, 1, 40, 17, 5, 90)), []
     together = generate(model, prompts, max_new_tokens=9, temperature=1.5, seed=4)
     module = importlib.import_module("nsa_lab.inference.generate")
 
-    class Counted(Decoder):
+    class CountingDecoder(Decoder):
         def __init__(self, model: NSATransformer, capacity: int, batch: int) -> None:
             sizes.append((capacity, batch))
             super().__init__(model, capacity, batch)
 
-    monkeypatch.setattr(module, "Decoder", Counted)
-    monkeypatch.setattr(module, "FIRST", 98)
-    heard: list[tuple[int, int]] = []
-    apart = generate(
-        model, prompts, max_new_tokens=9, temperature=1.5, seed=4, stream=lambda index, token: heard.append((index, token))
+    monkeypatch.setattr(module, "Decoder", CountingDecoder)
+    monkeypatch.setattr(module, "MAX_PREFILL_TOKENS", 98)
+    streamed: list[tuple[int, int]] = []
+    in_batches = generate(
+        model,
+        prompts,
+        max_new_tokens=9,
+        temperature=1.5,
+        seed=4,
+        stream=lambda index, token: streamed.append((index, token)),
     )
     assert sizes == [(26, 2), (49, 2), (14, 1), (99, 1)]
-    for index, (one, other) in enumerate(zip(together, apart, strict=True)):
-        assert torch.equal(one, other) and [token for at, token in heard if at == index] == other.tolist()
+    for index, (expected, actual) in enumerate(zip(together, in_batches, strict=True)):
+        assert (
+            torch.equal(expected, actual)
+            and [token for prompt_index, token in streamed if prompt_index == index] == actual.tolist()
+        )
 
 
 @pytest.mark.slow
-def test_a_result_is_a_function_of_its_seed() -> None:
+def test_results_depend_only_on_the_seed() -> None:
     model, prompts = build_model(tiny_config()), make_prompts()
 
-    def drawn(seed: int | None) -> list[list[int]]:
+    def sample(seed: int | None) -> list[list[int]]:
         return [new.tolist() for new in generate(model, prompts, max_new_tokens=12, temperature=1.0, seed=seed)]
 
     torch.manual_seed(0)
-    first = drawn(3)
+    first = sample(3)
     torch.manual_seed(1)
-    assert drawn(3) == first != drawn(4)
+    assert sample(3) == first != sample(4)
     torch.manual_seed(7)
-    unseeded = drawn(None)
-    assert drawn(None) != unseeded
+    unseeded = sample(None)
+    assert sample(None) != unseeded
     torch.manual_seed(7)
-    assert drawn(None) == unseeded
+    assert sample(None) == unseeded
 
 
-def test_seeds_and_greedy_leave_the_global_generator_alone() -> None:
+def test_seeded_and_greedy_generation_do_not_use_the_global_generator() -> None:
     model, before = build_model(tiny_config(n_layers=1)), torch.get_rng_state()
     generate(model, make_prompts((3,)), max_new_tokens=4, temperature=1.0, seed=1)
     generate(model, make_prompts((3,)), max_new_tokens=4)
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_text_is_its_bytes(bytewise: NSATransformer) -> None:
-    spelled = torch.tensor(list("né".encode()))
-    by_text, by_tokens = generate(bytewise, ["né", spelled], max_new_tokens=6, temperature=1.0, seed=1)
+def test_text_prompts_equal_byte_prompts(byte_model: NSATransformer) -> None:
+    as_bytes = torch.tensor(list("né".encode()))
+    by_text, by_tokens = generate(byte_model, ["né", as_bytes], max_new_tokens=6, temperature=1.0, seed=1)
     assert by_text.dtype == torch.int64 and torch.equal(by_text, by_tokens)
 
 
-def test_every_token_is_streamed_when_it_is_drawn(model: NSATransformer) -> None:
-    heard: list[tuple[int, int]] = []
+def test_every_token_is_streamed_when_it_is_sampled(model: NSATransformer) -> None:
+    streamed: list[tuple[int, int]] = []
     prompts = make_prompts((3, 9))
-    found = generate(model, prompts, max_new_tokens=5, stream=lambda index, token: heard.append((index, token)))
-    assert heard == [
-        (index, token) for tokens in zip(*map(Tensor.tolist, found), strict=True) for index, token in enumerate(tokens)
+    results = generate(model, prompts, max_new_tokens=5, stream=lambda index, token: streamed.append((index, token)))
+    assert streamed == [
+        (index, token) for tokens in zip(*map(Tensor.tolist, results), strict=True) for index, token in enumerate(tokens)
     ]
 
     def interrupt(index: int, token: int) -> None:
@@ -132,7 +138,7 @@ def test_every_token_is_streamed_when_it_is_drawn(model: NSATransformer) -> None
         generate(model, prompts, max_new_tokens=10**4, stream=interrupt)
 
 
-def test_a_stop_is_the_last_token_of_its_own_prompt(model: NSATransformer) -> None:
+def test_stop_token_ends_its_own_prompt(model: NSATransformer) -> None:
     prompts = make_prompts((3, 9, 20))
     free = [new.tolist() for new in generate(model, prompts, max_new_tokens=30, temperature=1.0, seed=2)]
     stop = free[0][4]
@@ -142,44 +148,44 @@ def test_a_stop_is_the_last_token_of_its_own_prompt(model: NSATransformer) -> No
         assert new.tolist() == whole[: ends[0] + 1 if ends else None]
 
 
-def test_a_stop_can_be_spelled(bytewise: NSATransformer) -> None:
-    (free,) = generate(bytewise, ["ab"], max_new_tokens=20, temperature=1.0, seed=2)
+def test_stop_text(byte_model: NSATransformer) -> None:
+    (free,) = generate(byte_model, ["ab"], max_new_tokens=20, temperature=1.0, seed=2)
     pair = bytes(free[6:8].tolist())
     end = bytes(free.tolist()).index(pair) + 2
-    for stop in (pair, [b"never drawn", pair]):
-        (new,) = generate(bytewise, ["ab"], max_new_tokens=20, temperature=1.0, seed=2, stop=stop)
+    for stop in (pair, [b"never sampled", pair]):
+        (new,) = generate(byte_model, ["ab"], max_new_tokens=20, temperature=1.0, seed=2, stop=stop)
         assert torch.equal(new, free[:end])
     # Text that the prompt ends with stops nothing: only new tokens are searched.
-    assert len(generate(bytewise, ["ab"], max_new_tokens=3, stop="ab")[0]) == 3
+    assert len(generate(byte_model, ["ab"], max_new_tokens=3, stop="ab")[0]) == 3
 
 
-def test_a_spelled_stop_is_reached_by_all_of_it() -> None:
+def test_stop_text_matches_only_in_full() -> None:
     stops = StopSequences([b"ab", 7], vocab_size=256, is_byte_model=True)
-    drawn = {b"ab": True, b"xab": True, b"b": False, b"bb": False, b"a": False, b"abx": False, b"": False, b"x\7": True}
-    assert {text: stops.is_reached(list(text)) for text in drawn} == drawn
-    spelled = StopSequences("\u00e9", vocab_size=256, is_byte_model=True)
-    assert spelled.is_reached(list("n\u00e9".encode())) and not spelled.is_reached([0xE9])
+    expected = {b"ab": True, b"xab": True, b"b": False, b"bb": False, b"a": False, b"abx": False, b"": False, b"x\7": True}
+    assert {text: stops.is_reached(list(text)) for text in expected} == expected
+    accented = StopSequences("\u00e9", vocab_size=256, is_byte_model=True)
+    assert accented.is_reached(list("n\u00e9".encode())) and not accented.is_reached([0xE9])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prompts": []}, "the list is empty; give at least one prompt"),
-        ({"prompts": "text"}, r"expected a list of prompts, got one str; write \[prompt\]"),
+        ({"prompts": []}, "expected at least one prompt, got an empty list"),
+        ({"prompts": "text"}, r"expected a list of prompts, got one str; use \[prompt\]"),
         ({"prompts": torch.zeros(3, dtype=torch.int64)}, "got one Tensor"),
-        ({"prompts": [torch.zeros(0, dtype=torch.int64)]}, r"prompts\[0\]: the prompt is empty"),
-        ({"prompts": ["a", ""]}, r"prompts\[1\]: the prompt is empty"),
+        ({"prompts": [torch.zeros(0, dtype=torch.int64)]}, r"prompts\[0\]: expected at least one token"),
+        ({"prompts": ["a", ""]}, r"prompts\[1\]: expected at least one token"),
         ({"prompts": [torch.zeros(3)]}, r"expected an int64 tensor \[T\], got torch.float32 \(3,\)"),
         ({"prompts": [torch.zeros(3, dtype=torch.int32)]}, "got torch.int32"),
         ({"prompts": [torch.zeros(1, 3, dtype=torch.int64)]}, r"got torch.int64 \(1, 3\)"),
         ({"prompts": [[1, 2]]}, "expected an int64 tensor .* or text, got list"),
-        ({"prompts": [torch.tensor([3, 256])]}, r"tokens lie in 3..256, and the model has 0..255"),
-        ({"prompts": [torch.tensor([-1])]}, r"tokens lie in -1..-1"),
-        ({"max_new_tokens": 0}, "max_new_tokens = 0: expected a whole number from 1 up"),
+        ({"prompts": [torch.tensor([3, 256])]}, r"expected tokens in 0..255, got 3..256"),
+        ({"prompts": [torch.tensor([-1])]}, r"got -1..-1"),
+        ({"max_new_tokens": 0}, "max_new_tokens = 0: expected an integer >= 1"),
         ({"max_new_tokens": 2.5}, "max_new_tokens = 2.5"),
         ({"max_new_tokens": True}, "max_new_tokens = True"),
         ({"prompts": None}, "expected a list of prompts, got one NoneType"),
-        ({"seed": 2**64}, "seed = 18446744073709551616: expected a whole number"),
+        ({"seed": 2**64}, "seed = 18446744073709551616: expected a 64-bit integer"),
         ({"seed": 1.5}, "seed = 1.5"),
         ({"stream": 3}, "stream: expected a function"),
         ({"temperature": "hot"}, "temperature = 'hot'"),
@@ -189,35 +195,33 @@ def test_a_spelled_stop_is_reached_by_all_of_it() -> None:
         ({"temperature": -0.1}, "temperature = -0.1"),
         ({"temperature": math.nan}, "temperature = nan"),
         ({"temperature": math.inf}, "temperature = inf"),
-        ({"top_k": 0}, "top_k = 0: expected at least 1"),
-        ({"top_p": 0.0}, "top_p = 0.0: expected a probability above 0 and up to 1"),
+        ({"top_k": 0}, "top_k = 0: expected an integer >= 1"),
+        ({"top_p": 0.0}, r"top_p = 0.0: expected a probability in \(0, 1\]"),
         ({"top_p": 1.1}, "top_p = 1.1"),
         ({"top_p": math.nan}, "top_p = nan"),
-        ({"stop": 256}, r"stop = 256: the model has tokens 0..255"),
-        ({"stop": ["\n", ""]}, "stop = '': every text ends with nothing"),
+        ({"stop": 256}, r"stop = 256: expected a token in 0..255"),
+        ({"stop": ["\n", ""]}, "stop = '': expected at least one character"),
         ({"stop": [1.5]}, "stop: expected a token id, a text or bytes, or a list of these, got float"),
     ],
 )
-def test_what_cannot_be_used_is_explained_before_anything_is_drawn(
-    bytewise: NSATransformer, arguments: dict, message: str
-) -> None:
-    def never(index: int, token: int) -> None:
-        raise AssertionError("a token was drawn")
+def test_invalid_arguments_are_rejected_before_sampling(byte_model: NSATransformer, arguments: dict, message: str) -> None:
+    def fail(index: int, token: int) -> None:
+        raise AssertionError("a token was sampled")
 
     with pytest.raises(ValueError, match=message):
-        generate(bytewise, **{"prompts": ["a"], "max_new_tokens": 3, "stream": never, **arguments})
+        generate(byte_model, **{"prompts": ["a"], "max_new_tokens": 3, "stream": fail, **arguments})
 
 
-def test_only_a_model_of_bytes_reads_and_stops_at_text() -> None:
+def test_text_needs_a_byte_model() -> None:
     model = build_model(tiny_config(n_layers=1))
-    with pytest.raises(ValueError, match="this model has 37 tokens, not 256; encode it with the run's tokenizer"):
+    with pytest.raises(ValueError, match="this model has 37; encode it with the run's tokenizer"):
         generate(model, ["text"], max_new_tokens=1)
-    with pytest.raises(ValueError, match="tokens are not bytes"):
+    with pytest.raises(ValueError, match="tokens of this model are not bytes"):
         generate(model, make_prompts((3,)), max_new_tokens=1, stop="\n")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_are_said(temperature: float) -> None:
+def test_non_finite_logits_raise(temperature: float) -> None:
     model = build_model(tiny_config(n_layers=1))
     torch.nn.init.constant_(model.norm.weight, math.nan)
     with pytest.raises(ArithmeticError, match="the model's logits are not finite"):

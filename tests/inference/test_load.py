@@ -1,9 +1,8 @@
-"""From a run directory to a model and to text: which checkpoint is taken, and what is said where none can be."""
+"""Loading a model from a run directory and generating text: selection of the checkpoint, and errors."""
 
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from nsa_lab.inference import NoCheckpoint, Sampling, complete_prompt, continue_
 from nsa_lab.model import NSATransformer
 
 
-def test_a_run_goes_on_from_a_prompt(tmp_path: Path) -> None:
+def test_run_completes_a_prompt(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     model = NSATransformer(make_config().model, seed=1)
     folder = write_checkpoint(run_dir, 200, save(model.state_dict()))
@@ -29,7 +28,7 @@ def test_a_run_goes_on_from_a_prompt(tmp_path: Path) -> None:
         assert torch.equal(load_model(path).head.weight, model.head.weight)
 
 
-def test_a_run_directory_means_its_newest_checkpoint(tmp_path: Path) -> None:
+def test_run_directory_loads_its_newest_checkpoint(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     models = {step: NSATransformer(make_config().model, seed=step) for step in (100, 200)}
     for step, model in models.items():
@@ -37,19 +36,19 @@ def test_a_run_directory_means_its_newest_checkpoint(tmp_path: Path) -> None:
     assert torch.equal(load_model(run_dir).head.weight, models[200].head.weight)
 
 
-def test_what_follows_a_prompt_is_of_the_seed_and_of_the_step(tmp_path: Path) -> None:
+def test_completion_depends_on_seed_and_step(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     for step in (100, 200):
         write_checkpoint(run_dir, step, save(NSATransformer(make_config().model, seed=step).state_dict()))
 
-    def said(seed: int, step: int | None) -> str:
+    def complete(seed: int, step: int | None) -> str:
         return "".join(complete_prompt(run_dir, "def ", 30, Sampling(0.8), seed=seed, step=step))
 
-    assert len({said(0, 100), said(1, 100), said(1, 200)}) == 3 and said(1, None) == said(1, 200)
+    assert len({complete(0, 100), complete(1, 100), complete(1, 200)}) == 3 and complete(1, None) == complete(1, 200)
 
 
-def test_what_is_written_on_does_not_hold_ids_that_pad_the_vocabulary() -> None:
-    """A model may have more tokens than its tokenizer; those are never drawn, or they could not be decoded."""
+def test_text_contains_no_padding_ids_of_the_vocabulary() -> None:
+    """A model may have more tokens than its tokenizer, which could not decode the additional ids."""
     model = NSATransformer(make_config(model__vocab_size=300, model__n_layers=1).model, seed=1)
     with torch.no_grad():
         model.embedding.weight.normal_(std=4.0)
@@ -57,12 +56,12 @@ def test_what_is_written_on_does_not_hold_ids_that_pad_the_vocabulary() -> None:
     assert len(text) >= 10
 
 
-def test_what_cannot_be_loaded_is_explained(tmp_path: Path) -> None:
+def test_load_errors_name_the_remedy(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
-    with pytest.raises(NoCheckpoint, match="no checkpoint here"):
+    with pytest.raises(NoCheckpoint, match="no checkpoint found"):
         find_checkpoint(run_dir)
     folder = write_checkpoint(run_dir, 100)
-    with pytest.raises(NoCheckpoint, match="no checkpoint of step 7; there is 100"):
+    with pytest.raises(NoCheckpoint, match="no checkpoint of step 7; available: 100"):
         find_checkpoint(run_dir, 7)
     (folder / "model.safetensors").write_bytes(b"other")
     with pytest.raises(NoCheckpoint, match="does not match its sha256"):
@@ -71,42 +70,40 @@ def test_what_cannot_be_loaded_is_explained(tmp_path: Path) -> None:
         load_model(tmp_path / "nowhere")
 
 
-def test_a_dtype_and_a_device_that_there_are_not_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_dtype_and_device_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for place, words in (
-        ({"dtype": "bfloat16"}, "dtype = 'bfloat16': expected one of torch.float64, .*; for example dtype=torch.bfloat16"),
+        ({"dtype": "bfloat16"}, "dtype = 'bfloat16': expected one of torch.float64, .*, for example dtype=torch.bfloat16"),
         ({"dtype": torch.int8}, "dtype = torch.int8: expected one of"),
-        ({"device": "gpu"}, "device = 'gpu': expected a device of torch"),
-        ({"device": "cuda:1"}, "device = 'cuda:1': torch sees no CUDA device; use cpu"),
+        ({"device": "gpu"}, "device = 'gpu': expected a torch device"),
+        ({"device": "cuda:1"}, "device = 'cuda:1': torch finds no CUDA device; use cpu"),
     ):
         with pytest.raises(ConfigError, match=words):
             load_model("needle-8m", **place)
 
 
-def test_weights_of_other_code_are_told_by_their_names(tmp_path: Path) -> None:
+def test_weights_with_other_names_are_rejected(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     weights = NSATransformer(make_config().model, seed=1).state_dict()
     weights["blocks.0.attention.former"] = weights.pop("blocks.0.attention.gate.weight")
     folder = write_checkpoint(run_dir, 200, save(weights))
-    said = (
-        "it lacks blocks.0.attention.gate.weight, and it has blocks.0.attention.former. Other code wrote it: use the commit"
-    )
-    with pytest.raises(NoCheckpoint, match=re.escape(said)):
+    message = r"blocks\.0\.attention\.gate\.weight.*blocks\.0\.attention\.former"
+    with pytest.raises(NoCheckpoint, match=message):
         load_model(folder)
 
 
-def test_weights_of_another_configuration_are_told_by_their_shapes(tmp_path: Path) -> None:
+def test_weights_with_other_shapes_are_rejected(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     model = make_config().model
     wider = NSATransformer(model.model_copy(update={"mlp_hidden": model.hidden_width + 1}), seed=1).state_dict()
     folder = write_checkpoint(run_dir, 200, save(wider))
-    said = rf"blocks\.0\.mlp\.up\.weight is \[{model.hidden_width + 1}, {model.dim}\], the model's \[{model.hidden_width}, "
-    with pytest.raises(NoCheckpoint, match=said):
+    message = rf"blocks\.0\.mlp\.up\.weight .*\[{model.hidden_width + 1}, {model.dim}\].*\[{model.hidden_width}, "
+    with pytest.raises(NoCheckpoint, match=message):
         load_model(folder)
 
 
-def test_weights_that_are_broken_are_explained(tmp_path: Path) -> None:
-    """The newest checkpoint of a run that was halted may be of the step before everything became nan."""
+def test_non_finite_weights_are_reported(tmp_path: Path) -> None:
+    """The newest checkpoint of a halted run may already be broken."""
     run_dir = write_run(tmp_path)
     model = NSATransformer(make_config().model, seed=1)
     write_checkpoint(run_dir, 200, save({name: value * math.nan for name, value in model.state_dict().items()}))

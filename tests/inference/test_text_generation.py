@@ -1,4 +1,4 @@
-"""A prompt is the beginning of a document: what the model is given for it, and what is told of what it answers."""
+"""Text generation: how a prompt is encoded, and how its continuation is decoded in pieces."""
 
 from __future__ import annotations
 
@@ -16,61 +16,63 @@ from nsa_lab.inference import Sampling, continue_text, text_generation
 from nsa_lab.inference.generate import generate_tokens
 
 
-def test_a_prompt_stands_behind_a_separator_as_a_document_does_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[list[int]] = []
+def test_prompt_follows_a_separator_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts: list[list[int]] = []
 
-    def spied(model: object, prompt: Tensor, count: int, *_: object, **__: object) -> Iterator[int]:
-        given.append(prompt.tolist())
+    def spy(model: object, prompt: Tensor, count: int, *_: object, **__: object) -> Iterator[int]:
+        prompts.append(prompt.tolist())
         yield from b"ok"[:count]
 
-    monkeypatch.setattr(text_generation, "generate_tokens", spied)
+    monkeypatch.setattr(text_generation, "generate_tokens", spy)
     tokenizer = load_tokenizer("byte")
     for prompt in ("a\u00e9", "", "\n"):
         assert (
             "".join(continue_text(build_model(tiny_config(vocab_size=256, n_layers=1)), tokenizer, prompt, 2, Sampling()))
             == "ok"
         )
-    assert given == [[255, *"a\u00e9".encode()], [255], [255, 10]]
+    assert prompts == [[255, *"a\u00e9".encode()], [255], [255, 10]]
 
 
-def test_what_is_written_is_what_follows_the_separator_and_the_prompt() -> None:
-    """The model's own continuation of that document, drawn as `tokens_after` draws it."""
+def test_text_continues_the_separator_and_the_prompt() -> None:
+    """As `generate_tokens` continues that document."""
     model, tokenizer, sampling = build_model(tiny_config(vocab_size=256, n_layers=1)), load_tokenizer("byte"), Sampling(2.0)
-    said = "".join(continue_text(model, tokenizer, "ab", 12, sampling, seed=3))
-    behind = generate_tokens(model, torch.tensor([255, 97, 98]), 12, sampling, 3, sampled_vocab_size=256)
-    without = generate_tokens(model, torch.tensor([97, 98]), 12, sampling, 3, sampled_vocab_size=256)
-    assert said == tokenizer.decode(list(behind)) != tokenizer.decode(list(without))
+    text_after = "".join(continue_text(model, tokenizer, "ab", 12, sampling, seed=3))
+    with_separator = generate_tokens(model, torch.tensor([255, 97, 98]), 12, sampling, 3, sampled_vocab_size=256)
+    without_separator = generate_tokens(model, torch.tensor([97, 98]), 12, sampling, 3, sampled_vocab_size=256)
+    assert text_after == tokenizer.decode(list(with_separator)) != tokenizer.decode(list(without_separator))
 
 
-def test_ids_that_only_pad_the_vocabulary_are_not_written() -> None:
+def test_padding_ids_of_the_vocabulary_are_not_sampled() -> None:
     model, sampling = build_model(tiny_config(vocab_size=300, n_layers=1)), Sampling(100.0)
-    said = "".join(continue_text(model, load_tokenizer("byte"), "ab", 40, sampling, seed=3))
-    drawn = list(generate_tokens(model, torch.tensor([255, 97, 98]), 40, sampling, 3, sampled_vocab_size=256))
-    assert said == load_tokenizer("byte").decode(drawn)
-    assert max(generate_tokens(model, torch.tensor([255, 97, 98]), 40, sampling, 3)) >= 256, "the model would draw them"
+    text_after = "".join(continue_text(model, load_tokenizer("byte"), "ab", 40, sampling, seed=3))
+    sampled = list(generate_tokens(model, torch.tensor([255, 97, 98]), 40, sampling, 3, sampled_vocab_size=256))
+    assert text_after == load_tokenizer("byte").decode(sampled)
+    assert max(generate_tokens(model, torch.tensor([255, 97, 98]), 40, sampling, 3)) >= 256, (
+        "without the limit the model samples them"
+    )
 
 
 @given(st.lists(st.integers(0, 255), max_size=40))
-def test_pieces_are_the_text_whatever_the_bytes(tokens: list[int]) -> None:
+def test_pieces_join_to_the_decoded_text(tokens: list[int]) -> None:
     tokenizer = load_tokenizer("byte")
     assert "".join(text_generation.decode_whole_characters(tokenizer, tokens)) == tokenizer.decode(tokens)
 
 
-def test_a_character_is_told_once_it_is_whole_and_nothing_is_decoded_anew() -> None:
-    tokenizer, decoded = load_tokenizer("byte"), []
+def test_characters_are_yielded_when_complete_and_decoded_in_short_pieces() -> None:
+    tokenizer, decoded_lengths = load_tokenizer("byte"), []
 
     class Spy:
         def decode(self, ids: list[int]) -> str:
-            decoded.append(len(ids))
+            decoded_lengths.append(len(ids))
             return tokenizer.decode(ids)
 
-    said = "a\u00e9\u20ac" * 50
-    assert [piece for piece in text_generation.decode_whole_characters(Spy(), said.encode()) if piece] == list(said)
-    assert max(decoded) <= 6
+    expected = "a\u00e9\u20ac" * 50
+    assert [piece for piece in text_generation.decode_whole_characters(Spy(), expected.encode()) if piece] == list(expected)
+    assert max(decoded_lengths) <= 6
 
 
-def test_a_token_may_be_spelled_by_the_one_before_it() -> None:
-    """As a space between words, which the first word of a text has not."""
+def test_text_of_a_token_may_depend_on_the_previous_token() -> None:
+    """For example a space between words, which the first word of a text does not have."""
 
     class Words:
         def decode(self, ids: list[int]) -> str:
@@ -79,10 +81,10 @@ def test_a_token_may_be_spelled_by_the_one_before_it() -> None:
     assert list(text_generation.decode_whole_characters(Words(), [7, 8, 9])) == ["7", " 8", " 9", ""]
 
 
-def test_a_pace_counts_what_it_hands_on() -> None:
-    pace = text_generation.SpeedMeter()
-    assert list(pace.measure(iter([5, 6, 7]), 1234)) == [5, 6, 7]
-    assert pace.n_tokens == 3 and 0 < pace.first_token_s < pace.seconds
-    assert str(pace).startswith("1,234 tokens read, the first drawn after ")
-    pace.n_tokens, pace.first_token_s, pace.seconds = 5, 1.0, 3.0
-    assert str(pace) == "1,234 tokens read, the first drawn after 1.00 s, then 2.0 tokens/s"
+def test_speed_meter_counts_tokens() -> None:
+    meter = text_generation.SpeedMeter()
+    assert list(meter.measure(iter([5, 6, 7]), 1234)) == [5, 6, 7]
+    assert meter.n_tokens == 3 and 0 < meter.first_token_s < meter.seconds
+    assert str(meter).startswith("prompt of 1,234 tokens, first token after ")
+    meter.n_tokens, meter.first_token_s, meter.seconds = 5, 1.0, 3.0
+    assert str(meter) == "prompt of 1,234 tokens, first token after 1.00 s, then 2.0 tokens/s"

@@ -1,4 +1,4 @@
-"""Models small enough to decode in float64 within milliseconds."""
+"""Models that decode in float64 within milliseconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TINY_NSA = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=12)
 
 
 def tiny_config(**changes: object) -> ModelConfig:
-    """Two layers of odd widths, 37 tokens."""
+    """Return a configuration of two layers with odd widths and 37 tokens."""
     return ModelConfig(
         **{
             "dim": 24,

@@ -8,8 +8,8 @@ MUTANTS = [
     Mutant(
         "decoding: a sequence's first key is mixed with what the cache held",
         "inference.cache.storage",
-        "return kept.masked_fill((step.lengths == 0).view(-1, 1, 1, 1, 1), 0)",
-        "return kept",
+        "return previous.masked_fill((step.lengths == 0).view(-1, 1, 1, 1, 1), 0)",
+        "return previous",
     ),
     Mutant(
         "decoding: a recorded step stands still",
@@ -20,8 +20,8 @@ MUTANTS = [
     Mutant(
         "decoding: a residual is lost",
         "inference.fused_linear",
-        "out.append(found if residual is None else residual + found)",
-        "out.append(found)",
+        "outputs.append(output if residual is None else residual + output)",
+        "outputs.append(output)",
     ),
     Mutant(
         "decoding: blocks that overlap forget what they share",
@@ -44,8 +44,8 @@ MUTANTS = [
     Mutant(
         "decoding: padding makes a sequence longer",
         "inference.decode",
-        "self.cache.advance(own)",
-        "self.cache.advance([part.shape[1]] * len(part))",
+        "self.cache.advance(chunk_counts)",
+        "self.cache.advance([chunk.shape[1]] * len(chunk))",
     ),
     Mutant(
         "decoding: a ring begins with the padding of its prompt",
@@ -56,8 +56,8 @@ MUTANTS = [
     Mutant(
         "decoding: a convolution reads the token itself",
         "inference.cache.cache_step",
-        "_compute_ring_indices(self.rows, self.positions[:, :1] + back, n_slots)",
-        "_compute_ring_indices(self.rows, self.positions[:, :1] + back + 1, n_slots)",
+        "_compute_ring_indices(self.rows, self.positions[:, :1] + offsets, n_slots)",
+        "_compute_ring_indices(self.rows, self.positions[:, :1] + offsets + 1, n_slots)",
     ),
     Mutant(
         "generation: the seed is not used", "inference.generate", "manual_seed(seed or 0)", "manual_seed(seed and 0 or 0)"
@@ -81,7 +81,7 @@ MUTANTS = [
         "self.lengths.copy_(torch.tensor(self.starts, dtype=torch.int32), non_blocking=True)",
         "self.lengths = torch.tensor(self.starts, dtype=torch.int32, device=self.lengths.device)",
     ),
-    Mutant("generation: nothing stops it", "inference.generate", "stops.is_reached(answers[row])", "False"),
+    Mutant("generation: nothing stops it", "inference.generate", "stops.is_reached(new_tokens[row])", "False"),
     Mutant(
         "generation: ids past the tokenizer's are drawn",
         "inference.generate",
@@ -90,9 +90,9 @@ MUTANTS = [
     ),
     Mutant(
         "generation: a stop by its last token alone",
-        "inference.stop_sequences",
-        "list(tokens[-len(end) :]) == end",
-        "tokens[-1:] == end[-1:]",
+        "inference.generate",
+        "list(tokens[-len(sequence) :]) == sequence",
+        "tokens[-1:] == sequence[-1:]",
     ),
     Mutant(
         "generation: no separator before the prompt", "inference.text_generation", "[tokenizer.separator, *map(", "[*map("
@@ -102,8 +102,8 @@ MUTANTS = [
     Mutant(
         "sampling: top-p without the token that reaches it",
         "inference.sampling",
-        "before = falling.cumsum(-1) - falling",
-        "before = falling.cumsum(-1)",
+        "preceding = descending.cumsum(-1) - descending",
+        "preceding = descending.cumsum(-1)",
     ),
     Mutant(
         "memory: an indexer's past is as wide as a head's",

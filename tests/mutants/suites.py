@@ -98,7 +98,7 @@ SUITES = {
 OTHERS = {
     "config.base": ["tests/test_config.py"],
     "cli.bench_commands": ["tests/bench/test_bench_commands.py"],
-    "cli.inspect_commands": cases("test_cli.py", "a_report_of_the_record_is_one"),
+    "cli.inspect_commands": cases("test_cli.py", "report_record_option_is_passed_on"),
     "data.paths": ["tests/data/test_paths.py"],
     "runs.resolve": ["tests/runs/test_resolve.py"],
     "config.run_config": [
@@ -126,9 +126,9 @@ OTHERS = {
     "bench.decode_attention": cases("bench/test_decode_speed.py", "what_is_not_a_number_gets_no_speed"),
     "inference.hf": cases(
         "inference/test_hf.py",
-        "documents_in_one_row_are_documents_alone",
-        "masks_and_positions_that_say_something_else_are_refused",
-        "the_step_that_is_asked_for_is_exported_as_its_stage_has_it",
+        "packed_documents_equal_single_documents",
+        "invalid_masks_and_positions_are_rejected",
+        "requested_step_is_exported_with_the_settings_of_its_stage",
     ),
     "bench.records": ["tests/bench/test_records.py"],
     "bench.attention_speed": ["tests/bench/test_records.py", "tests/bench/test_attention_speed.py"],
@@ -205,14 +205,13 @@ OTHERS = {
     "train.preflight.kernel_parity": ["tests/train/test_preflight.py"],
     "attention.cached_attention": attention_tests("decoding", "narrow"),
     "attention.fp32_selection": ["tests/attention/test_fp32_selection.py"],
-    **{f"inference.{part}": ["tests/inference/test_decode.py"] for part in ("decode", "maps", "memory", "recorded")},
+    **{f"inference.{part}": ["tests/inference/test_decode.py"] for part in ("decode", "fused_linear", "kv_cache_size", "decode_graph")},
     **{
         f"inference.cache.{part}": ["tests/inference/test_decode.py"]
-        for part in ("compressed", "layers", "model", "step", "storage")
+        for part in ("compressed_cache", "attention_cache", "model_cache", "cache_step", "storage")
     },
     "inference.generate": ["tests/inference/test_generate.py", "tests/inference/test_load.py"],
     "inference.sampling": ["tests/inference/test_sampling.py"],
-    "inference.stop_sequences": ["tests/inference/test_generate.py"],
     "inference.text_generation": ["tests/inference/test_text_generation.py"],
     **{
         f"data.{part}": ["tests/data/test_batches.py", "tests/data/test_sequence_packing.py"]

@@ -1,17 +1,18 @@
-"""What a model keeps of the sequences that it reads, and attention of new tokens through it.
+"""Key/value cache of a model, and attention of new tokens through it.
 
-    model.py       `Cache`: all layers of a model, and how long each sequence is
-    layers.py      what one layer keeps, NSA or dense, and its attention of new tokens
-    compressed.py  compressed blocks, and the tokens that the next ones need
-    storage.py     rows that keep every token, rings that keep the latest
-    step.py        `Step`: the new tokens, and where they go in all of these
+    model_cache.py       `Cache`: the caches of all layers and the length of each sequence
+    attention_cache.py   cache of one layer, NSA or dense, and attention of new tokens through it
+    compressed_cache.py  compressed blocks, and the raw tokens that later blocks need
+    storage.py           rows for all tokens, rings for the latest tokens
+    cache_step.py        `Step`: the new tokens and their indices in the storage
 
 Invariants
-* Everything is laid out once, for `batch` sequences of at most `capacity` tokens; a step writes into it and moves nothing.
-* Sequences have lengths of their own. A step gives each the same number of tokens, of which the last ones may be padding:
-  what they leave is beyond the sequence's length, is read by no token of it, and is overwritten by what comes.
-* An NSA layer keeps selection keys and values of every token, window keys and values of the latest in a ring, compressed
-  ones of every whole block and, in rings too, the tokens that the next block needs: phi is computed once for each block.
+* All memory is allocated once, for `batch` sequences of at most `capacity` tokens. A step writes to it and moves nothing.
+* Each sequence has its own length. A step gives all sequences the same number of tokens, the last of which may be padding.
+  Values of padding are beyond the length of the sequence: no token attends to them, and later tokens overwrite them.
+* An NSA layer caches selection keys and values of all tokens, window keys and values of the latest tokens in a ring,
+  compressed keys and values of all complete blocks, and in rings the raw tokens of the next block. phi is computed once per
+  block.
 """
 
 from nsa_lab.inference.cache.cache_step import Step

@@ -1,6 +1,6 @@
-"""What one layer keeps, NSA or dense, and attention of its new tokens through that.
+"""Cache of one attention layer, NSA or dense, and attention of new tokens through it.
 
-New tokens are kept by torch, piece by piece (`put`), or in few launches of kernels (`append`).
+New tokens are written by PyTorch operations (`put`) or by a few fused kernel launches (`append`).
 Shape suffixes: B batch, S new tokens, G key/value groups, D head width.
 """
 
@@ -24,13 +24,13 @@ from nsa_lab.model.layers import subsample_rotary
 
 
 class NSACache:
-    """The cache of one NSA layer, and attention through it."""
+    """Cache of one NSA layer, and attention through it."""
 
     def __init__(self, attention: SparseAttention, capacity: int, batch: int, like: Tensor, backend: str) -> None:
         if attention.backends is None:
             raise ValueError(
-                "NSACache: expected a layer whose backends are resolved, as those of an NSATransformer are; got one that "
-                "resolves them anew for each input"
+                "NSACache: expected a layer with resolved backends, got one that resolves them for each input; "
+                "use a layer of an NSATransformer"
             )
         c, nsa, G = attention.config, attention.config.nsa, attention.config.n_kv_groups
         self._attention, self._nsa, self._backends, self._backend = attention, nsa, attention.backends, backend
@@ -42,20 +42,20 @@ class NSACache:
         )
         self.previous_keys = _make_previous_keys(attention.convolution, batch, like)
         self.index = IndexCache(attention.indexer, capacity, batch, like) if attention.indexer else None
-        # What a kernel can do behind the gates' map; what else there is, `opened` does.
+        # The kernel can apply a sigmoid gate to the projection; otherwise `activate_gates` does it.
         self._has_fused_gate = nsa.gate == "sigmoid" and not c.silent
 
     def attend(self, x: Tensor, norm: RMSNorm, rotary: Rotary, step: Step) -> Tensor:
-        """x + attention(norm(x)), [B, S, C], of new tokens x; `rotary` is the table of all positions, [capacity, R/2]."""
-        a, by_kernels = self._attention, self._backend == "triton" and not step.is_prefill
-        maps = [
+        """Return x + attention(norm(x)), [B, S, C], for new tokens x. `rotary`: table of all positions, [capacity, R/2]."""
+        a, use_kernels = self._attention, self._backend == "triton" and not step.is_prefill
+        projections = [
             (a.qkv, ""),
             (a.gate, "sigmoid" if self._has_fused_gate else ""),
             *([(self.index.qk, "")] if self.index else []),
         ]
-        qkv, gates, *qk = apply_linears(x, *maps, norm=norm, use_kernels=by_kernels)
+        qkv, gates, *qk = apply_linears(x, *projections, norm=norm, use_kernels=use_kernels)
         gates = gates.unflatten(-1, (-1, 3)) if self._has_fused_gate else a.activate_gates(gates).to(qkv.dtype)
-        if by_kernels:
+        if use_kernels:
             q = self._append(qkv, rotary, step)
             index_q = self.index.append(qk[0], rotary, step) if self.index else None
         else:
@@ -64,30 +64,30 @@ class NSACache:
             if step.is_prefill:
                 branches = heads.keys[1], heads.values[1], heads.keys[2], heads.values[2]
                 return x + a.out(self._attend_prefill(q, branches, gates, index_q).flatten(2))
-        out = self._attend_cached(q, gates, index_q, step)
-        return apply_linears(out.flatten(2), (a.out, ""), residual=x, use_kernels=by_kernels)[0]
+        attended = self._attend_cached(q, gates, index_q, step)
+        return apply_linears(attended.flatten(2), (a.out, ""), residual=x, use_kernels=use_kernels)[0]
 
     def _put(self, qkv: Tensor, rotary: Rotary, step: Step) -> ProjectedHeads:
-        """Keeps new tokens; their heads."""
-        a, past = self._attention, self.previous_keys
-        unturned = split_heads(qkv, a.config, a.convolution, a.N_BRANCHES, None, past and past.read_previous(step))
-        if past:
-            past.put(unturned.k_before_conv, step)
-        heads = rotate_heads(unturned, a.config, a.N_BRANCHES, step.select_rotary(rotary))
-        for kept, new in zip((self.k_cmp, self.v_cmp), (heads.keys[0], heads.values[0]), strict=True):
-            kept.put(new, step)
-        for kept, new in zip((self.k_sel, self.v_sel), (heads.keys[1], heads.values[1]), strict=True):
-            kept.put(new, step.get_row_indices(kept.capacity))
-        for kept, new in zip((self.k_win, self.v_win), (heads.keys[2], heads.values[2]), strict=True):
-            kept.put(new, step)
+        """Write new tokens and return their heads."""
+        a, previous = self._attention, self.previous_keys
+        unrotated = split_heads(qkv, a.config, a.convolution, a.N_BRANCHES, None, previous and previous.read_previous(step))
+        if previous:
+            previous.put(unrotated.k_before_conv, step)
+        heads = rotate_heads(unrotated, a.config, a.N_BRANCHES, step.select_rotary(rotary))
+        for storage, new in zip((self.k_cmp, self.v_cmp), (heads.keys[0], heads.values[0]), strict=True):
+            storage.put(new, step)
+        for storage, new in zip((self.k_sel, self.v_sel), (heads.keys[1], heads.values[1]), strict=True):
+            storage.put(new, step.get_row_indices(storage.capacity))
+        for storage, new in zip((self.k_win, self.v_win), (heads.keys[2], heads.values[2]), strict=True):
+            storage.put(new, step)
         return heads
 
     def _append(self, qkv: Tensor, rotary: Rotary, step: Step) -> Tensor:
-        """As `_put`, in one launch for mixing, rotation and writing, and one for blocks; their queries."""
+        """Same as `_put`, and return only the queries. One launch convolves, rotates and writes; one compresses blocks."""
         roped, values = split_projection(qkv, self._attention.config, self._attention.N_BRANCHES)
         rings = self.k_cmp.raw_tokens.data, self.v_cmp.raw_tokens.data
-        places = CacheWriteBuffers(*rings, self.k_sel.rows, self.v_sel.rows, self.k_win.data, self.v_win.data)
-        q = _launch_append(roped, values, rotary, step, places, self.previous_keys)
+        buffers = CacheWriteBuffers(*rings, self.k_sel.rows, self.v_sel.rows, self.k_win.data, self.v_win.data)
+        q = _launch_append(roped, values, rotary, step, buffers, self.previous_keys)
         if self._nsa.phi in CompressedCache.KERNEL_PHI:
             pools = {"k_pool": self.k_cmp.pool_weights, "v_pool": self.v_cmp.pool_weights}
             blocks = self.k_cmp.blocks.rows, self.v_cmp.blocks.rows
@@ -100,9 +100,9 @@ class NSACache:
     def _attend_prefill(
         self, q: Tensor, branches: tuple[Tensor, Tensor, Tensor, Tensor], gates: Tensor, index_q: Tensor | None
     ) -> Tensor:
-        """Attention of queries that are all tokens there are: the operator that trains."""
+        """Attend without earlier tokens, with the training operator."""
         k_cmp, v_cmp = (
-            kept.blocks.rows[:, : geometry.num_compressed(q.shape[1], self._nsa)] for kept in (self.k_cmp, self.v_cmp)
+            cache.blocks.rows[:, : geometry.num_compressed(q.shape[1], self._nsa)] for cache in (self.k_cmp, self.v_cmp)
         )
         blocks = None
         if self.index and index_q is not None:
@@ -123,7 +123,7 @@ class NSACache:
         )
 
     def get_layer_cache(self) -> LayerCache:
-        """As `cached_attention` takes it."""
+        """Return the tensors that `cached_attention` reads."""
         return LayerCache(
             self.k_cmp.blocks.rows,
             self.v_cmp.blocks.rows,
@@ -135,22 +135,24 @@ class NSACache:
         )
 
     def grow(self, capacity: int) -> None:
-        """Room for `capacity` tokens; what is there stays."""
-        for kept in (*self._get_compressed(), self.k_sel, self.v_sel):
-            kept.grow(capacity)
+        """Increase the capacity to `capacity` tokens and keep the contents."""
+        for storage in (*self._get_compressed(), self.k_sel, self.v_sel):
+            storage.grow(capacity)
 
     def _get_compressed(self) -> tuple[CompressedCache, ...]:
         return (self.k_cmp, self.v_cmp, *([self.index.keys] if self.index else []))
 
     def tensors(self) -> Iterator[Tensor]:
-        """Everything that is kept, a sequence in every row."""
-        yield from (kept for one in self._get_compressed() for kept in (one.blocks.rows, one.raw_tokens.data))
+        """Yield all cached tensors; dimension 0 is the sequence."""
+        yield from (tensor for cache in self._get_compressed() for tensor in (cache.blocks.rows, cache.raw_tokens.data))
         yield from (self.k_sel.rows, self.v_sel.rows, self.k_win.data, self.v_win.data)
-        yield from (past.ring.data for past in (self.previous_keys, self.index and self.index.previous_keys) if past)
+        yield from (
+            previous.ring.data for previous in (self.previous_keys, self.index and self.index.previous_keys) if previous
+        )
 
 
 class IndexCache:
-    """What a layer's indexer keeps: its compressed keys."""
+    """Cache of the indexer of a layer: its compressed keys."""
 
     def __init__(self, indexer: Indexer, capacity: int, batch: int, like: Tensor) -> None:
         c = indexer.config
@@ -159,17 +161,17 @@ class IndexCache:
         self.previous_keys = _make_previous_keys(indexer.convolution, batch, like)
 
     def put(self, qk: Tensor, rotary: Rotary, step: Step) -> Tensor:
-        """Keeps the keys of new tokens, of their map's output; their queries [B, S, G, D]."""
-        q, k, unmixed = self._indexer.split_and_rotate(
+        """Write the keys of new tokens, given the projection output qk, and return their queries [B, S, G, D]."""
+        q, k, k_before_conv = self._indexer.split_and_rotate(
             qk, step.select_rotary(rotary), previous_k=self.previous_keys and self.previous_keys.read_previous(step)
         )
         if self.previous_keys:
-            self.previous_keys.put(unmixed, step)
+            self.previous_keys.put(k_before_conv, step)
         self.keys.put(k, step)
         return q
 
     def append(self, qk: Tensor, rotary: Rotary, step: Step) -> Tensor:
-        """As `put`, in two launches."""
+        """Same as `put`, in two kernel launches."""
         raw, keys = self.keys.raw_tokens.data, self.keys
         roped = qk.unflatten(-1, (-1, raw.shape[3]))
         q = _launch_append(
@@ -191,7 +193,7 @@ class IndexCache:
 
 
 class DenseCache:
-    """The cache of one dense layer, and attention through it."""
+    """Cache of one dense layer, and attention through it."""
 
     def __init__(self, attention: DenseAttention, capacity: int, batch: int, like: Tensor, backend: str) -> None:
         c = attention.config
@@ -203,10 +205,10 @@ class DenseCache:
         self.k, self.v = (TokenRows(capacity, c.n_kv_groups, width, batch, like) for width in (c.d_k, c.d_v))
 
     def attend(self, x: Tensor, norm: RMSNorm, rotary: Rotary, step: Step) -> Tensor:
-        """As `NSACache.attend`."""
-        a, by_kernels = self._attention, self._backend == "triton" and not step.is_prefill
-        (qkv,) = apply_linears(x, (a.qkv, ""), norm=norm, use_kernels=by_kernels)
-        if by_kernels:
+        """See `NSACache.attend`."""
+        a, use_kernels = self._attention, self._backend == "triton" and not step.is_prefill
+        (qkv,) = apply_linears(x, (a.qkv, ""), norm=norm, use_kernels=use_kernels)
+        if use_kernels:
             roped, values = split_projection(qkv, a.config, a.N_BRANCHES)
             q = _launch_append(
                 roped, values, rotary, step, CacheWriteBuffers(k_sel=self.k.rows, v_sel=self.v.rows), self.previous_keys
@@ -215,28 +217,28 @@ class DenseCache:
             q, k, v = self._put(qkv, rotary, step)
             if step.is_prefill:
                 return x + a.out(dense_attention(q, k, v, backend=a.backends["dense"].backend).flatten(2))
-        out = cached_dense_attention(q, self.k.rows, self.v.rows, step.lengths, backend=self._backend)
-        return apply_linears(out.flatten(2), (a.out, ""), residual=x, use_kernels=by_kernels)[0]
+        attended = cached_dense_attention(q, self.k.rows, self.v.rows, step.lengths, backend=self._backend)
+        return apply_linears(attended.flatten(2), (a.out, ""), residual=x, use_kernels=use_kernels)[0]
 
     def _put(self, qkv: Tensor, rotary: Rotary, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """Keeps new tokens; their heads."""
-        a, past = self._attention, self.previous_keys
-        unturned = split_heads(qkv, a.config, a.convolution, a.N_BRANCHES, None, past and past.read_previous(step))
-        if past:
-            past.put(unturned.k_before_conv, step)
-        q, (k,), (v,), _ = rotate_heads(unturned, a.config, a.N_BRANCHES, step.select_rotary(rotary))
-        places = step.get_row_indices(self.k.capacity)
-        self.k.put(k, places)
-        self.v.put(v, places)
+        """Write new tokens and return their heads."""
+        a, previous = self._attention, self.previous_keys
+        unrotated = split_heads(qkv, a.config, a.convolution, a.N_BRANCHES, None, previous and previous.read_previous(step))
+        if previous:
+            previous.put(unrotated.k_before_conv, step)
+        q, (k,), (v,), _ = rotate_heads(unrotated, a.config, a.N_BRANCHES, step.select_rotary(rotary))
+        indices = step.get_row_indices(self.k.capacity)
+        self.k.put(k, indices)
+        self.v.put(v, indices)
         return q, k, v
 
     def grow(self, capacity: int) -> None:
-        """As `NSACache.grow`."""
+        """See `NSACache.grow`."""
         self.k.grow(capacity)
         self.v.grow(capacity)
 
     def tensors(self) -> Iterator[Tensor]:
-        """As `NSACache.tensors`."""
+        """See `NSACache.tensors`."""
         yield from (self.k.rows, self.v.rows)
         if self.previous_keys:
             yield self.previous_keys.ring.data
@@ -251,8 +253,12 @@ def _launch_append(
     values: Tensor | None,
     rotary: Rotary,
     step: Step,
-    places: CacheWriteBuffers,
+    buffers: CacheWriteBuffers,
     previous_keys: PreviousKeys | None,
 ) -> Tensor:
-    mixed = {} if previous_keys is None else {"past": previous_keys.ring.data, "mix": previous_keys.conv_weights}
-    return kernels.rotate_and_append(roped, values, rotary, step.lengths, places, **mixed, can_prefetch=True)
+    conv_args = (
+        {}
+        if previous_keys is None
+        else {"k_before_conv": previous_keys.ring.data, "conv_weight": previous_keys.conv_weights}
+    )
+    return kernels.rotate_and_append(roped, values, rotary, step.lengths, buffers, **conv_args, can_prefetch=True)

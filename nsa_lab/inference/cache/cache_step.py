@@ -1,4 +1,4 @@
-"""A step: new tokens of every sequence, and their places in what a cache keeps.
+"""One step of new tokens, and their indices in the storage of a cache.
 
 Shape suffixes: B batch, S new tokens.
 """
@@ -20,18 +20,18 @@ from nsa_lab.model import Rotary
 class Step:
     """New tokens of every sequence.
 
-    Where they go, in a cache of which shape, is the same for keys and values and in all layers: it is worked out for the
-    first that asks. Places are numbered through all sequences, so that a write is one copy of whole rows.
+    Their indices depend only on the shape of the storage, so keys, values and all layers share them: each is computed at
+    its first use and memoized. Indices count through the flattened batch, so that a write is one `index_copy_`.
     """
 
     starts: tuple[int, ...] | None
-    """Tokens of each sequence before these; None in a step that is captured once and replayed at any lengths."""
+    """Number of earlier tokens per sequence; None in a captured step, which is replayed at any lengths."""
     lengths: Tensor
-    """The same, int32 [B] on the device."""
+    """The same as a tensor on the device, int32 [B]."""
     positions: Tensor
-    """Of the new tokens, int64 [B, S]."""
+    """Positions of the new tokens, int64 [B, S]."""
     counts: Tensor
-    """How many of them are no padding, int64 [B]."""
+    """Number of new tokens that are not padding, int64 [B]."""
     rows: Tensor
     """0 .. B-1, int64 [B, 1]."""
     _memo: dict[Hashable, Tensor] = field(default_factory=dict[Hashable, Tensor])
@@ -42,65 +42,67 @@ class Step:
 
     @property
     def is_prefill(self) -> bool:
-        """Whether there is nothing before them in any sequence; a captured step never begins."""
+        """Return True if no sequence has earlier tokens. Always False in a captured step."""
         return self.starts is not None and not any(self.starts)
 
     def select_rotary(self, table: Rotary) -> Rotary:
-        """Of the new tokens, [B, S, R/2] each, of a table of all positions [capacity, R/2]; of padding past it, any."""
+        """Return cos and sin of the new tokens, [B, S, R/2], from a table [capacity, R/2]; undefined for excess padding."""
         cos, sin = table
-        places = self._memoize(("angles", len(cos)), lambda: self.positions.clamp_max(len(cos) - 1))
-        return self._memoize(("cos", len(cos)), lambda: cos[places]), self._memoize(("sin", len(sin)), lambda: sin[places])
+        positions = self._memoize(("angles", len(cos)), lambda: self.positions.clamp_max(len(cos) - 1))
+        return self._memoize(("cos", len(cos)), lambda: cos[positions]), self._memoize(
+            ("sin", len(sin)), lambda: sin[positions]
+        )
 
     def get_row_indices(self, capacity: int) -> Tensor:
-        """Places of the new tokens in `TokenRows`, int64 [B * S]."""
+        """Return indices of the new tokens in `TokenRows`, int64 [B * S]."""
         return self._memoize(("rows", capacity), lambda: _compute_row_indices(self.rows, self.positions, capacity))
 
     def get_ring_indices(self, n_slots: int) -> Tensor:
-        """Places of the new tokens in a `Ring`, int64 [B * S]."""
+        """Return indices of the new tokens in a `Ring`, int64 [B * S]."""
         return self._memoize(("ring", n_slots), lambda: _compute_ring_indices(self.rows, self.positions, n_slots))
 
     def get_initial_ring_tokens(self, n_slots: int) -> Tensor:
-        """Which of the new tokens a `Ring` begins with, by their places among them all, int64 [B * slots]."""
+        """Return the index of the new token for each slot of a `Ring` at prefill, int64 [B * n_slots]."""
 
-        def latest() -> Tensor:
+        def compute() -> Tensor:
             last = self.counts[:, None] - 1
             slot = torch.arange(n_slots, device=last.device)
             return (self.rows * self.width + (last - (last - slot) % n_slots).clamp_min(0)).flatten()
 
-        return self._memoize(("beginning", n_slots), latest)
+        return self._memoize(("beginning", n_slots), compute)
 
     def get_previous_ring_indices(self, n_tokens: int, n_slots: int) -> Tensor:
-        """Places in a `Ring` of so many tokens before the new ones, int64 [B * tokens]; where there are fewer, any."""
+        """Return `Ring` indices of the `n_tokens` before the new ones, int64 [B * n_tokens]; wrapped at position 0."""
 
-        def before() -> Tensor:
-            back = torch.arange(-n_tokens, 0, device=self.positions.device)
-            return _compute_ring_indices(self.rows, self.positions[:, :1] + back, n_slots)
+        def compute() -> Tensor:
+            offsets = torch.arange(-n_tokens, 0, device=self.positions.device)
+            return _compute_ring_indices(self.rows, self.positions[:, :1] + offsets, n_slots)
 
-        return self._memoize(("before", n_tokens, n_slots), before)
+        return self._memoize(("before", n_tokens, n_slots), compute)
 
     def get_block_token_indices(self, nsa: NSAConfig, n_blocks: int, n_slots: int) -> Tensor:
-        """Places in a `Ring` of the tokens of so many blocks from the first that is not complete, int64 [B * tokens]."""
+        """Return `Ring` indices of the tokens of `n_blocks` blocks from the first incomplete one, int64 [B * tokens]."""
 
-        def tokens() -> Tensor:
+        def compute() -> Tensor:
             first = self._get_first_block(nsa) * nsa.d
-            each = torch.arange((n_blocks - 1) * nsa.d + nsa.l, device=first.device)
-            return _compute_ring_indices(self.rows, first + each, n_slots)
+            offsets = torch.arange((n_blocks - 1) * nsa.d + nsa.l, device=first.device)
+            return _compute_ring_indices(self.rows, first + offsets, n_slots)
 
-        return self._memoize(("tokens", nsa.l, nsa.d, n_blocks, n_slots), tokens)
+        return self._memoize(("tokens", nsa.l, nsa.d, n_blocks, n_slots), compute)
 
     def get_block_indices(self, nsa: NSAConfig, n_blocks: int, capacity: int) -> Tensor:
-        """Places in `TokenRows` of so many blocks from the first that is not complete, int64 [B * blocks]."""
+        """Return `TokenRows` indices of `n_blocks` blocks from the first incomplete one, int64 [B * n_blocks]."""
 
-        def places() -> Tensor:
+        def compute() -> Tensor:
             first = self._get_first_block(nsa)
             return _compute_row_indices(self.rows, first + torch.arange(n_blocks, device=first.device), capacity)
 
-        return self._memoize(("blocks", nsa.l, nsa.d, n_blocks, capacity), places)
+        return self._memoize(("blocks", nsa.l, nsa.d, n_blocks, capacity), compute)
 
     def _get_first_block(self, nsa: NSAConfig) -> Tensor:
-        """The first block that was not complete before this step, int64 [B, 1]."""
-        before = self.positions[:, :1] - 1
-        return self._memoize(("first", nsa.l, nsa.d), lambda: geometry.visible_compressed(before, nsa))
+        """Return the first block that was incomplete before this step, int64 [B, 1]."""
+        last_position = self.positions[:, :1] - 1
+        return self._memoize(("first", nsa.l, nsa.d), lambda: geometry.visible_compressed(last_position, nsa))
 
     def _memoize(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         if key not in self._memo:
@@ -109,7 +111,7 @@ class Step:
 
 
 def _compute_row_indices(rows: Tensor, positions: Tensor, capacity: int) -> Tensor:
-    """Of places [B, n] in each sequence, those past `capacity` in the row that follows all."""
+    """Return flat indices of `positions` [B, n]. Positions beyond `capacity` map to the extra last row."""
     return torch.where(positions < capacity, rows * capacity + positions, len(rows) * capacity).flatten()
 
 

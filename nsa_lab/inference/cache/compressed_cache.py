@@ -1,4 +1,4 @@
-"""Compressed blocks of the tokens seen, and the tokens that the next ones need.
+"""Compressed blocks of the cached tokens, and the raw tokens that later blocks need.
 
 Shape suffixes: B batch, S new tokens, G key/value groups, D head width.
 """
@@ -17,10 +17,10 @@ from nsa_lab.inference.cache.storage import Ring, TokenRows
 
 
 class CompressedCache:
-    """The blocks of the tokens seen, compressed as `nsa` says, and the raw tokens that blocks to come need."""
+    """Blocks compressed with the settings `nsa`, and a ring of the raw tokens that incomplete blocks need."""
 
     KERNEL_PHI = ("avg", "pool")
-    """The phi that `kernels.complete` has."""
+    """Values of phi that `kernels.update_compressed` supports."""
 
     def __init__(
         self, nsa: NSAConfig, phi: nn.Module | None, capacity: int, groups: int, width: int, batch: int, like: Tensor
@@ -30,7 +30,7 @@ class CompressedCache:
         self.raw_tokens = Ring(kv_cache_size.count_raw_slots(nsa), groups, width, batch, like)
 
     def put(self, x: Tensor, step: Step) -> None:
-        """New tokens [B, S, G, D], and the blocks that they complete in any sequence."""
+        """Write new tokens [B, S, G, D] and the blocks that they complete."""
         self.raw_tokens.put(x, step)
         if step.is_prefill:
             self._put_blocks(compress(x, self.nsa, self._phi), step)
@@ -38,14 +38,14 @@ class CompressedCache:
             self.complete_blocks(step)
 
     def complete_blocks(self, step: Step) -> None:
-        """The blocks that new tokens, which are in the ring already, complete in any sequence."""
-        if new := self._count_completed_blocks(step):
-            tokens = self.raw_tokens.read(step.get_block_token_indices(self.nsa, new, self.raw_tokens.n_slots))
+        """Compress and write the blocks completed by new tokens. The tokens must already be in the ring."""
+        if n_new := self._count_completed_blocks(step):
+            tokens = self.raw_tokens.read(step.get_block_token_indices(self.nsa, n_new, self.raw_tokens.n_slots))
             self._put_blocks(compress(tokens, self.nsa, self._phi), step)
 
     @property
     def pool_weights(self) -> PoolWeights | None:
-        """The weights of phi, where it is pool."""
+        """Weights of phi if it is "pool", otherwise None."""
         return (self._phi.score, self._phi.place) if isinstance(self._phi, BlockPool) else None
 
     def _put_blocks(self, blocks: Tensor, step: Step) -> None:
@@ -55,8 +55,11 @@ class CompressedCache:
         self.blocks.grow(self._count_blocks(capacity))
 
     def _count_completed_blocks(self, step: Step) -> int:
-        """The most blocks that a sequence completes. A block that is computed before it is complete lies beyond what any
-        query sees, and is computed anew when it is."""
+        """Return the largest number of blocks that a sequence completes.
+
+        Other sequences may then compute blocks before these are complete. No query sees such a block, and it is computed
+        again when it is complete.
+        """
         if step.starts is None:
             return -(-step.width // self.nsa.d)
         return max(self._count_blocks(start + step.width) - self._count_blocks(start) for start in step.starts)

@@ -1,4 +1,4 @@
-"""The cache of a whole model: its layers', and how long each sequence is; B is the batch."""
+"""Cache of a model: the caches of its layers and the length of each sequence. B is the batch size."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from nsa_lab.model import Block, DenseAttention, NSATransformer, SparseAttention
 
 
 class Cache:
-    """What a model keeps of `batch` sequences of at most `capacity` tokens; `backend` is `cached_attention`'s, by default
-    triton for a model whose layers run on these kernels, and torch for any other.
+    """Cache of `batch` sequences of at most `capacity` tokens each.
 
-    Raises ValueError where that is more memory than there is, and says how many sequences would fit; as `resolve_backend`
-    where the backend cannot run, or does not take the model's shapes.
+    backend: of `cached_attention`, "torch" or "triton". Default: triton for a model whose layers use the Triton kernels,
+    otherwise torch.
+
+    Raises ValueError if the cache does not fit in memory, with the number of sequences that would fit, and the errors of
+    `resolve_backend` if the backend cannot run or does not support the shapes of the model.
     """
 
     def __init__(self, model: NSATransformer, capacity: int, batch: int = 1, backend: str | None = None) -> None:
@@ -33,24 +35,26 @@ class Cache:
         self.starts = (0,) * batch
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=like.device)
         self._rows = torch.arange(batch, device=like.device)[:, None]
-        longest = model.config.ngrams
-        self.latest_tokens = LatestTokens(longest, batch, self.lengths) if longest else None
+        max_ngram = model.config.ngrams
+        self.latest_tokens = LatestTokens(max_ngram, batch, self.lengths) if max_ngram else None
         self.layers = [
             _make_attention_cache(cast(Block, block).attention, capacity, batch, like, backend) for block in model.blocks
         ]
 
     def make_step(self, width: int, counts: Sequence[int]) -> Step:
-        """The next `width` tokens of every sequence, of which `counts` are no padding."""
-        told = torch.tensor(counts, dtype=torch.int64).to(self.lengths.device, non_blocking=True)
-        return self._build_step(self.starts, width, told)
+        """Return the step of the next `width` tokens of every sequence; `counts` of them are not padding."""
+        counts_on_device = torch.tensor(counts, dtype=torch.int64).to(self.lengths.device, non_blocking=True)
+        return self._build_step(self.starts, width, counts_on_device)
 
     def make_graph_step(self, counts: Tensor) -> Step:
-        """The next token of every sequence, or padding, as `counts` say, int64 [B] of 1 and 0: nothing that the host would
-        do depends on the lengths or on `counts`."""
+        """Return the step of the next token of every sequence, for capture in a CUDA graph.
+
+        counts: int64 [B], 1 for a token and 0 for padding. No work on the host depends on it or on the lengths.
+        """
         return self._build_step(None, 1, counts)
 
     def embed(self, model: NSATransformer, tokens: Tensor, step: Step) -> Tensor:
-        """What enters the first layer of new tokens int64 [B, S], [B, S, C]; what n-grams reach back to is kept."""
+        """Return the embedding [B, S, C] of new tokens int64 [B, S], and cache the tokens that later n-grams need."""
         if not self.latest_tokens:
             return model.embed(tokens)
         x = model.embed(tokens, step.positions, self.latest_tokens.read_previous(step))
@@ -64,27 +68,27 @@ class Cache:
         return Step(starts, self.lengths, positions, counts, self._rows)
 
     def advance(self, counts: Sequence[int], *, update_lengths: bool = True) -> None:
-        """Every sequence is so many tokens longer; `on_device`: there, too, where a recorded step has done it itself."""
+        """Add `counts` to the lengths. `update_lengths=False`: a graph replay has already updated them on the device."""
         self.starts = tuple(start + count for start, count in zip(self.starts, counts, strict=True))
         if update_lengths:
-            # In place: a captured step looks for them where they are.
+            # In place: a captured graph reads this memory.
             self.lengths.copy_(torch.tensor(self.starts, dtype=torch.int32), non_blocking=True)
 
     def grow(self, capacity: int) -> None:
-        """Room for `capacity` tokens of every sequence; everything that grows with them is copied."""
+        """Increase the capacity to `capacity` tokens per sequence. Tensors that depend on it are copied."""
         self.capacity = capacity
         for layer in self.layers:
             layer.grow(capacity)
 
     def reorder(self, rows: Sequence[int]) -> None:
-        """Sequence i becomes what sequence rows[i] was, as a search with beams asks for."""
+        """Replace sequence i with sequence rows[i], as beam search needs."""
         self.starts = tuple(self.starts[row] for row in rows)
         index = torch.tensor(rows, device=self.lengths.device)
-        for kept in (self.lengths, *self.tensors()):
-            kept.copy_(kept[index])
+        for tensor in (self.lengths, *self.tensors()):
+            tensor.copy_(tensor[index])
 
     def tensors(self) -> Iterator[Tensor]:
-        """Everything that is kept of the sequences, one in every row."""
+        """Yield all cached tensors; dimension 0 is the sequence."""
         if self.latest_tokens:
             yield self.latest_tokens.ring.data
         for layer in self.layers:
@@ -92,29 +96,29 @@ class Cache:
 
 
 def _get_default_backend(model: NSATransformer) -> str:
-    """triton where all that a layer computes is by triton, and for a dense model on a GPU, if our kernels take it."""
+    """Return "triton" if all parts of an NSA layer use it, or for a dense model that the kernels support on a GPU."""
     if model.config.attention == "nsa":
-        ours = all(choice.backend == "triton" for choice in model.backends.values())
+        use_triton = all(choice.backend == "triton" for choice in model.backends.values())
     else:
-        ours = model.head.weight.is_cuda and not any(_find_dense_limits(model))
-    return "triton" if ours and not kernels.find_decoding_problem() else "torch"
+        use_triton = model.head.weight.is_cuda and not any(_find_dense_limits(model))
+    return "triton" if use_triton and not kernels.find_decoding_problem() else "torch"
 
 
 def _check_backend(model: NSATransformer, backend: str) -> None:
-    """Raises what `resolve_backend` raises; for a dense model, too."""
+    """Raise the errors of `resolve_backend`, also for a dense model."""
     c, like, limit = model.config, model.head.weight, None
     if c.attention == "nsa" or backend != "triton":
         resolve_backend(like.device, like.dtype, c.nsa, c, backend)
     else:
-        absent, limit = _find_dense_limits(model)
-        if absent:
-            raise BackendError(f"backend = 'triton' cannot run: {absent}")
+        device_problem, limit = _find_dense_limits(model)
+        if device_problem:
+            raise BackendError(f"backend = 'triton' cannot run: {device_problem}")
     if backend == "triton" and (limit := limit or kernels.find_decoding_problem()):
-        raise NotImplementedError(f"decoding, backend = 'triton': {limit}; backend = 'torch' takes it as it is")
+        raise NotImplementedError(f"decoding, backend = 'triton': {limit}; use backend = 'torch'")
 
 
 def _find_dense_limits(model: NSATransformer) -> tuple[str | None, str | None]:
-    """Why our kernels cannot run here, and why they do not take this dense model's heads."""
+    """Return why the kernels cannot run on this device, and why they do not support the head widths; None if they do."""
     c, like = model.config, model.head.weight
     return kernels.find_device_problem(like.device, like.dtype), kernels.find_width_problem(c.d_k, c.d_v)
 

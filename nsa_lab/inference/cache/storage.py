@@ -1,4 +1,4 @@
-"""Where tokens are kept: rows for every token of a sequence, rings for the latest.
+"""Storage of a cache: rows for all tokens of a sequence, rings for the latest tokens.
 
 Shape suffixes: B batch, S new tokens, R slots of a ring, G key/value groups, D head width.
 """
@@ -13,7 +13,7 @@ from nsa_lab.model import ShortConvolution
 
 
 class TokenRows:
-    """[B, capacity, G, D], and one row more, where padding past the capacity goes. Made and written without gradients."""
+    """Storage [B, capacity, G, D], with one extra row for padding beyond the capacity. It has no gradients."""
 
     def __init__(self, capacity: int, groups: int, width: int, batch: int, like: Tensor) -> None:
         self._set_storage(capacity, like.new_zeros(batch * capacity + 1, groups, width), batch)
@@ -23,18 +23,18 @@ class TokenRows:
         self.rows = flat[:-1].unflatten(0, (batch, capacity))
 
     def grow(self, capacity: int) -> None:
-        """Room for `capacity` tokens; what is there stays."""
-        there, batch = self.rows, len(self.rows)
-        self._set_storage(capacity, there.new_zeros(batch * capacity + 1, *there.shape[2:]), batch)
-        self.rows[:, : there.shape[1]] = there
+        """Increase the capacity to `capacity` tokens and keep the contents."""
+        old, batch = self.rows, len(self.rows)
+        self._set_storage(capacity, old.new_zeros(batch * capacity + 1, *old.shape[2:]), batch)
+        self.rows[:, : old.shape[1]] = old
 
     def put(self, x: Tensor, indices: Tensor) -> None:
-        """x [B, S, G, D] at `places`, as `Step` gives them."""
+        """Write x [B, S, G, D] at `indices` from `Step`."""
         self._flat.index_copy_(0, indices, x.flatten(0, 1))
 
 
 class Ring:
-    """[B, R, G, D]: the token at position p lies in slot p % R."""
+    """Ring buffer [B, R, G, D]: the token at position p is in slot p % R."""
 
     def __init__(self, n_slots: int, groups: int, width: int, batch: int, like: Tensor) -> None:
         self._flat = like.new_zeros(batch * n_slots, groups, width)
@@ -45,7 +45,7 @@ class Ring:
         return self.data.shape[1]
 
     def put(self, x: Tensor, step: Step) -> None:
-        """x [B, S, G, D] behind what there is, S <= `memory.STEP`; from position 0 any S."""
+        """Append x [B, S, G, D]. S <= `kv_cache_size.MAX_STEP_TOKENS`, except at prefill."""
         x = x.flatten(0, 1)
         if step.is_prefill:
             self._flat.copy_(x.index_select(0, step.get_initial_ring_tokens(self.n_slots)))
@@ -53,30 +53,30 @@ class Ring:
             self._flat.index_copy_(0, step.get_ring_indices(self.n_slots), x)
 
     def read(self, indices: Tensor) -> Tensor:
-        """Tokens at `places`, int64 [B * n] as `Step` gives them -> [B, n, G, D]."""
+        """Return the tokens at `indices`, int64 [B * n] from `Step`: [B, n, G, D]."""
         return self._flat.index_select(0, indices).unflatten(0, (len(self.data), -1))
 
 
 class LatestTokens:
-    """The tokens before new ones, as many as an n-gram reaches back."""
+    """Ring of the latest tokens, which the n-grams of new tokens need."""
 
     def __init__(self, max_ngram: int, batch: int, lengths: Tensor) -> None:
         self._n_previous = max_ngram - 1
         self.ring = Ring(kv_cache_size.count_ngram_slots(max_ngram), 1, 1, batch, lengths.long())
 
     def read_previous(self, step: Step) -> Tensor | None:
-        """int64 [B, n - 1]; of a sequence that has fewer, what stands in front of them is any. None: none has any."""
+        """Return the tokens before the new ones, int64 [B, n - 1], undefined before position 0. None at prefill."""
         if step.is_prefill:
             return None
         return self.ring.read(step.get_previous_ring_indices(self._n_previous, self.ring.n_slots))[..., 0, 0]
 
     def put(self, tokens: Tensor, step: Step) -> None:
-        """tokens [B, S]"""
+        """Append tokens [B, S]."""
         self.ring.put(tokens[..., None, None], step)
 
 
 class PreviousKeys:
-    """Keys of the latest tokens as they came, before the convolution that mixes each with the one before."""
+    """Ring of the latest keys before the short convolution, which combines each key with the previous one."""
 
     def __init__(self, convolution: ShortConvolution, batch: int, like: Tensor) -> None:
         self._convolution = convolution
@@ -85,19 +85,19 @@ class PreviousKeys:
 
     @property
     def conv_weights(self) -> Tensor:
-        """The convolution's weights, [2, branches G, D]."""
+        """Weights of the convolution, [2, branches * G, D]."""
         return self._convolution.weight.flatten(1, 2)
 
     def read_previous(self, step: Step) -> Tensor | None:
-        """Those of the token before new ones, [B, 1, branches, G, D]: zeros where a sequence has none; None: none has."""
+        """Return the previous token's keys, [B, 1, branches, G, D]; 0 for an empty sequence, None at prefill."""
         if step.is_prefill:
             return None
-        kept = self.ring.read(step.get_previous_ring_indices(1, self.ring.n_slots)).unflatten(
+        previous = self.ring.read(step.get_previous_ring_indices(1, self.ring.n_slots)).unflatten(
             2, (self._branches, self._groups)
         )
-        return kept.masked_fill((step.lengths == 0).view(-1, 1, 1, 1, 1), 0)
+        return previous.masked_fill((step.lengths == 0).view(-1, 1, 1, 1, 1), 0)
 
     def put(self, k_before_conv: Tensor | None, step: Step) -> None:
-        """unmixed [B, S, branches, G, D], as the layer gives them."""
+        """Append keys [B, S, branches, G, D], as returned by the layer; None does nothing."""
         if k_before_conv is not None:
             self.ring.put(k_before_conv.flatten(2, 3), step)
