@@ -1,13 +1,14 @@
-"""How a kernel is launched: `kernel[grid](...)`, as everywhere with Triton, at less of the host's time.
+"""Launch Triton kernels with less host time. The syntax is Triton's own: `kernel[grid](...)`.
 
-Triton binds the arguments of every launch anew, works out what it compiles for, and writes the compiler's options into a
-string to look the kernel up: 20 us of each launch. What it compiles for is little, though: the dtype of a tensor, and
-whether its address is a multiple of 16; whether a number is 1, is a multiple of 16, and fits 32 bits; all that is constant.
-The first launch of such a kind is Triton's own here, and the kernel that it gives back is launched for others of its kind.
-What Triton reads anew at every launch, knobs for debugging and hooks before a run, counts at the first.
+At every launch Triton binds the arguments, computes the specialization key, and formats the compiler options into a string
+to look up the compiled kernel, which takes 20 us. The specialization depends on little: the dtype of a tensor and whether
+its address is a multiple of 16; whether an integer is 1, is a multiple of 16, and fits in 32 bits; and all constants. Here
+the first launch with a specialization goes through Triton, and the compiled kernel that it returns is cached and launched
+directly for all later calls with the same specialization. Debugging knobs and pre-run hooks, which Triton reads at every
+launch, take effect only at the first one.
 """
 
-# Triton has no types for what is reached here.
+# Triton has no type annotations for these objects.
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportAttributeAccessIssue=false, reportMissingTypeStubs=false
 from __future__ import annotations
@@ -29,13 +30,15 @@ from nsa_lab.attention.kernels.launch_table import is_amd
 
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 CAN_CACHE_LAUNCHES = not is_amd() and (3, 6) <= _VERSION < (3, 8)
-"""Whether a kernel that was compiled takes all arguments in their order, and depends on no more than `_kinds` says. Read in
-Triton 3.6 and 3.7: older ones want those left out that are constant, of newer ones nobody knows yet, and for AMD's GPUs it
-asks how large a tensor is."""
+"""True if a compiled kernel takes all arguments in order and depends only on `_make_specialization_key`.
+
+This was verified in the sources of Triton 3.6 and 3.7. Older versions omit constant arguments, newer ones are untested, and
+on AMD GPUs the specialization also depends on the size of a tensor.
+"""
 
 
 def _make_specialization_key(args: tuple[Any, ...]) -> tuple[object, ...]:
-    """What Triton compiles for, of arguments that are not constant: at least as fine as it tells them apart."""
+    """Return a key of the properties of runtime arguments that Triton specializes on. It distinguishes at least as much."""
     return tuple(
         [
             (x & 15 == 0) + 2 * (x == 1) + 4 * (not -(2**31) <= x < 2**31)
@@ -49,7 +52,7 @@ def _make_specialization_key(args: tuple[Any, ...]) -> tuple[object, ...]:
 
 
 def _get_device_index(args: tuple[Any, ...]) -> int:
-    """The number of the GPU that the first tensor lies on; -1 where there is none."""
+    """Return the index of the GPU of the first tensor, or -1 if it is on a CPU or there is no tensor."""
     for x in args:
         if isinstance(x, Tensor):
             return x.get_device()
@@ -57,14 +60,14 @@ def _get_device_index(args: tuple[Any, ...]) -> int:
 
 
 class CachedLauncher:
-    """A function under triton.jit whose constants come last, to be launched on the GPU that its tensors lie on."""
+    """A triton.jit function whose tl.constexpr parameters come last. It is launched on the GPU of its tensors."""
 
     def __init__(self, kernel: JITFunction[Any]) -> None:
         constant = [param.is_constexpr for param in kernel.params]
         self.kernel, self.arg_names = kernel, kernel.arg_names
         self.n_runtime_args = constant.index(True) if True in constant else len(constant)
         if not all(constant[self.n_runtime_args :]):
-            raise TypeError(f"{kernel.__name__}: expected all tl.constexpr behind all other parameters")
+            raise TypeError(f"{kernel.__name__}: expected all tl.constexpr parameters after all other parameters")
         self._compiled: dict[object, CompiledKernel] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
@@ -84,7 +87,7 @@ class CachedLauncher:
             return
         if len(args) < self.n_runtime_args:
             raise TypeError(
-                f"{self.kernel.__name__}: expected all of {', '.join(self.arg_names[: self.n_runtime_args])} by position"
+                f"{self.kernel.__name__}: expected {', '.join(self.arg_names[: self.n_runtime_args])} by position"
             )
         key = (
             current,
@@ -104,13 +107,13 @@ class CachedLauncher:
 
 
 def cache_launches(kernel: Any) -> Any:
-    """Of what triton.jit gives; the interpreter's functions stay as they are."""
+    """Wrap a triton.jit function in a `CachedLauncher`. Functions of the interpreter are returned unchanged."""
     return CachedLauncher(kernel) if isinstance(kernel, JITFunction) else kernel
 
 
 @contextlib.contextmanager
 def disable_launches() -> Generator[None]:
-    """Within, in this thread, a launch of ours compiles its kernel and ends there: Triton's own warm-up."""
+    """Compile kernels without launching them (Triton's warm-up) in the `with` body, in this thread only."""
     token = _launch_enabled.set(False)
     try:
         yield
@@ -119,7 +122,7 @@ def disable_launches() -> Generator[None]:
 
 
 def is_launch_enabled() -> bool:
-    """Whether this thread is not within `launching_nothing`."""
+    """Return False inside `disable_launches` in this thread, otherwise True."""
     return _launch_enabled.get()
 
 

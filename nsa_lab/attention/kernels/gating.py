@@ -1,9 +1,9 @@
 """The gated sum of the three branches in one pass over memory, forward and backward (arXiv 2502.11089, eq. 5)."""
 
-# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# Parameters of triton.jit functions have no Python types.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
-# Nor are torch.library's decorators annotated.
+# The decorators of torch.library have no type annotations.
 # pyright: reportUntypedFunctionDecorator=false
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nsa_lab.attention.kernels.launch_utils import ceil_div, padded_width, regis
 # fmt: off
 @triton.jit
 def _get_row_tile(n_rows, DV: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr):
-    """Rows (batch, time, head) of this program, whether they exist, their columns, and the mask of both."""
+    """Return (rows (batch, time, head) of this program, mask of existing rows, columns, mask of both)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, DV_PAD)
     inside = row < n_rows
@@ -33,11 +33,11 @@ def _get_row_tile(n_rows, DV: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.const
 
 @triton.jit
 def _load_gates(gates_ptr, row, T, H, stride_gb, stride_gt, stride_gh, stride_g3, inside):
-    """The three gates of each row, in float32."""
-    at = gates_ptr + row // (T * H) * stride_gb + row // H % T * stride_gt + row % H * stride_gh
-    cmp = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    sel = tl.load(at + stride_g3, mask=inside, other=0.0).to(tl.float32)
-    win = tl.load(at + 2 * stride_g3, mask=inside, other=0.0).to(tl.float32)
+    """Load the three gates of each row, in float32."""
+    offsets = gates_ptr + row // (T * H) * stride_gb + row // H % T * stride_gt + row % H * stride_gh
+    cmp = tl.load(offsets, mask=inside, other=0.0).to(tl.float32)
+    sel = tl.load(offsets + stride_g3, mask=inside, other=0.0).to(tl.float32)
+    win = tl.load(offsets + 2 * stride_g3, mask=inside, other=0.0).to(tl.float32)
     return cmp, sel, win
 
 
@@ -51,18 +51,18 @@ def nsa_gate_forward(
 ):
     row, inside, columns, mask = _get_row_tile(n_rows, DV, DV_PAD, ROWS)
     gate_cmp, gate_sel, gate_win = _load_gates(gates_ptr, row, T, H, stride_gb, stride_gt, stride_gh, stride_g3, inside)
-    at = row[:, None] * DV + columns[None, :]
-    out = tl.load(cmp_ptr + at, mask=mask, other=0.0).to(tl.float32) * gate_cmp[:, None]
-    out += tl.load(sel_ptr + at, mask=mask, other=0.0).to(tl.float32) * gate_sel[:, None]
-    out += tl.load(win_ptr + at, mask=mask, other=0.0).to(tl.float32) * gate_win[:, None]
-    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+    offsets = row[:, None] * DV + columns[None, :]
+    out = tl.load(cmp_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * gate_cmp[:, None]
+    out += tl.load(sel_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * gate_sel[:, None]
+    out += tl.load(win_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * gate_win[:, None]
+    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _branch_backward(out_ptr, d_out_ptr, do, gate, at, mask):
-    """Stores the gradient of one branch's output and returns its gate's."""
-    out = tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(d_out_ptr + at, (do * gate[:, None]).to(d_out_ptr.dtype.element_ty), mask=mask)
+def _branch_backward(out_ptr, d_out_ptr, do, gate, offsets, mask):
+    """Store the gradient of one branch's output and return the gradient of its gate."""
+    out = tl.load(out_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(d_out_ptr + offsets, (do * gate[:, None]).to(d_out_ptr.dtype.element_ty), mask=mask)
     return tl.sum(out * do, 1)
 
 
@@ -74,14 +74,17 @@ def nsa_gate_backward(
     stride_gb, stride_gt, stride_gh, stride_g3,
     HAS_DELTAS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """HAS_DELTAS: also the delta of each branch, [3, rows] float32, which the branches' backward passes ask for."""
+    """Compute the gradients of the branch outputs and of the gates.
+
+    HAS_DELTAS: also store the delta of each branch, [3, rows] float32, for the backward passes of the branches.
+    """
     row, inside, columns, mask = _get_row_tile(n_rows, DV, DV_PAD, ROWS)
     gate_cmp, gate_sel, gate_win = _load_gates(gates_ptr, row, T, H, stride_gb, stride_gt, stride_gh, stride_g3, inside)
-    at = row[:, None] * DV + columns[None, :]
-    do = tl.load(do_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    dgate_cmp = _branch_backward(cmp_ptr, d_cmp_ptr, do, gate_cmp, at, mask)
-    dgate_sel = _branch_backward(sel_ptr, d_sel_ptr, do, gate_sel, at, mask)
-    dgate_win = _branch_backward(win_ptr, d_win_ptr, do, gate_win, at, mask)
+    offsets = row[:, None] * DV + columns[None, :]
+    do = tl.load(do_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    dgate_cmp = _branch_backward(cmp_ptr, d_cmp_ptr, do, gate_cmp, offsets, mask)
+    dgate_sel = _branch_backward(sel_ptr, d_sel_ptr, do, gate_sel, offsets, mask)
+    dgate_win = _branch_backward(win_ptr, d_win_ptr, do, gate_win, offsets, mask)
     dtype: tl.constexpr = dgates_ptr.dtype.element_ty
     tl.store(dgates_ptr + row * 3, dgate_cmp.to(dtype), mask=inside)
     tl.store(dgates_ptr + row * 3 + 1, dgate_sel.to(dtype), mask=inside)
@@ -93,7 +96,7 @@ def nsa_gate_backward(
 # fmt: on
 
 
-# Defined by schema for the host's sake; selected/launch.py has the figures.
+# Defined by schema to save host time; see selected/launch.py for the measurement.
 torch.library.define(
     "nsa_lab::gated_sum",
     "(Tensor out_cmp, Tensor out_sel, Tensor out_win, Tensor gates) -> Tensor",
@@ -109,7 +112,7 @@ _gated_sum_backward = torch.ops.nsa_lab.gated_sum_backward.default
 
 
 def forward(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
-    """`gated_sum` itself, past PyTorch's dispatcher."""
+    """Compute `gated_sum` without PyTorch's dispatcher."""
     out = out_cmp.new_empty(out_cmp.shape)
     grid, sizes, constants = _get_launch_args(out_cmp, gates)
     # fmt: off
@@ -132,7 +135,10 @@ def _(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tenso
 def backward(
     do: Tensor, out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor, deltas: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the outputs and the gates. `deltas` float32 [3, B, T, H] takes sum(out * d_out) of each branch."""
+    """Return the gradients of the three outputs and the gates.
+
+    If given, `deltas`, float32 [3, B, T, H], is filled with sum(out * d_out) of each branch.
+    """
     d_cmp, d_sel, d_win, dgates = (x.new_empty(x.shape) for x in (out_cmp, out_sel, out_win, gates))
     grid, sizes, constants = _get_launch_args(out_cmp, gates)
     # fmt: off
@@ -146,7 +152,7 @@ def backward(
 
 
 def _get_launch_args(out: Tensor, gates: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:
-    """Grid, sizes and strides, and compile-time sizes of either kernel."""
+    """Return (grid, sizes and strides, compile-time sizes) of both kernels."""
     B, T, H, Dv = out.shape
     rows, tile_rows = B * T * H, launch_table.gate_rows(Dv)
     constants = {"DV": Dv, "DV_PAD": padded_width(Dv), "ROWS": tile_rows, "num_warps": launch_table.STREAMING_WARPS}
@@ -176,9 +182,10 @@ register_autograd("gated_sum", _autograd_backward, _setup_context)
 
 
 def gated_sum(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
-    """out_* [B, T, H, Dv] of one dtype, gates [B, T, H, 3] after sigmoid or softmax -> [B, T, H, Dv] in that dtype.
+    """Return the sum of out_* [B, T, H, Dv] weighted by gates [B, T, H, 3]: [B, T, H, Dv] in the dtype of the outputs.
 
-    Products and sums are in float32. ValueError for shapes that do not fit: no public function stands before this part.
+    Gates are after sigmoid or softmax. Products and sums are in float32. Raises ValueError if the shapes do not match,
+    because no public function checks them before.
     """
     shape = out_cmp.shape
     if len(shape) != 4 or out_sel.shape != shape or out_win.shape != shape or gates.shape != (*shape[:3], 3):

@@ -1,11 +1,11 @@
-"""How every kernel is launched: tile sizes, warps, stages and registers, by device, dtype and head width. Said only here.
+"""Launch configuration of every kernel: tile sizes, warps, stages and registers, by device, dtype and head width.
 
-Measured on one H200 (docs/kernel_log.md has the figures). On GPUs of compute capability 8.x other than 8.0, a block has 99
-KB of shared memory, where an A100's has 163; the tiles for them fit. tests/kernels/test_launch_table.py holds what the
-benchmarked shapes get: whoever enters a faster tile changes that test too.
+All such constants are in this file. They were measured on one H200 (docs/kernel_log.md). GPUs of compute capability 8.x
+other than 8.0 have 99 KB of shared memory per thread block, an A100 has 163 KB; the tiles for the smaller GPUs fit in 99
+KB. If you change a tile, also change tests/kernels/test_launch_table.py, which pins the tiles of the benchmarked shapes.
 """
 
-# torch does not annotate the properties of a device.
+# The device properties of torch have no type annotations.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from nsa_lab.attention.kernels.launch_utils import ceil_div, padded_width
 
 
 def is_amd() -> bool:
-    """Whether this torch is for AMD's GPUs. Kernels compile for gfx942 (MI300), and none has run there."""
+    """Return True if torch was built for AMD GPUs. The kernels compile for gfx942 (MI300) but have not run there."""
     return torch.version.hip is not None
 
 
 def _make_compile_options(warps: int, stages: int, registers: int | None) -> dict[str, int]:
-    """What Triton's compiler is told; for AMD's GPUs it takes no cap on registers."""
+    """Return the options of Triton's compiler. It supports no register limit for AMD GPUs."""
     cap = {} if registers is None or is_amd() else {"maxnreg": registers}
     return {"num_warps": warps, "num_stages": stages, **cap}
 
 
 class Tile(NamedTuple):
-    """A tile's rows (or queries) and its keys (or blocks), and how its kernel is compiled.
+    """Rows (or queries) and keys (or blocks) of a tile, and the compile options of its kernel.
 
-    `registers` is the most that a thread may use, so that more tiles share a multiprocessor. `one_loop`, for the band's dq:
-    one loop, which masks every tile; a second loop, for tiles that need no mask, can cost more in spilled registers than it
-    saves in masks.
+    `registers`: limit per thread, so that more tiles share a multiprocessor. `one_loop`, only for dq of the band kernels:
+    use one loop that masks every tile. A second loop without masks can cost more in spilled registers than it saves.
     """
 
     rows: int
@@ -49,7 +48,7 @@ class Tile(NamedTuple):
 
 @functools.cache
 def has_large_shared_memory(device: torch.device) -> bool:
-    """Whether a block may use 160 KB of shared memory (A100, H100, B200 and their kin), not the 99 KB of smaller GPUs."""
+    """Return True if a thread block may use 160 KB of shared memory (A100, H100, B200); smaller GPUs have 99 KB."""
     if device.type != "cuda":
         return True
     return not is_amd() and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 160 * 1024
@@ -62,39 +61,43 @@ def is_hopper(device: torch.device) -> bool:
 
 @functools.cache
 def supports_pdl(device: torch.device) -> bool:
-    """Whether a kernel can be launched while the one ahead still runs: Hopper and what came after it."""
+    """Return True if the device supports programmatic dependent launch: Hopper and later."""
     return device.type == "cuda" and not is_amd() and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @functools.cache
 def is_blackwell(device: torch.device) -> bool:
-    """B200 and its kin, whose tensor cores have a memory of their own; not the smaller GPUs of capability 12."""
+    """Return True for compute capability 10 (B200), which has tensor memory; GPUs of capability 12 do not."""
     return device.type == "cuda" and not is_amd() and torch.cuda.get_device_capability(device)[0] == 10
 
 
 FLOAT32_TILE = Tile(32, 32, 4, 1)
 MAX_TIMED_WIDTH = 128
-"""Columns of the widest heads that were timed at several shapes. Of wider ones, in half precision, the tiles for Hopper
-were found at H=64 G=4 192/128 (`nsa-lab bench tune`, one H200); all others by what ptxas says of registers, spills and
-shared memory for sm_80, sm_86 and sm_90, and have not been timed."""
+"""Widest heads that were timed at several shapes.
+
+Tiles for wider heads in half precision on Hopper were tuned at H=64 G=4 192/128 (`nsa-lab bench tune`, one H200). All other
+tiles for wider heads were selected by the registers, spills and shared memory that ptxas reports for sm_80, sm_86 and
+sm_90. They have not been timed.
+"""
 
 MAX_TILE_WIDTH = 256
 MAX_TWO_TILE_WIDTH = 192
-"""Columns of the widest heads that are two tiles of fewer than 256 columns together (`parts`), and so leave shared memory
-for one more stage."""
+"""Widest heads that `split_width` splits into two tiles of less than 256 columns in all, which leaves shared memory for one
+more stage."""
 
 
 def split_width(name: str, width: int, device: torch.device, max_width: int = MAX_TILE_WIDTH) -> dict[str, int]:
-    """X_PART and X_REST of the width X: the columns of the two tiles that it is worked on as, side by side; 0: of one.
+    """Return X_PART and X_REST of the width X: the columns of the two tiles that hold it; X_REST = 0: a single tile.
 
-    A tile has a power of two of columns, and 192 in one of 256 are a third more work than there is. Heads up to `WIDEST`
-    are one tile all the same, as they were timed, unless `widest` columns are too few. So are wider ones on other GPUs than
-    Hopper: for sm_80 ptxas would leave the kernel of dK and dV 32 registers, and spill all else.
+    The columns of a tile are a power of two, so 192 columns in a tile of 256 are a third more work than needed. Heads up to
+    `MAX_TIMED_WIDTH` still use one tile, as they were timed, unless it would exceed `max_width` columns. Wider heads use
+    one tile on GPUs other than Hopper: for sm_80, ptxas would leave the dK/dV kernel 32 registers and spill everything
+    else.
     """
-    whole = padded_width(width)
-    part, rest = whole // 2, max(padded_width(width - whole // 2), 16)
-    two = whole > max_width or (whole > MAX_TIMED_WIDTH and part + rest < whole and is_hopper(device))
-    return {f"{name}_PART": part if two else whole, f"{name}_REST": rest if two else 0}
+    padded = padded_width(width)
+    part, rest = padded // 2, max(padded_width(width - padded // 2), 16)
+    is_split = padded > max_width or (padded > MAX_TIMED_WIDTH and part + rest < padded and is_hopper(device))
+    return {f"{name}_PART": part if is_split else padded, f"{name}_REST": rest if is_split else 0}
 
 
 def _float32_tile(width: int) -> Tile:
@@ -158,35 +161,35 @@ def band_dkv(dtype: torch.dtype, width: int, device: torch.device) -> Tile:
 
 
 def block_topk(dtype: torch.dtype, width: int, strides: int, spill: int, n_selection: int, device: torch.device) -> Tile:
-    """`keys` are selection blocks, each of `strides` compressed keys; the next step scores `spill` of them again."""
+    """Return a tile whose `keys` are selection blocks of `strides` compressed keys; each step rescores `spill` of them."""
     padded = padded_width(strides)
-    least = max(padded_width(2 * spill), 16)  # 16: what a tensor core takes at least
+    min_blocks = max(padded_width(2 * spill), 16)  # 16: the smallest size of a tensor-core product
     if dtype == torch.float32 and width > MAX_TIMED_WIDTH:
-        return Tile(16, least, 4, 1)
+        return Tile(16, min_blocks, 4, 1)
     if dtype != torch.float32 and width > MAX_TIMED_WIDTH and is_hopper(device):
-        # Timed at four strides to a block; with fewer, as many keys would spill four times what they do there.
-        return Tile(64, max(32 if padded == 4 else 64 // padded, least), 4, 1)
+        # Timed with four strides per block. With fewer strides, the same number of keys would spill four times as much.
+        return Tile(64, max(32 if padded == 4 else 64 // padded, min_blocks), 4, 1)
     if dtype == torch.float32 or width > MAX_TIMED_WIDTH:
-        return Tile(32, max(64 // padded, least), 4, 1)
-    return Tile(64, max(128 // padded, least), 4, 3, 168 if n_selection > 256 and width <= 64 else None)
+        return Tile(32, max(64 // padded, min_blocks), 4, 1)
+    return Tile(64, max(128 // padded, min_blocks), 4, 3, 168 if n_selection > 256 and width <= 64 else None)
 
 
 def block_topk_without_lse(tile: Tile, device: torch.device) -> Tile:
-    """`tile` of `choice`, where there is no LSE and scores are reshaped as they come out of the product.
+    """Return the variant of a `block_topk` tile without an LSE, where the scores of a product are reshaped directly.
 
-    On Blackwell, of fewer queries than its tensor memory takes: Triton 3.7.1 does not compile that reshape there. Not
-    measured.
+    On Blackwell it has fewer queries than tensor memory needs, because Triton 3.7.1 does not compile that reshape there.
+    Not measured.
     """
     return tile._replace(rows=min(tile.rows, 32)) if is_blackwell(device) else tile
 
 
 def block_topk_strides(dtype: torch.dtype, width: int) -> int:
-    """The most strides of every selection block that are scored at once, where blocks are chosen without an LSE."""
+    """Return the maximum number of strides per selection block that are scored at once, for selection without an LSE."""
     return 2 if dtype == torch.float32 and width > MAX_TIMED_WIDTH else 8
 
 
 def block_topk_columns(dtype: torch.dtype, width: int, strides_at_once: int, tile: Tile) -> int:
-    """Of a key's width, how much is scored at once, so that the keys of `tile` fit 96 KB in all stages."""
+    """Return the columns of the keys that are scored at once, so that the keys of `tile` fit in 96 KB in all stages."""
     columns = padded_width(width)
     while columns > 16 and tile.keys * strides_at_once * columns * dtype.itemsize * tile.stages > 96 * 1024:
         columns //= 2
@@ -194,7 +197,7 @@ def block_topk_columns(dtype: torch.dtype, width: int, strides_at_once: int, til
 
 
 class RowTile(NamedTuple):
-    """Rows of a tile, where its keys are a kv block or there are none. `registers` as in `Tile`."""
+    """Rows of a tile whose keys are one kv block, or that has no keys, and the compile options; see `Tile`."""
 
     rows: int
     warps: int
@@ -206,7 +209,7 @@ class RowTile(NamedTuple):
 
 
 def selected_keys(dtype: torch.dtype, width: int, device: torch.device) -> int:
-    """The most keys of a kv block that a tile of the selected branch holds."""
+    """Return the maximum number of keys of a kv block in a tile of the selected branch."""
     return 32 if width > MAX_TIMED_WIDTH and (dtype == torch.float32 or not has_large_shared_memory(device)) else 64
 
 
@@ -220,15 +223,15 @@ def _selected_tile(dtype: torch.dtype, width: int, stages_wide: int) -> RowTile:
 
 def selected_union(dtype: torch.dtype, width: int) -> RowTile:
     tile = _selected_tile(dtype, width, 2)
-    # Four tiles to a multiprocessor, as many as its shared memory holds.
+    # Four tiles per multiprocessor, the maximum that fit in its shared memory.
     return tile._replace(registers=128) if dtype != torch.float32 and width <= 64 else tile
 
 
 def selected_items(dtype: torch.dtype, width: int, block: int, device: torch.device) -> RowTile:
-    """Of the kernels that work through the inverted index in blocks of `block` keys, forward and backward.
+    """Return the tile of the forward and backward kernels that process the inverted index, for kv blocks of `block` keys.
 
-    On Hopper a third stage costs no memory (`_gather_rows` says how); elsewhere it costs a tile. Wide heads' many rows are
-    for tiles of 64 keys: with 16 or 32 the backward kernel turns its sums in shared memory, and would take 288 KB of it.
+    On Hopper a third stage costs no memory (see `_gather_rows`); elsewhere it costs a tile. The 128 rows for wide heads
+    need tiles of 64 keys: with 16 or 32 keys the backward kernel transposes its sums in shared memory, which takes 288 KB.
     """
     if width > MAX_TIMED_WIDTH and dtype != torch.float32 and block > 32 and is_hopper(device):
         return RowTile(128, 8, 2 if width <= MAX_TWO_TILE_WIDTH else 1)
@@ -236,16 +239,16 @@ def selected_items(dtype: torch.dtype, width: int, block: int, device: torch.dev
 
 
 def selected_columns(dtype: torch.dtype, width: int) -> int:
-    """Columns of dk and dv that the backward kernel works on at once: at least half of a tile's."""
+    """Return the columns of dk and dv that the backward kernel processes at once: at least half a tile."""
     return 128 if dtype == torch.float32 or width > MAX_TIMED_WIDTH else 64
 
 
 def streaming_rows(width: int) -> int:
-    """Rows of a program that only sums partial results: as many as keep the loads of all slots in flight at once."""
+    """Return the rows of a program that only sums partial results, so that the loads of all slots are in flight at once."""
     return 16 if width > 64 else 32
 
 
-GATE_ELEMENTS = 2048  # of each tensor, per program; with twice as many the backward pass takes a seventh longer
+GATE_ELEMENTS = 2048  # of each tensor, per program; with 4096 the backward pass takes a seventh longer
 
 
 def gate_rows(width: int) -> int:
@@ -253,16 +256,16 @@ def gate_rows(width: int) -> int:
 
 
 STREAMING_WARPS = 4
-"""Of every kernel that multiplies no matrices."""
+"""Warps of all kernels without matrix products."""
 
 SUM_CHUNKS_KEYS, SUM_CHUNKS_AT_ONCE = 4, 8
 DELTA_ROWS = 64
 SUM_ITEMS_ELEMENTS, SUM_ITEMS_AT_ONCE = 1024, 4
-SLOTS_AT_ONCE = 16  # more spill registers, and ptxas takes half a minute
+SLOTS_AT_ONCE = 16  # with more, registers spill and ptxas takes half a minute
 
 
 def slots_at_once(n_sel: int) -> int:
-    """Of the blocks of a query, how many partial results are loaded together: an equal share of them."""
+    """Return how many partial results of a query are loaded together: the n_sel slots in equal groups."""
     return ceil_div(n_sel, ceil_div(n_sel, SLOTS_AT_ONCE))
 
 
@@ -272,25 +275,27 @@ FIRST_QUERY_ITEMS = 256
 
 
 DECODING_PROGRAMS = 256
-"""Programs that a kernel of a decoding step is split into at least: about two for each multiprocessor of an H200."""
+"""Minimum number of programs of a decoding kernel: about two per multiprocessor of an H200."""
 DECODING_PARTS = 32
-"""Parts that the keys of a branch are split into at most; each costs a partial output."""
+"""Maximum number of parts that the keys of a branch are split into. Each part costs a partial output."""
 DECODING_ROWS = 64
 MERGE_ELEMENTS, MERGE_WARPS = 4096, 2
-"""For 32 sequences and 64 heads of 128 on an H200: 4.5 us with two warps, 8.7 with four, 23 with eight."""
+"""For 32 sequences and 64 heads of width 128 on an H200: 4.5 us with two warps, 8.7 us with four, 23 us with eight."""
 IMPORTANCE_ELEMENTS, IMPORTANCE_BLOCKS = 4096, 64
 TOPK_BLOCKS, TOPK_BLOCKS_PER_THREAD = 2048, 8
 LOGSUMEXP_KEYS = 256
 MAX_PDL_TOKENS = 4
-"""New tokens up to which kernels begin before the ones ahead have ended: for 32 sequences a step takes longer by it."""
-APPEND_WARPS = 1  # for a row of 256 numbers at most
+"""Maximum number of new tokens for programmatic dependent launch. For 32 sequences it makes a step slower."""
+APPEND_WARPS = 1  # a row has at most 256 elements
 MAX_LINEAR_ROWS = 64
-"""Rows up to which linear maps of a decoding step are ours. Many rows are a library's business: reading weights is then
-the lesser part."""
+"""Maximum number of rows for which a decoding step uses our linear kernel.
+
+With more rows, reading the weights no longer dominates, and the matrix products of PyTorch are used.
+"""
 
 
 class LinearTile(NamedTuple):
-    """Of `nsa_linear`: rows and columns of a program, and how much of the sum it takes at once."""
+    """Tile of `nsa_linear`: rows and columns of a program, and elements of the sum per step."""
 
     rows: int
     columns: int
@@ -300,52 +305,56 @@ class LinearTile(NamedTuple):
 
 
 def linear_tile(dtype: torch.dtype, rows: int, columns: int, depth: int) -> LinearTile:
-    """For so many rows of `depth` numbers, and maps that have so many columns together."""
+    """Return the tile for x [rows, depth] and projections with `columns` columns in all."""
     if rows <= 4:
-        padded, few = padded_width(rows), 4 if columns <= 1024 else 8  # few columns still have to fill the GPU
-        chunk = min(padded_width(depth), 4096 // padded)
-        return LinearTile(padded, few, chunk, min(max(padded * few * chunk // 2048, 1), 8), 1)
-    # A tensor core takes 16 rows. Weights that several programs read come from the cache.
-    tile, columns_at_once = min(max(padded_width(rows), 16), MAX_LINEAR_ROWS), 16
-    while tile > 16 and ceil_div(columns, columns_at_once) * ceil_div(rows, tile) < DECODING_PROGRAMS // 2:
-        tile //= 2
-    return LinearTile(tile, columns_at_once, (2048 if dtype == torch.float32 else 4096) // tile, 4, 3)
+        # Few columns still need enough programs to fill the GPU.
+        padded_rows, few_columns = padded_width(rows), 4 if columns <= 1024 else 8
+        chunk = min(padded_width(depth), 4096 // padded_rows)
+        return LinearTile(padded_rows, few_columns, chunk, min(max(padded_rows * few_columns * chunk // 2048, 1), 8), 1)
+    # A tensor-core product needs 16 rows. Weights that several programs read come from the L2 cache.
+    tile_rows, tile_columns = min(max(padded_width(rows), 16), MAX_LINEAR_ROWS), 16
+    while tile_rows > 16 and ceil_div(columns, tile_columns) * ceil_div(rows, tile_rows) < DECODING_PROGRAMS // 2:
+        tile_rows //= 2
+    return LinearTile(tile_rows, tile_columns, (2048 if dtype == torch.float32 else 4096) // tile_rows, 4, 3)
 
 
-def decoding_parts(programs: int, tiles: int) -> int:
-    """Into how many parts the keys of each of so many programs are split, where they are so many tiles at most."""
-    wanted = min(ceil_div(DECODING_PROGRAMS, programs), tiles, DECODING_PARTS)
-    return padded_width(max(wanted, 1))
+def decoding_parts(n_programs: int, n_tiles: int) -> int:
+    """Return the number of parts that the keys of each program are split into; the keys are at most `n_tiles` tiles."""
+    n_parts = min(ceil_div(DECODING_PROGRAMS, n_programs), n_tiles, DECODING_PARTS)
+    return padded_width(max(n_parts, 1))
 
 
 def importance_blocks(scores: int) -> int:
-    """Selection blocks that a program weighs, each by so many scores: those of all heads to the keys that begin in it."""
+    """Return the selection blocks per program. `scores`: scores per block, of all heads with the keys that start in it."""
     return max(min(IMPORTANCE_ELEMENTS // scores, IMPORTANCE_BLOCKS), 1)
 
 
-def topk_tile(blocks: int) -> tuple[int, int]:
-    """(selection blocks that are ranked at once, warps), where a query has so many blocks at most."""
-    at_once = min(max(padded_width(max(blocks, 1)), 32), TOPK_BLOCKS)
+def topk_tile(n_blocks: int) -> tuple[int, int]:
+    """Return (selection blocks that are ranked at once, warps) if a query has at most `n_blocks` blocks."""
+    at_once = min(max(padded_width(max(n_blocks, 1)), 32), TOPK_BLOCKS)
     return at_once, min(max(at_once // (32 * TOPK_BLOCKS_PER_THREAD), 1), 8)
 
 
-def logsumexp_blocks(programs: int, blocks: int, strides_at_once: int) -> int:
-    """Selection blocks that each of so many programs, times their parts, scores: so many of an indexer's keys at once."""
-    each = max(LOGSUMEXP_KEYS // strides_at_once, 16)
-    while each > 8 and programs * ceil_div(blocks, each) < DECODING_PROGRAMS:
-        each //= 2
-    return each
+def logsumexp_blocks(n_programs: int, n_blocks: int, strides_at_once: int) -> int:
+    """Return the selection blocks that a program scores with `strides_at_once` index keys per block at once.
+
+    `n_programs`: programs before the blocks are divided among several of them.
+    """
+    blocks_per_program = max(LOGSUMEXP_KEYS // strides_at_once, 16)
+    while blocks_per_program > 8 and n_programs * ceil_div(n_blocks, blocks_per_program) < DECODING_PROGRAMS:
+        blocks_per_program //= 2
+    return blocks_per_program
 
 
 def decoding_tile(dtype: torch.dtype, width: int, rows: int, device: torch.device) -> Tile:
-    """Of the kernels that read a cache. `rows` are those that there are; a tensor core takes 16 at least."""
+    """Return the tile of the kernels that read a cache, for `rows` existing rows. A tensor-core product needs 16 rows."""
     if dtype == torch.float32:
         return Tile(
             min(max(padded_width(rows), 16), 16 if width > MAX_TIMED_WIDTH else 32), _float32_tile(width).keys, 4, 1
         )
-    padded = min(max(padded_width(rows), 16), DECODING_ROWS)
+    padded_rows = min(max(padded_width(rows), 16), DECODING_ROWS)
     return Tile(
-        padded,
+        padded_rows,
         32 if width > MAX_TIMED_WIDTH else 64,
         8 if width > MAX_TIMED_WIDTH else 4,
         3 if has_large_shared_memory(device) else 2,

@@ -1,6 +1,6 @@
-"""What every launcher needs on the host: strides, sizes, a second stream. Nothing here synchronises with the device."""
+"""Host functions that launchers share: strides, sizes, operator registration, a second stream. They never synchronize."""
 
-# What torch.library itself does below autograd has no public name.
+# The dispatch below autograd that torch.library uses has no public name.
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
@@ -13,37 +13,38 @@ import torch
 from torch import Tensor
 
 
-# Plain integers: Triton's own helpers of these names cost several microseconds per call on the host.
+# For plain integers: Triton's functions of the same names cost several microseconds of host time per call.
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
 def padded_width(width: int) -> int:
-    """The power of two that this many elements occupy in a tile."""
+    """Return `width` rounded up to a power of two: the size of the tile axis that holds it."""
     return 1 << (width - 1).bit_length()
 
 
 def make_rows_contiguous(x: Tensor) -> Tensor:
-    """`x` [B, T, H, D], copied only where its last axis is not contiguous or 256 steps of its second overflow 32 bits.
+    """Return `x` [B, T, H, D], copied only if its last axis is not contiguous or 256 steps along axis 1 overflow 32 bits.
 
-    The kernels read whole rows, and offsets inside a tile are 32-bit; everything outside the tile is 64-bit.
+    The kernels read whole rows. Offsets inside a tile have 32 bits, all others 64.
     """
     return x if x.stride(3) == 1 and x.stride(1) < 2**23 else x.contiguous()
 
 
-def check_no_chunk_gradients(first: int) -> None:
-    """Raise NotImplementedError where queries did not begin with the first key."""
-    if first:
+def check_no_chunk_gradients(first_query: int) -> None:
+    """Raise NotImplementedError if query 0 is not at position 0."""
+    if first_query:
         raise NotImplementedError(
-            f"backend = 'triton' has no gradients of Span.chunk({first}, ...); use backend='torch', or torch.no_grad()"
+            "backend = 'triton' has no gradients of "
+            f"Span.chunk({first_query}, ...); use backend='torch', or torch.no_grad()"
         )
 
 
 def register_autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
-    """As torch.library.register_autograd, for an operator whose arguments all go by position.
+    """Register the backward pass, as torch.library.register_autograd, for an operator with positional arguments only.
 
-    PyTorch's own asks the schema for the defaults of arguments at each call, which takes .13 ms for seventeen of them, a
-    tenth of the host's time of a forward and backward pass; here they are asked for once.
+    PyTorch's function reads the default values of arguments from the schema at each call. For seventeen arguments this
+    takes 0.13 ms, a tenth of the host time of a forward and backward pass. Here the defaults are read once.
     """
     op = getattr(torch.ops.nsa_lab, name).default
     defaults = tuple(argument.default_value for argument in op._schema.arguments)
@@ -58,7 +59,7 @@ def register_autograd(name: str, backward: Callable[..., Any], setup_context: Ca
 
     def differentiable(*inputs: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-            return node.apply(*inputs, *defaults[len(inputs) :])  # PyTorch leaves out what is as by default
+            return node.apply(*inputs, *defaults[len(inputs) :])  # PyTorch omits trailing arguments that equal a default
         with torch._C._AutoDispatchBelowAutograd():
             return op(*inputs)
 
@@ -66,7 +67,7 @@ def register_autograd(name: str, backward: Callable[..., Any], setup_context: Ca
 
 
 def get_strides(*tensors: Tensor) -> tuple[int, ...]:
-    """All strides but the last of each tensor, one after another: how a launch passes them."""
+    """Return all strides except the last of each tensor, concatenated in the order of the kernel arguments."""
     return tuple(stride for x in tensors for stride in x.stride()[:-1])
 
 
@@ -77,12 +78,12 @@ def _get_second_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def run_on_second_stream(device: torch.device) -> Generator[Callable[[], None], None, None]:
-    """What is launched inside may run at the same time as what is launched after it.
+    """Launch the kernels of the `with` body on a second stream, so that they can overlap with kernels launched after it.
 
-    Yields a function: what is launched after calling it waits for all that was launched inside. What is launched inside
-    starts after all that was launched before. A tensor that it reads must live until the function is called; one made
-    inside needs no care: its memory is given out again inside only, and that starts after all that was launched before. A
-    CUDA graph records this like anything else. On a CPU, where nothing runs beside anything, it does nothing.
+    Yields a function `join`: kernels launched after calling it wait for the body. Kernels of the body start after
+    all kernels launched before the body. Tensors that the body reads must stay alive until `join` is called. Tensors
+    allocated in the body need no care: the allocator reuses their memory only on the second stream. A CUDA graph can
+    capture all of this. On a CPU the function does nothing.
     """
     if device.type != "cuda":
         yield lambda: None

@@ -1,13 +1,15 @@
-"""The whole of NSA as one operator: three branches, the block choice and the gate (arXiv 2502.11089, eq. 5).
+"""All of NSA as one operator: three branches, block selection and the gate (arXiv 2502.11089, eq. 5).
 
-Its results are those of the parts called one by one. What it saves lies between them: one call of PyTorch's dispatcher and
-one autograd node instead of five; the gate's backward pass computes sum(out * d_out) of every branch on the way, for which
-each branch would read two tensors; the three gradients of q are summed where they arise, not as tensors of their own; the
-selected branch's inverted index is built once (and kept, at 4 bytes per selected block); and kernels that do not need each
-other's results run side by side.
+The results are equal to calling the parts one by one. The operator saves work between the parts:
+
+* one call of PyTorch's dispatcher and one autograd node instead of five;
+* the backward pass of the gate also computes sum(out * d_out) of each branch, for which the branch would read two tensors;
+* the three gradients of q are accumulated into one tensor;
+* the inverted index of the selected branch is built once, and saved for the backward pass (4 bytes per selected block);
+* kernels that do not depend on each other run concurrently.
 """
 
-# torch.library's functions are not annotated.
+# The functions of torch.library have no type annotations.
 # pyright: reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
 from __future__ import annotations
 
@@ -36,12 +38,20 @@ def nsa_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
     nsa: NSAConfig, chosen: Tensor | None = None, documents: Tensor | None = None, longest: int = 0, first: int = 0,
 ) -> Tensor:
-    """q [B, T, H, Dk]; k_cmp, v_cmp [B, N, G, .]; the other keys and values [B, T, G, .]; gates [B, T, H, 3] in the order
-    cmp, sel, win -> [B, T, H, Dv]. `chosen` int32 [B, T, G, n_sel] are the selected branch's blocks; None: those of the
-    compressed scores. With `documents` (`Span.row_bounds`; B = 1), none of more than `longest` tokens, each is
-    computed as if alone. Query 0 stands at `first`, and keys from 0 on; other than 0, there are no gradients.
+    """Return the output of NSA, [B, T, H, Dv].
 
-    NotImplementedError past the selected branch's limit on pairs.
+    Args:
+        q: [B, T, H, Dk].
+        k_cmp, v_cmp: compressed keys and values [B, N, G, .].
+        k_sel, v_sel, k_win, v_win: [B, T, G, .].
+        gates: [B, T, H, 3] in the order cmp, sel, win.
+        chosen: int32 [B, T, G, n_sel], the blocks of the selected branch; None: select them by the compressed scores.
+        documents: `Span.row_bounds` of packed documents (B = 1), each computed independently; None: not packed.
+        longest: upper bound of the tokens of a document.
+        first: position of query 0; keys start at position 0. If it is not 0, there is no backward pass.
+
+    Raises:
+        NotImplementedError: more pairs than the selected branch can number.
     """
     selected.check_pairs(q, k_sel, v_sel, nsa.n_sel, nsa.l_sel)
     geometry = nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w
@@ -55,32 +65,34 @@ _SAVED_SCHEMA = (
     "Tensor work, Tensor order, Tensor out_win, Tensor lse_win"
 )
 _OPTION_SCHEMA = "Tensor? chosen=None, Tensor? documents=None, int longest=0"
-# Defined by schema for the host's sake; selected/launch.py has the figures.
+# Defined by schema to save host time; see selected/launch.py for the measurement.
 torch.library.define(
     "nsa_lab::nsa_fwd",
-    f"({_INPUT_SCHEMA}, int l, int d, int l_sel, int n_sel, int w, {_OPTION_SCHEMA}, int first=0) -> ({', '.join(['Tensor'] * 12)})",
+    f"({_INPUT_SCHEMA}, int l, int d, int l_sel, int n_sel, int w, {_OPTION_SCHEMA}, int first=0)"
+    f" -> ({', '.join(['Tensor'] * 12)})",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 torch.library.define(
     "nsa_lab::nsa_bwd",
-    f"(Tensor do, {_INPUT_SCHEMA}, {_SAVED_SCHEMA}, int l, int d, int l_sel, int w, {_OPTION_SCHEMA}) -> ({', '.join(['Tensor'] * 8)})",
+    f"(Tensor do, {_INPUT_SCHEMA}, {_SAVED_SCHEMA}, int l, int d, int l_sel, int w, {_OPTION_SCHEMA})"
+    f" -> ({', '.join(['Tensor'] * 8)})",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-# An operator always has the same number of results, so the indices of all pieces are joined, field by field.
+# An operator has a fixed number of outputs, so the inverted indices of all pieces are concatenated, field by field.
 _INDEX_DTYPES = torch.int32, torch.int64, torch.int32, torch.int64
 
 
 def _join_indices(indices: list[InvertedIndex], like: Tensor) -> list[Tensor]:
     fields: list[Tensor] = []
-    for number, dtype in enumerate(_INDEX_DTYPES):
-        parts = [part for index in indices if (part := index[number]) is not None]
-        match len(parts):
+    for index_field, dtype in enumerate(_INDEX_DTYPES):
+        field_parts = [part for index in indices if (part := index[index_field]) is not None]
+        match len(field_parts):
             case 0:
                 fields.append(like.new_empty(0, dtype=dtype))
             case 1:
-                fields += parts
+                fields += field_parts
             case _:
-                fields.append(torch.cat(parts))
+                fields.append(torch.cat(field_parts))
     return fields
 
 
@@ -106,17 +118,17 @@ def _(
     l: int, d: int, l_sel: int, n_sel: int, w: int, chosen: Tensor | None = None, documents: Tensor | None = None,
     longest: int = 0, first: int = 0,
 ) -> tuple[Tensor, ...]:
-    where = documents, longest, first
-    out_cmp, lse_cmp = band.forward(q, k_cmp, v_cmp, l, d, 0, *where)
-    blocks = block_topk.forward(q, k_cmp, lse_cmp, l, d, l_sel, n_sel, *where) if chosen is None else chosen
+    layout = documents, longest, first
+    out_cmp, lse_cmp = band.forward(q, k_cmp, v_cmp, l, d, 0, *layout)
+    blocks = block_topk.forward(q, k_cmp, lse_cmp, l, d, l_sel, n_sel, *layout) if chosen is None else chosen
     strategy = selected.get_forward_strategy(longest or k_sel.shape[1], selected.get_kernel_block(k_sel, v_sel, l_sel))
-    out_sel, lse_sel, indices = selected.forward(q, k_sel, v_sel, blocks, l_sel, strategy, *where)
+    out_sel, lse_sel, indices = selected.forward(q, k_sel, v_sel, blocks, l_sel, strategy, *layout)
     index = _join_indices(indices, blocks)
-    # An operator may not return what it was given: blocks that came from outside are kept as the input that they are.
-    kept = blocks if chosen is None else blocks.new_empty(0)
-    out_win, lse_win = band.forward(q, k_win, v_win, 1, 1, w, *where)
+    # An operator must not return its inputs: blocks that the caller passed are saved as an input instead.
+    saved = blocks if chosen is None else blocks.new_empty(0)
+    out_win, lse_win = band.forward(q, k_win, v_win, 1, 1, w, *layout)
     out = gating.forward(out_cmp, out_sel, out_win, gates)
-    return out, out_cmp, lse_cmp, kept, out_sel, lse_sel, *index, out_win, lse_win
+    return out, out_cmp, lse_cmp, saved, out_sel, lse_sel, *index, out_win, lse_win
 
 
 @torch.library.register_fake("nsa_lab::nsa_fwd")
@@ -152,15 +164,16 @@ def _(
     cmp, win = (l, d, 0, documents, longest), (1, 1, w, documents, longest)
     stats_cmp = band.compute_dq(d_cmp, q, k_cmp, v_cmp, lse_cmp, dq, *cmp, delta=deltas[0])
     stats_win = band.compute_dq(d_win, q, k_win, v_win, lse_win, dq, *win, delta=deltas[2], add=True)
-    # Beside the selected branch, whose sums wait for memory; each also fills what the other's last programs leave idle.
+    # Concurrently with the selected branch, whose sums are memory-bound. Each also fills multiprocessors that the last
+    # programs of the other leave idle.
     with run_on_second_stream(q.device) as join:
         dkv_cmp = band.compute_dkv(d_cmp, q, k_cmp, v_cmp, stats_cmp, *cmp)
         dkv_win = band.compute_dkv(d_win, q, k_win, v_win, stats_win, *win)
     strategy = selected.get_forward_strategy(longest or q.shape[1], selected.get_kernel_block(k_sel, v_sel, l_sel))
     sizes = selected.get_saved_index_sizes(q, v_sel, blocks.shape[3], l_sel, strategy, documents)
-    kept = _split_indices((entries, starts, work, order), sizes)
+    saved = _split_indices((entries, starts, work, order), sizes)
     dkv_sel = selected.backward(
-        d_sel, deltas[1], q, k_sel, v_sel, lse_sel, blocks, l_sel, dq, documents, longest, add=True, indices=kept
+        d_sel, deltas[1], q, k_sel, v_sel, lse_sel, blocks, l_sel, dq, documents, longest, add=True, indices=saved
     )
     join()
     return dq, *dkv_cmp, *dkv_sel, *dkv_win, dgates
@@ -187,8 +200,8 @@ def _autograd_backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Tensor | N
     if do is None:
         return (None,) * 17
     check_no_chunk_gradients(ctx.first)
-    *kept, chosen, documents = ctx.saved_tensors
-    return *_nsa_bwd(do, *kept, *ctx.geometry, chosen, documents, ctx.longest), *(None,) * 9
+    *saved, chosen, documents = ctx.saved_tensors
+    return *_nsa_bwd(do, *saved, *ctx.geometry, chosen, documents, ctx.longest), *(None,) * 9
 
 
 register_autograd("nsa_fwd", _autograd_backward, _setup_context)

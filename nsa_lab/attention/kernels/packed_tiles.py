@@ -1,18 +1,19 @@
-"""Documents one after another in a row: how a program finds the one it works on, and the tiles of them all are counted.
+"""Tiles of packed documents: find the document and rows of a program, and count the tiles of all documents.
 
-A document is a sequence whose pointers are moved to its first row: past that, a kernel works on it as on one of a batch.
-So no tile spans two documents, and none sees another's rows. The tables of first rows say all: tile n of a document that
-begins at row r is number r // TILE + document + n, which leaves room for every tile of every document, whatever their
-lengths, without a count of the tiles before. Grids follow from the total and the number of documents alone; the few
-programs whose tile holds nothing return at once.
+Documents are packed one after another into one row. A kernel advances its pointers to the first row of a document and then
+treats it like one sequence of a batch, so no tile spans two documents and no document reads rows of another. The tables of
+first rows are sufficient: tile n of a document that starts at row r has the number r // TILE + document + n. This leaves
+room for every tile of every document, for any lengths, without a scan over the preceding documents. The grid depends only
+on the total length and the number of documents; the few programs whose tile is empty return immediately.
 
-A program finds its document by search among these first rows, 32 at a time: a warp loads them at once. With those of the
-last 64 it loads all that the program asks of its document, so that up to 64 documents take one wait for memory and two
-thousand take two, where bisection takes seven and twelve. A table of tiles would take one, too, and would have to be made
-and copied for every tile size of every batch. Where there are no documents, nothing of this is in the machine code.
+A program searches its document in the table of first rows, 32 entries at a time, which one warp loads together. For the
+last 64 candidates it also loads everything that it needs to know about the document. So up to 64 documents take one memory
+latency and two thousand take two; bisection would take seven and twelve. A table of tiles would also take one, but would
+have to be built and copied for every tile size and every batch. Without packed documents, none of this is in the machine
+code.
 """
 
-# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# Parameters of triton.jit functions have no Python types.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 from __future__ import annotations
@@ -26,78 +27,83 @@ from torch import Tensor
 from nsa_lab.attention.kernels.launch_utils import ceil_div
 
 SEARCH_WIDTH = tl.constexpr(32)
-"""One for each thread of a warp: more would be spread over warps, which exchange what they find through shared memory."""
+"""Entries per search step, one per thread of a warp. More would need an exchange between warps through shared memory."""
 FINAL_ROUNDS = tl.constexpr(2)
 
 
 @triton.jit
-def get_first_tile(bounds_ptr, document, EACH: tl.constexpr, TILE: tl.constexpr):
-    """The number of a document's first tile, where a token has EACH rows and a tile TILE of them."""
-    return tl.load(bounds_ptr + document).to(tl.int64) * EACH // TILE + document
+def get_first_tile(bounds_ptr, document, ROWS_PER_TOKEN: tl.constexpr, TILE: tl.constexpr):
+    """Return the number of a document's first tile, for ROWS_PER_TOKEN rows per token and TILE rows per tile."""
+    return tl.load(bounds_ptr + document).to(tl.int64) * ROWS_PER_TOKEN // TILE + document
 
 
 @triton.jit
-def _narrow_search(begun, document, stop, step):
-    """The last probed document that has begun is where the search goes on: it, and the one to stop at.
+def _narrow_search(has_started, document, stop, step):
+    """Return the range (document, stop) in which the search continues: from the last probed document that has started.
 
-    `begun`: of the documents `step` apart from `document` on, which begin at or before what is looked for. The first does.
+    `has_started`: for the documents document, document + step, ...: True if the document starts at or before the target. It
+    is True for the first of them.
     """
-    document += (tl.sum(begun.to(tl.int32), axis=0) - 1) * step
+    document += (tl.sum(has_started.to(tl.int32), axis=0) - 1) * step
     return document, tl.minimum(document + step, stop)
 
 
 @triton.jit
-def find_document_of_tile(bounds_ptr, others_ptr, documents, tile, EACH: tl.constexpr, TILE: tl.constexpr):
-    """The document that tile number `tile` of one table's rows belongs to, and where it lies in both tables.
+def find_document_of_tile(
+    bounds_ptr, other_bounds_ptr, n_documents, tile, ROWS_PER_TOKEN: tl.constexpr, TILE: tl.constexpr
+):
+    """Find the document of tile number `tile`, and its rows in two tables (for example those of q and k).
 
-    (document, which of the document's tiles it is from 0, the document's first row, int64, how many rows it has; its first
-    row, int64, and its rows in the other table).
+    Returns (document, index of the tile within the document, first row of the document (int64), its number of rows, its
+    first row in the other table (int64), its number of rows in the other table).
     """
     document = tl.cast(tile, tl.int32) * 0
-    stop = document + documents
+    stop = document + n_documents
     while stop - document > FINAL_ROUNDS * SEARCH_WIDTH:
         step = tl.cdiv(stop - document, SEARCH_WIDTH)
         probes = document + tl.arange(0, SEARCH_WIDTH) * step
-        there = probes < stop
-        begun = there & (get_first_tile(bounds_ptr, tl.where(there, probes, document), EACH, TILE) <= tile)
-        document, stop = _narrow_search(begun, document, stop, step)
-    # Of the documents that are left, all that there is to know is loaded at once. First rows and ends never fall: those of
-    # the last document that has begun are the largest of all that have.
-    found = tl.zeros([SEARCH_WIDTH], tl.int32)
-    first, end, other_first, other_end = found, found, found, found
+        exists = probes < stop
+        has_started = exists & (
+            get_first_tile(bounds_ptr, tl.where(exists, probes, document), ROWS_PER_TOKEN, TILE) <= tile
+        )
+        document, stop = _narrow_search(has_started, document, stop, step)
+    # Load everything about the remaining documents at once. First rows and ends are non-decreasing, so the values of the
+    # last document that has started are the maxima over all that have started.
+    found_document = tl.zeros([SEARCH_WIDTH], tl.int32)
+    first, end, other_first, other_end = found_document, found_document, found_document, found_document
     for i in tl.static_range(FINAL_ROUNDS):
         probes = tl.minimum(document + i * SEARCH_WIDTH + tl.arange(0, SEARCH_WIDTH), stop - 1)
         row = tl.load(bounds_ptr + probes)
-        begun = row.to(tl.int64) * EACH // TILE + probes <= tile
-        found = tl.maximum(found, tl.where(begun, probes, 0))
-        first = tl.maximum(first, tl.where(begun, row, 0))
-        end = tl.maximum(end, tl.where(begun, tl.load(bounds_ptr + probes + 1), 0))
-        other_first = tl.maximum(other_first, tl.where(begun, tl.load(others_ptr + probes), 0))
-        other_end = tl.maximum(other_end, tl.where(begun, tl.load(others_ptr + probes + 1), 0))
-    document, first, end = tl.max(found, axis=0), tl.max(first, axis=0), tl.max(end, axis=0)
+        has_started = row.to(tl.int64) * ROWS_PER_TOKEN // TILE + probes <= tile
+        found_document = tl.maximum(found_document, tl.where(has_started, probes, 0))
+        first = tl.maximum(first, tl.where(has_started, row, 0))
+        end = tl.maximum(end, tl.where(has_started, tl.load(bounds_ptr + probes + 1), 0))
+        other_first = tl.maximum(other_first, tl.where(has_started, tl.load(other_bounds_ptr + probes), 0))
+        other_end = tl.maximum(other_end, tl.where(has_started, tl.load(other_bounds_ptr + probes + 1), 0))
+    document, first, end = tl.max(found_document, axis=0), tl.max(first, axis=0), tl.max(end, axis=0)
     other_first, other_end = tl.max(other_first, axis=0), tl.max(other_end, axis=0)
-    tile = (tile - (first.to(tl.int64) * EACH // TILE + document)).to(tl.int32)
+    tile = (tile - (first.to(tl.int64) * ROWS_PER_TOKEN // TILE + document)).to(tl.int32)
     return document, tile, first.to(tl.int64), end - first, other_first.to(tl.int64), other_end - other_first
 
 
 @triton.jit
-def find_document_of_row(bounds_ptr, documents, row):
-    """The document that holds row `row` of the table's rows."""
+def find_document_of_row(bounds_ptr, n_documents, row):
+    """Find the document that contains row `row` of the table."""
     document = tl.cast(row, tl.int32) * 0
-    stop = document + documents
+    stop = document + n_documents
     while stop - document > 1:
         step = tl.cdiv(stop - document, SEARCH_WIDTH)
         probes = document + tl.arange(0, SEARCH_WIDTH) * step
-        there = probes < stop
-        begun = there & (tl.load(bounds_ptr + tl.where(there, probes, document)) <= row)
-        document, stop = _narrow_search(begun, document, stop, step)
+        exists = probes < stop
+        has_started = exists & (tl.load(bounds_ptr + tl.where(exists, probes, document)) <= row)
+        document, stop = _narrow_search(has_started, document, stop, step)
     return document
 
 
 class PackedBounds(NamedTuple):
-    """First rows of all documents, and the end of the last: int32 [documents + 1] on the device; None where there are none.
+    """First rows of all documents and the end of the last one, int32 [n_documents + 1] on the device; None if not packed.
 
-    `longest`: tokens that no document exceeds.
+    `longest`: upper bound of the number of tokens of a document.
     """
 
     q: Tensor | None
@@ -105,16 +111,16 @@ class PackedBounds(NamedTuple):
     n_documents: int | None
     longest: int
 
-    def count_tiles(self, rows: int, tile: int) -> int:
-        """Programs for all tiles of `tile` of so many rows."""
-        return ceil_div(rows, tile) if self.n_documents is None else rows // tile + self.n_documents
+    def count_tiles(self, n_rows: int, tile_rows: int) -> int:
+        """Return the number of programs that cover `n_rows` rows in tiles of `tile_rows`."""
+        return ceil_div(n_rows, tile_rows) if self.n_documents is None else n_rows // tile_rows + self.n_documents
 
 
 NOT_PACKED = PackedBounds(None, None, None, 0)
 
 
 def make_token_bounds(table: Tensor | None, longest: int, T: int) -> PackedBounds:
-    """Of queries, and of keys of which each token has one; `table` as `Span.row_bounds` gives it, None: no documents."""
+    """Return bounds for queries and for keys of tokens. `table` is `Span.row_bounds`; None: not packed."""
     return (
         PackedBounds(None, None, None, T)
         if table is None
@@ -123,7 +129,7 @@ def make_token_bounds(table: Tensor | None, longest: int, T: int) -> PackedBound
 
 
 def make_compressed_bounds(table: Tensor | None, longest: int, T: int) -> PackedBounds:
-    """Of queries, and of compressed keys."""
+    """Return bounds for queries and for compressed keys; see `make_token_bounds`."""
     return (
         PackedBounds(None, None, None, T)
         if table is None

@@ -1,13 +1,13 @@
-"""Kernels compiled several at once, ahead of their first launch.
+"""Compile several kernels in parallel before their first launch.
 
-By itself Triton compiles a kernel when it is launched for the first time, and the launch waits: some fifteen kernels, one
-after another, for the operator forward and backward. Here they are queued as they come up, and threads compile them;
-Triton lets go of Python's lock for most of the way. What is compiled lies in Triton's cache on the disk, where every later
-process finds it. So does what a kernel is launched by: before Triton 3.7 that is a function in C for each list of
-arguments, a third of a second of the C compiler's.
+Triton compiles a kernel at its first launch, and the launch waits: about fifteen kernels, one after another, for the
+operator forward and backward. Here the kernels are queued when they are called, and threads compile them; Triton releases
+the GIL most of the time. Compiled kernels are stored in Triton's cache on disk, and later processes reuse them. The
+launcher of a kernel is cached as well: before Triton 3.7 it is a C function per argument list, which takes the C compiler
+0.3 seconds.
 """
 
-# Triton has no types for what is reached here.
+# Triton has no type annotations for these objects.
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportAttributeAccessIssue=false, reportMissingTypeStubs=false
 from __future__ import annotations
@@ -37,20 +37,27 @@ _active_mode: Any = (
 
 
 def compile_in_parallel(work: Callable[[], object], n_threads: int, *, ignore_errors: bool = False) -> int:
-    """Compile every kernel that `work` would launch, in `threads` threads, and launch none of them; how many there were.
+    """Compile every kernel that `work` would launch in `n_threads` threads without launching any. Return their number.
 
-    Nothing is computed, so results of kernels are whatever memory held: `work` must not use them as indices, nor in a
-    decision. Gradients are worked out in this thread. Raises NotImplementedError for a Triton that cannot compile in
-    parallel, and what compiling raises, unless errors are ignored: a kernel that does not compile, or that the GPU has no
-    room for, then says so when it is launched.
+    The outputs of kernels are uninitialized memory: `work` must not use them as indices or in conditions. Autograd runs in
+    this thread.
+
+    Args:
+        work: called once, with launches disabled.
+        n_threads: kernels that are compiled at the same time.
+        ignore_errors: do not raise if a kernel does not compile or exceeds the resources of the GPU; its launch raises.
+
+    Raises:
+        NotImplementedError: this version of Triton cannot compile in parallel.
     """
     if not CAN_COMPILE_IN_PARALLEL:
         raise NotImplementedError(
-            f"compiling ahead takes a Triton with AsyncCompileMode, and this is {triton.__version__}: upgrade triton, or "
-            "let the first step compile"
+            f"parallel compilation needs Triton with AsyncCompileMode; this is {triton.__version__}: upgrade triton, or "
+            "let the first step compile the kernels"
         )
     with ThreadPoolExecutor(n_threads) as pool:
-        # Autograd has a thread per GPU, which would know nothing of the mode that this thread is in.
+        # Otherwise autograd would run the backward pass in a thread per GPU, where this thread's compile mode is not
+        # active.
         with (
             torch.autograd.set_multithreading_enabled(False),
             disable_launches(),
@@ -64,16 +71,16 @@ def compile_in_parallel(work: Callable[[], object], n_threads: int, *, ignore_er
 
 
 def _make_launchable(compiled: list[CompiledKernel], pool: ThreadPoolExecutor, ignore_errors: bool) -> None:
-    """What Triton does of a kernel when it is launched for the first time: its launcher, and the kernel on the GPU."""
+    """Do what Triton does at the first launch of a kernel: build its launcher and load it onto the GPU."""
     if not compiled or not hasattr(driver.active, "launcher_cls"):
-        return  # the latter compiles for a GPU that is not there
+        return  # no launcher class: compiling for a GPU that this machine does not have
     device = driver.active.get_current_device()
 
     def make(kernel: CompiledKernel) -> None:
         try:
-            # Which GPU is the current one is each thread's own.
+            # The current GPU is thread-local.
             with torch.cuda.device(device):
-                _ = kernel.run  # made, and the kernel loaded, when it is first asked for
+                _ = kernel.run  # the first access builds the launcher and loads the kernel
         except Exception:
             if not ignore_errors:
                 raise
@@ -83,47 +90,49 @@ def _make_launchable(compiled: list[CompiledKernel], pool: ThreadPoolExecutor, i
 
 @contextlib.contextmanager
 def _restore_async_mode() -> Generator[None]:
-    """Triton's mode is over after it, also where a kernel did not compile or somebody lost patience: Triton itself leaves
-    the mode only once all has compiled, and until then compiles nothing more in this thread."""
-    before = _active_mode.get()
+    """Leave Triton's async compile mode after the `with` body, also after a compile error or an interrupt.
+
+    Triton itself leaves the mode only after all kernels have compiled. Until then it would compile nothing in this thread.
+    """
+    previous_mode = _active_mode.get()
     try:
         yield
     finally:
-        _active_mode.set(before)
+        _active_mode.set(previous_mode)
 
 
 def try_compile_in_parallel(work: Callable[[], object]) -> bool:
-    """`compile_ahead` with a thread for each core, where that is possible and not under way; whether it was."""
-    possible = CAN_COMPILE_IN_PARALLEL and not IS_INTERPRETED and not _is_compiling()
-    if possible:
+    """Call `compile_in_parallel` with a thread per core. Return False without effect if not possible or already active."""
+    is_possible = CAN_COMPILE_IN_PARALLEL and not IS_INTERPRETED and not _is_compiling()
+    if is_possible:
         compile_in_parallel(work, os.cpu_count() or 1)
-    return possible
+    return is_possible
 
 
 def _is_compiling() -> bool:
-    """Whether this thread compiles ahead already, by us or by Triton's own mode."""
+    """Return True if this thread is in `compile_in_parallel` or in Triton's own async compile mode."""
     return not is_launch_enabled() or _active_mode.get() is not None
 
 
 def compile_before_first_call(compute: Callable[..., R]) -> Callable[..., R]:
-    """`compute` with its kernels compiled in parallel where a call is the first of its kind: of these widths, heads and
-    geometry, of about this many tokens. Such a call is made twice, at first without a launch.
+    """Wrap `compute` so that its kernels are compiled in parallel before the first call of a kind.
 
-    Three tensors [B, T, heads, width] come first. Kinds are told apart roughly: what a later call of the same kind wants
-    besides is compiled when it is launched.
+    A kind is a dtype, widths, numbers of heads, geometry, and batch and length up to a power of two. The first call of a
+    kind runs `compute` twice, first with launches disabled. The first three arguments are tensors [B, T, heads, width].
+    Kinds are coarse: if a later call of the same kind needs another kernel, it is compiled at its launch.
     """
-    known: set[object] = set()
+    compiled_kinds: set[object] = set()
 
     @functools.wraps(compute)
-    def computed(*args: Any) -> R:
-        (batch, tokens, *_), rest = args[0].shape, args[3:]
+    def wrapper(*args: Any) -> R:
+        (batch, tokens, *_), other_args = args[0].shape, args[3:]
         kind = (
             (args[0].dtype, batch.bit_length(), tokens.bit_length()),
             tuple([x.shape[2:] for x in args[:3]]),
-            tuple([x.bit_length() if type(x) is int else x is None for x in rest]),
+            tuple([x.bit_length() if type(x) is int else x is None for x in other_args]),
         )
-        if kind not in known and try_compile_in_parallel(lambda: compute(*args)):
-            known.add(kind)
+        if kind not in compiled_kinds and try_compile_in_parallel(lambda: compute(*args)):
+            compiled_kinds.add(kind)
         return compute(*args)
 
-    return computed
+    return wrapper

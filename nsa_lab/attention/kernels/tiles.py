@@ -1,6 +1,6 @@
-"""What the kernels of all branches do alike: rows into a tile, and which tile a program works on."""
+"""Device functions that the kernels of all branches share: load and store tiles, multiply them, find a program's tile."""
 
-# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# Parameters of triton.jit functions have no Python types.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 from __future__ import annotations
@@ -12,12 +12,12 @@ from nsa_lab.attention.kernels import kernel_names
 
 LOG2E = tl.constexpr(kernel_names.LOG2E)
 LN2 = tl.constexpr(1 / kernel_names.LOG2E)
-DEFAULT_EVICTION = tl.constexpr("")  # of a store: what it writes leaves the L2 cache when its turn comes
+DEFAULT_EVICTION = tl.constexpr("")  # eviction policy of a store: the default order of the L2 cache
 
 
 @triton.jit
 def load_at(pointers, columns, WIDTH: tl.constexpr, STOP: tl.constexpr):
-    """The tile at `pointers`, all of whose rows exist, of `columns` before STOP: zero past WIDTH columns."""
+    """Load a tile whose rows all exist. `columns` are less than STOP; those from WIDTH on are zero."""
     if STOP <= WIDTH:
         return tl.load(pointers)
     return tl.load(pointers, mask=(columns < WIDTH)[None, :], other=0.0)
@@ -25,13 +25,13 @@ def load_at(pointers, columns, WIDTH: tl.constexpr, STOP: tl.constexpr):
 
 @triton.jit
 def load_rows(base, offsets, columns, WIDTH: tl.constexpr, STOP: tl.constexpr):
-    """Rows at `offsets` elements from `base`, all of which exist."""
+    """Load rows at `offsets` elements from `base`, all of which exist."""
     return load_at(base + offsets[:, None] + columns[None, :], columns, WIDTH, STOP)
 
 
 @triton.jit
 def load_rows_masked(base, offsets, columns, inside, WIDTH: tl.constexpr, STOP: tl.constexpr):
-    """As `load_rows`; rows that are not `inside` are not read, and come out zero."""
+    """Like `load_rows`. Rows that are not `inside` are not read and are zero."""
     pointers = base + offsets[:, None] + columns[None, :]
     if STOP <= WIDTH:
         return tl.load(pointers, mask=inside[:, None], other=0.0)
@@ -40,7 +40,7 @@ def load_rows_masked(base, offsets, columns, inside, WIDTH: tl.constexpr, STOP: 
 
 @triton.jit
 def row_offsets(t, head, stride_t, stride_h, WIDE: tl.constexpr):
-    """Element offsets of (query, head) rows; 32 bits unless WIDE, for half of the instructions."""
+    """Return element offsets of (query, head) rows. They have 32 bits unless WIDE, which halves the instructions."""
     if WIDE:
         offsets = t.to(tl.int64) * stride_t + tl.cast(head, tl.int64) * stride_h
     else:
@@ -50,14 +50,14 @@ def row_offsets(t, head, stride_t, stride_h, WIDE: tl.constexpr):
 
 @triton.jit
 def get_batch_and_group(B, G):
-    """Sequence and group of this program, of which the fastest axis of the grid has all for every tile."""
+    """Return (sequence, group) of this program. They vary fastest along axis 0 of the grid, the tile slowest."""
     bg = tl.program_id(0) % (B * G)
     return (bg // G).to(tl.int64), (bg % G).to(tl.int64)
 
 
 @triton.jit
 def get_reversed_tile(B, G):
-    """Tile, sequence and group of this program. The last queries have most to read, so their programs start first."""
+    """Return (tile, sequence, group) of this program. The last queries read most keys, so their programs start first."""
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // (B * G)
     b, g = get_batch_and_group(B, G)
     return tile, b, g
@@ -67,10 +67,10 @@ def get_reversed_tile(B, G):
 def load_consecutive(
     base, stride, start, N, columns, WIDTH: tl.constexpr, STOP: tl.constexpr, ROWS: tl.constexpr, CLAMP: tl.constexpr
 ):  # fmt: skip
-    """Rows start .. start+ROWS-1 of a [N, WIDTH] matrix.
+    """Load rows start .. start+ROWS-1 of a [N, WIDTH] matrix.
 
-    CLAMP: some may lie past the end; they repeat the last row, and the caller masks them. Without it the offsets inside the
-    tile do not change from one tile to the next, and the compiler takes them out of the loop; they fit 32 bits.
+    CLAMP: rows past the end repeat the last row, and the caller masks them. Without CLAMP the offsets inside a tile are the
+    same for all tiles, so the compiler hoists them out of the loop; they fit in 32 bits.
     """
     i = tl.arange(0, ROWS)
     if CLAMP:
@@ -80,29 +80,29 @@ def load_consecutive(
 
 
 IS_INTERPRETED = not isinstance(load_at, triton.runtime.JITFunction)
-"""True when Triton was imported under TRITON_INTERPRET=1, and so runs kernels on CPU tensors."""
+"""True if Triton was imported with TRITON_INTERPRET=1 and runs kernels on CPU tensors."""
 
 
 @triton.jit
 def add_product(total, a, b):
-    """total + a b, of tiles.
+    """Return total + a @ b.
 
-    In float32 the product is summed up by itself first. The sum over all of a long text's queries is then rounded once for
-    each tile, not for each query: it errs by what a blocked matrix product errs. `fma`, because the compiler would join an
-    addition and a product into the one accumulation.
+    In float32 the product is summed separately and then added. A sum over all queries of a long sequence is then rounded
+    once per tile, not once per query, which is the error of a blocked matrix product. The addition is an `fma`, because the
+    compiler would merge a plain addition into the accumulator of the product.
     """
     if a.dtype == tl.float32:
         return tl.fma(tl.dot(a, b, input_precision="ieee"), tl.full(total.shape, 1.0, tl.float32), total)
     return tl.dot(a, b, total, input_precision="ieee")
 
 
-# A width that is worked on as two tiles side by side: columns [0, PART), all of which exist, and the REST after them, some
-# of which may be past the width. Where there is no REST, the first tile stands in the place of the second, too.
+# A head width can be split into two tiles: columns [0, PART), all of which exist, and then REST columns, some of which may
+# be past the width. If REST is 0, the first tile is passed in place of the second, which is not used.
 
 
 @triton.jit
 def load_parts(base, offsets, WIDTH: tl.constexpr, PART: tl.constexpr, REST: tl.constexpr):
-    """Rows at `offsets` elements from `base`, all of which exist, as two tiles."""
+    """Load rows at `offsets` elements from `base`, all of which exist, as two tiles."""
     first = load_rows(base, offsets, tl.arange(0, PART), WIDTH, PART)
     rest = first
     if REST > 0:
@@ -112,7 +112,7 @@ def load_parts(base, offsets, WIDTH: tl.constexpr, PART: tl.constexpr, REST: tl.
 
 @triton.jit
 def load_parts_masked(base, offsets, inside, WIDTH: tl.constexpr, PART: tl.constexpr, REST: tl.constexpr):
-    """As `load_parts`; rows that are not `inside` are not read, and come out zero."""
+    """Like `load_parts`. Rows that are not `inside` are not read and are zero."""
     first = load_rows_masked(base, offsets, tl.arange(0, PART), inside, WIDTH, PART)
     rest = first
     if REST > 0:
@@ -125,7 +125,7 @@ def load_consecutive_parts(
     base, stride, start, N,
     WIDTH: tl.constexpr, PART: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, CLAMP: tl.constexpr,
 ):  # fmt: skip
-    """As `load_consecutive`, as two tiles."""
+    """Like `load_consecutive`, as two tiles."""
     first = load_consecutive(base, stride, start, N, tl.arange(0, PART), WIDTH, PART, ROWS, CLAMP)
     rest = first
     if REST > 0:
@@ -135,27 +135,27 @@ def load_consecutive_parts(
 
 @triton.jit
 def _store_columns(
-    base, offsets, tile, inside, WIDTH: tl.constexpr, FIRST: tl.constexpr, COLUMNS: tl.constexpr, EVICTED: tl.constexpr
+    base, offsets, tile, inside, WIDTH: tl.constexpr, START: tl.constexpr, COLUMNS: tl.constexpr, EVICTION: tl.constexpr
 ):  # fmt: skip
-    columns = FIRST + tl.arange(0, COLUMNS)
+    columns = START + tl.arange(0, COLUMNS)
     mask = None
-    if FIRST + COLUMNS > WIDTH:
+    if START + COLUMNS > WIDTH:
         mask = (columns < WIDTH)[None, :]
     if inside is not None:
         mask = inside[:, None] if mask is None else inside[:, None] & mask
     pointers = (base + offsets)[:, None] + columns[None, :]
-    tl.store(pointers, tile.to(base.dtype.element_ty), mask=mask, eviction_policy=EVICTED)
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=mask, eviction_policy=EVICTION)
 
 
 @triton.jit
 def store_parts(
     base, offsets, first, rest, inside, WIDTH: tl.constexpr, PART: tl.constexpr, REST: tl.constexpr,
-    EVICTED: tl.constexpr = DEFAULT_EVICTION,
+    EVICTION: tl.constexpr = DEFAULT_EVICTION,
 ):  # fmt: skip
-    """Rows at `offsets` elements from `base`, of those that are `inside`; None: all."""
-    _store_columns(base, offsets, first, inside, WIDTH, 0, PART, EVICTED)
+    """Store rows at `offsets` elements from `base`, only those that are `inside`; None: all of them."""
+    _store_columns(base, offsets, first, inside, WIDTH, 0, PART, EVICTION)
     if REST > 0:
-        _store_columns(base, offsets, rest, inside, WIDTH, PART, REST, EVICTED)
+        _store_columns(base, offsets, rest, inside, WIDTH, PART, REST, EVICTION)
 
 
 @triton.jit
@@ -169,7 +169,7 @@ def zero_parts(ROWS: tl.constexpr, PART: tl.constexpr, REST: tl.constexpr):
 
 @triton.jit
 def dot_transposed(a, a_rest, b, b_rest, REST: tl.constexpr):
-    """a b^T of tiles given in two parts."""
+    """Return a @ b^T. Both matrices are given in two parts of their columns."""
     product = tl.dot(a, tl.trans(b), input_precision="ieee")
     if REST > 0:
         product = tl.dot(a_rest, tl.trans(b_rest), product, input_precision="ieee")
@@ -177,17 +177,17 @@ def dot_transposed(a, a_rest, b, b_rest, REST: tl.constexpr):
 
 
 @triton.jit
-def rescale_and_add(total, total_rest, shrink, a, b, b_rest, REST: tl.constexpr):
-    """total * shrink + a b, where b and the total are in two parts."""
-    total = tl.dot(a, b, total * shrink[:, None], input_precision="ieee")
+def rescale_and_add(total, total_rest, rescale, a, b, b_rest, REST: tl.constexpr):
+    """Return total * rescale + a @ b. b and the total are in two parts."""
+    total = tl.dot(a, b, total * rescale[:, None], input_precision="ieee")
     if REST > 0:
-        total_rest = tl.dot(a, b_rest, total_rest * shrink[:, None], input_precision="ieee")
+        total_rest = tl.dot(a, b_rest, total_rest * rescale[:, None], input_precision="ieee")
     return total, total_rest
 
 
 @triton.jit
 def add_product_parts(total, total_rest, a, b, b_rest, REST: tl.constexpr):
-    """total + a b, where b and the total are in two parts."""
+    """Return total + a @ b. b and the total are in two parts."""
     total = add_product(total, a, b)
     if REST > 0:
         total_rest = add_product(total_rest, a, b_rest)
@@ -195,17 +195,17 @@ def add_product_parts(total, total_rest, a, b, b_rest, REST: tl.constexpr):
 
 
 @triton.jit
-def add_product_compensated(total, lost, a, b):
-    """(total + a b, what rounding that sum lost) of tiles in float32; `lost` is what the sums before have lost.
+def add_product_compensated(total, error, a, b):
+    """Return (total + a @ b, rounding error of that sum), with Kahan's compensated summation (1965) in float32.
 
-    A sum over thousands of tiles is rounded as one of a few would be (W. Kahan, 1965). In half precision, whose numbers
-    err by far more, `lost` stays as it is.
+    `error` is the rounding error of the previous additions. With it, a sum over thousands of tiles has the error of a sum
+    over a few. For half-precision inputs, whose own rounding error is much larger, `error` is returned unchanged.
     """
     if a.dtype == tl.float32:
-        more = add_product(-lost, a, b)
-        exact = total + more
-        lost = (exact - total) - more
-        total = exact
+        addend = add_product(-error, a, b)
+        new_total = total + addend
+        error = (new_total - total) - addend
+        total = new_total
     else:
         total = add_product(total, a, b)
-    return total, lost
+    return total, error

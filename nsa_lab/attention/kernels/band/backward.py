@@ -1,6 +1,6 @@
-"""Attention over a band of keys, backward: dq, then dk and dv, then the sum of their chunks. launch.py launches them."""
+"""Backward kernels of attention over a band of keys: dq, dk and dv, sums of dk/dv chunks. launch.py launches them."""
 
-# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# Parameters of triton.jit functions have no Python types.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportConstantRedefinition=false
 from __future__ import annotations
@@ -67,10 +67,11 @@ def _compute_delta(
     DK_REST: tl.constexpr, DV_REST: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):
-    """delta, the sum of p * dp over a row's keys, from the very products that it is taken from.
+    """Return delta, the sum of p * dp over the keys of a row, from the same products from which it is later subtracted.
 
-    In exact arithmetic that is out * do; rounded, the two differ by more than what plain float32 errs where few keys are
-    seen: of a single key ds is p * (dp - dp) = 0. For half precision the difference is far below a rounding.
+    In exact arithmetic delta is sum(out * do). In float32 the rounded values differ by more than the error of plain float32
+    if a row has few keys: for a single key, ds must be p * (dp - dp) = 0. In half precision the difference is far below the
+    rounding error.
     """
     delta, total = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     for step in range(start, stop, KEYS):
@@ -79,18 +80,18 @@ def _compute_delta(
             L, STRIDE, W, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, KEYS, True,
         )
         p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
-        # The products of the dk/dv kernel, in its order: what adds them up may depend on which factor comes first.
+        # The same operand order as in the dk/dv kernel: the summation order may depend on it.
         dp = tl.trans(dot_transposed(v, v_rest, do, do_rest, DV_REST))
         delta += tl.sum(tl.where(p == 0.0, 0.0, p * dp), 1)
         total += tl.sum(p, 1)
-    # A row's p add up to 1 but for how its lse is rounded. A row that sees nothing has none.
+    # The p of a row sum to 1 up to the rounding of its lse, or to 0 if the row attends to nothing.
     return delta / tl.where(total == 0.0, 1.0, total)
 
 
 @triton.jit
-def get_first_stat(first, document, PAST: tl.constexpr):
-    """Where the stats of a document begin that begins at row `first`: a multiple of 16, PAST beyond those before it."""
-    return (first // 16 + document * (PAST // 16 + 1)) * 16
+def get_first_stat(first, document, STATS_PAD: tl.constexpr):
+    """Return the stats offset of a document at row `first`, a multiple of 16, with STATS_PAD free before it."""
+    return (first // 16 + document * (STATS_PAD // 16 + 1)) * 16
 
 
 @cache_launches
@@ -100,24 +101,25 @@ def nsa_band_dq(
     q_bounds_ptr, k_bounds_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     stride_dob, stride_dot, stride_doh, stride_stats,
-    T, N, B, G, documents, scale_log2, scale,
+    T, N, B, G, n_documents, scale_log2, scale,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
     DK_REST: tl.constexpr, DV_REST: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PAST: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STATS_PAD: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_DELTA: tl.constexpr, ADD: tl.constexpr, ONE_LOOP: tl.constexpr,
 ):
-    """dq of one row tile, and what the dk/dv kernel reads of its rows.
+    """Compute dq of one tile of rows, and the stats of its rows that the dk/dv kernel reads.
 
-    That is stats [B, H, 2, > T + PAST]: lse_log2, then delta, each contiguous along the queries, as that kernel walks them.
-    Of its last tile up to PAST are past the last query: there they say that p is 0.
-    HAS_DELTA: delta is given, and out is not read. In float32 it is worked out here either way. ADD: add to what dq holds.
-    ONE_LOOP: see `launch_table.Tile`.
+    stats is [B, H, 2, > T + STATS_PAD]: lse_log2, then delta, each contiguous along the queries, in the order in which the
+    dk/dv kernel loads them. The STATS_PAD entries after the last query make p = 0, because the last tile of that kernel can
+    extend past it.
+    HAS_DELTA: delta is given and out is not read; in float32 delta is computed here in any case. ADD: add to dq instead of
+    overwriting it. ONE_LOOP: see `launch_table.Tile`.
     """
     tile, b, g = get_reversed_tile(B, G)
     if q_bounds_ptr is not None:
         document, tile, first, T, first_key, N = find_document_of_tile(
-            q_bounds_ptr, k_bounds_ptr, documents, tile, HEADS, ROWS
+            q_bounds_ptr, k_bounds_ptr, n_documents, tile, HEADS, ROWS
         )
         if tile * ROWS >= T * HEADS:
             return
@@ -125,7 +127,7 @@ def nsa_band_dq(
         do_ptr += first * stride_dot
         dq_ptr += first * (G * HEADS * DK)
         lse_ptr += first * (G * HEADS)
-        stats_ptr += get_first_stat(first, document, PAST)
+        stats_ptr += get_first_stat(first, document, STATS_PAD)
         if HAS_DELTA:
             delta_ptr += first * (G * HEADS)
         else:
@@ -136,16 +138,16 @@ def nsa_band_dq(
         v_ptr += first_key * stride_vn
     t, head, t_first, t_last = get_row_tile(tile, T, HEADS, ROWS)
     inside = tile * ROWS + tl.arange(0, ROWS) < T * HEADS
-    # Where the tile begins, in 64 bits, and where its rows are from there.
+    # Offset of the tile in 64 bits, and offsets of its rows relative to it in 32 bits.
     origin = (b * T + t_first) * (G * HEADS) + g * HEADS
     own_t = t - t_first
-    place = own_t * (G * HEADS) + head
+    offsets = own_t * (G * HEADS) + head
     q_base = q_ptr + b * stride_qb + tl.cast(t_first, tl.int64) * stride_qt + g * HEADS * stride_qh
     q, q_rest = load_parts(q_base, row_offsets(own_t, head, stride_qt, stride_qh, False), DK, DK_PART, DK_REST)
     do_base = do_ptr + b * stride_dob + tl.cast(t_first, tl.int64) * stride_dot + g * HEADS * stride_doh
     do, do_rest = load_parts(do_base, row_offsets(own_t, head, stride_dot, stride_doh, False), DV, DV_PART, DV_REST)
-    lse = tl.load(lse_ptr + origin + place)
-    # A row that sees nothing has lse = -inf; +inf makes every p = exp2(s - inf) of it 0.
+    lse = tl.load(lse_ptr + origin + offsets)
+    # A row that attends to nothing has lse = -inf. With +inf instead, all its p = exp2(s - inf) are 0.
     lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
     k_base = k_ptr + b * stride_kb + g * stride_kg
     v_base = v_ptr + b * stride_vb + g * stride_vg
@@ -156,24 +158,24 @@ def nsa_band_dq(
             L, STRIDE, W, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, ROWS, KEYS,
         )
     elif HAS_DELTA:
-        delta = tl.load(delta_ptr + origin + place)
+        delta = tl.load(delta_ptr + origin + offsets)
     else:
-        out, out_rest = load_parts(out_ptr + origin * DV, place * DV, DV, DV_PART, DV_REST)
+        out, out_rest = load_parts(out_ptr + origin * DV, offsets * DV, DV, DV_PART, DV_REST)
         delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
         if DV_REST > 0:
             delta += tl.sum(do_rest.to(tl.float32) * out_rest.to(tl.float32), 1)
     if HAS_DLSE:
-        delta -= tl.load(dlse_ptr + origin + place)
+        delta -= tl.load(dlse_ptr + origin + offsets)
     group_stats = stats_ptr + (b * G + g) * HEADS * 2 * stride_stats
     stats = group_stats + head.to(tl.int64) * 2 * stride_stats + t
     tl.store(stats, lse_log2, mask=inside)
     tl.store(stats + stride_stats, delta, mask=inside)
     if tile * ROWS + ROWS >= T * HEADS:
-        past = group_stats + T + tl.arange(0, PAST)
+        stats_pad = group_stats + T + tl.arange(0, STATS_PAD)
         for _ in range(HEADS):
-            tl.store(past, tl.full([PAST], float("inf"), tl.float32))
-            tl.store(past + stride_stats, tl.zeros([PAST], tl.float32))
-            past += 2 * stride_stats
+            tl.store(stats_pad, tl.full([STATS_PAD], float("inf"), tl.float32))
+            tl.store(stats_pad + stride_stats, tl.zeros([STATS_PAD], tl.float32))
+            stats_pad += 2 * stride_stats
 
     dq, dq_rest = zero_parts(ROWS, DK_PART, DK_REST)
     if ONE_LOOP:
@@ -188,28 +190,28 @@ def nsa_band_dq(
     dq *= scale
     dq_rest *= scale
     if ADD:
-        before, before_rest = load_parts_masked(dq_base, place * DK, inside, DK, DK_PART, DK_REST)
-        dq += before.to(tl.float32)
-        dq_rest += before_rest.to(tl.float32)
-    store_parts(dq_base, place * DK, dq, dq_rest, inside, DK, DK_PART, DK_REST)
+        previous_dq, previous_dq_rest = load_parts_masked(dq_base, offsets * DK, inside, DK, DK_PART, DK_REST)
+        dq += previous_dq.to(tl.float32)
+        dq_rest += previous_dq_rest.to(tl.float32)
+    store_parts(dq_base, offsets * DK, dq, dq_rest, inside, DK, DK_PART, DK_REST)
 
 
 @triton.jit
 def _accumulate_dkv(
-    dk, dk_rest, dk_lost, dk_rest_lost, dv, dv_rest, dv_lost, dv_rest_lost, k, k_rest, v, v_rest, i,
+    dk, dk_rest, dk_error, dk_rest_error, dv, dv_rest, dv_error, dv_rest_error, k, k_rest, v, v_rest, i,
     q_base, do_base, stats_base,
     stride_qt, stride_qh, stride_dot, stride_doh, stride_stats,
-    t_origin, tiles, turn, start, left, right, stop, N, T, scale_log2,
+    t_origin, tiles, tile_shift, start, left, right, stop, N, T, scale_log2,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
     DK_REST: tl.constexpr, DV_REST: tl.constexpr,
     ROWS: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr,
 ):
-    """Steps [start, stop) but for [left, right): step x is head x % HEADS of the x // HEADS -th tile of ROWS queries from
-    t_origin.
+    """Accumulate dk and dv over the steps [start, stop) except [left, right).
 
-    In a window it is `turn` tiles further, and past the last of `tiles` it goes on with the first. TAIL: some masked tile
-    reaches past the last query, where the last is repeated and the stats say that p is 0.
+    Step x processes head x % HEADS of query tile x // HEADS, in tiles of ROWS queries from t_origin. With a window, tiles
+    are rotated by `tile_shift`: after the last of `tiles` comes the first. TAIL: some masked tile extends past the last
+    query; there the last query is repeated and the stats make p = 0.
     """
     PAST_END: tl.constexpr = MASKED and TAIL
     GAP: tl.constexpr = MASKED and W == 0
@@ -217,7 +219,7 @@ def _accumulate_dkv(
         x = step + tl.where(step < left, 0, right - left) if GAP else step
         tile = x // HEADS
         if W > 0:
-            tile += turn
+            tile += tile_shift
             tile -= tl.where(tile >= tiles, tiles, 0)
         tile_t = t_origin + tile * ROWS
         head = tl.cast(x % HEADS, tl.int64)
@@ -229,20 +231,20 @@ def _accumulate_dkv(
         lse_log2 = tl.load(stats)
         delta = tl.load(stats + stride_stats)
         scores = dot_transposed(k, k_rest, q, q_rest, DK_REST)
-        # Ahead of the exponentials, which the compiler then places among its tensor-core instructions.
+        # Before the exponentials, so that the compiler interleaves them with the tensor-core instructions of this product.
         dp = dot_transposed(v, v_rest, do, do_rest, DV_REST)
         if MASKED:
             position = tile_t + tl.arange(0, ROWS)
             scores = tl.where(is_in_band(i[:, None], position[None, :], N, L, STRIDE, W), scores, float("-inf"))
         p = tl.exp2(scores * scale_log2 - lse_log2[None, :])
-        dv, dv_lost = add_product_compensated(dv, dv_lost, p.to(do.dtype), do)
+        dv, dv_error = add_product_compensated(dv, dv_error, p.to(do.dtype), do)
         if DV_REST > 0:
-            dv_rest, dv_rest_lost = add_product_compensated(dv_rest, dv_rest_lost, p.to(do.dtype), do_rest)
+            dv_rest, dv_rest_error = add_product_compensated(dv_rest, dv_rest_error, p.to(do.dtype), do_rest)
         ds = p * (dp - delta[None, :])
-        dk, dk_lost = add_product_compensated(dk, dk_lost, ds.to(q.dtype), q)
+        dk, dk_error = add_product_compensated(dk, dk_error, ds.to(q.dtype), q)
         if DK_REST > 0:
-            dk_rest, dk_rest_lost = add_product_compensated(dk_rest, dk_rest_lost, ds.to(q.dtype), q_rest)
-    return dk, dk_rest, dk_lost, dk_rest_lost, dv, dv_rest, dv_lost, dv_rest_lost
+            dk_rest, dk_rest_error = add_product_compensated(dk_rest, dk_rest_error, ds.to(q.dtype), q_rest)
+    return dk, dk_rest, dk_error, dk_rest_error, dv, dv_rest, dv_error, dv_rest_error
 
 
 @cache_launches
@@ -251,25 +253,27 @@ def nsa_band_dkv(
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, q_bounds_ptr, k_bounds_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     stride_dob, stride_dot, stride_doh, stride_stats,
-    T, N, B, G, documents, chunk_steps, scale_log2, scale,
+    T, N, B, G, n_documents, chunk_steps, scale_log2, scale,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
     DK_REST: tl.constexpr, DV_REST: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
 ):
-    """dk, dv of one key tile from one chunk of the queries that see it: [chunks, B, N, G, D], dtype of the pointers.
+    """Compute dk and dv of one key tile from one chunk of its queries: [chunks, B, N, G, D] in the dtype of the pointers.
 
-    Programs that run side by side have different key tiles. They come to a tile of queries at the same time, so that all
-    but one of them find its q and do in the L2 cache. Without a window that is so because a chunk is the same queries for
-    all key tiles. With a window, every key tile is seen by about the same number of query tiles, say n: each program begins
-    with the one whose number is a multiple of n, goes on to its last, and then takes those before.
+    Concurrent programs have different key tiles. They are scheduled so that they reach the same query tile at the same
+    time, and all but one of them find its q and do in the L2 cache. Without a window, a chunk has the same queries for all
+    key tiles. With a window, every key tile has about the same number n of query tiles: each program starts with the query
+    tile whose number is a multiple of n, continues to its last one, and then processes the tiles before the first.
     """
-    chunk = tl.num_programs(1) - 1 - tl.program_id(1)  # the last queries are seen by most keys
+    chunk = tl.num_programs(1) - 1 - tl.program_id(1)  # the last queries attend to most keys
     b, g = get_batch_and_group(B, G)
     tile = tl.program_id(0) // (B * G)
     N_all = N
     if q_bounds_ptr is not None:
-        document, tile, first_key, N, first, T = find_document_of_tile(k_bounds_ptr, q_bounds_ptr, documents, tile, 1, KEYS)
+        document, tile, first_key, N, first, T = find_document_of_tile(
+            k_bounds_ptr, q_bounds_ptr, n_documents, tile, 1, KEYS
+        )
         if tile * KEYS >= N:
             return
         k_ptr += first_key * stride_kn
@@ -286,15 +290,15 @@ def nsa_band_dkv(
     start = tl.maximum(chunk * chunk_steps, all_start)
     stop = tl.minimum((chunk + 1) * chunk_steps, all_stop)
     if start < stop:
-        # In the query tiles [inner, outer) every query sees every key; the other tiles are masked. With a window, whose
-        # steps begin within [inner, outer], the masked tiles follow one another, and [inner, outer) is set to them instead.
+        # In the query tiles [inner, outer) every query attends to every key; the other tiles are masked. With a window, the
+        # steps start inside [inner, outer], so the masked tiles are consecutive, and [inner, outer) is set to them instead.
         tiles = all_stop // HEADS
         inner = tl.minimum(tl.cdiv(t_full - t_origin, ROWS), tiles)
         outer = tl.maximum(tl.minimum(tl.maximum(t_full_stop - t_origin, 0) // ROWS, tiles), inner)
-        turn = 0
+        tile_shift = 0
         if W > 0:
-            turn = tl.minimum(tl.maximum((tiles - t_origin // ROWS % tiles) % tiles, inner), outer)
-            inner, outer = outer - turn, tiles - turn + inner
+            tile_shift = tl.minimum(tl.maximum((tiles - t_origin // ROWS % tiles) % tiles, inner), outer)
+            inner, outer = outer - tile_shift, tiles - tile_shift + inner
         inner = tl.minimum(tl.maximum(inner * HEADS, start), stop)
         outer = tl.minimum(tl.maximum(outer * HEADS, inner), stop)
 
@@ -308,9 +312,9 @@ def nsa_band_dkv(
         stats_base = stats_ptr + (b * G + g) * HEADS * 2 * stride_stats
         dk, dk_rest = zero_parts(KEYS, DK_PART, DK_REST)
         dv, dv_rest = zero_parts(KEYS, DV_PART, DV_REST)
-        dk_lost, dk_rest_lost, dv_lost, dv_rest_lost = dk, dk_rest, dv, dv_rest
-        # With a window: steps [start, inner), then [inner, outer), masked, then [outer, stop). Without one those in the
-        # middle need no mask, and come last: one loop before takes the diagonal and the last queries.
+        dk_error, dk_rest_error, dv_error, dv_rest_error = dk, dk_rest, dv, dv_rest
+        # With a window: steps [start, inner), then [inner, outer) with masks, then [outer, stop). Without a window, the
+        # steps in the middle need no mask and come last; the first loop processes the diagonal and the last queries.
         for loop in tl.static_range(3 if W > 0 else 2):
             left, right, loop_stop = start, start, stop
             if W > 0:
@@ -323,18 +327,18 @@ def nsa_band_dkv(
                     left, right = inner, outer
                 if loop == 1:
                     start, left, right, loop_stop = inner, inner, inner, outer
-            dk, dk_rest, dk_lost, dk_rest_lost, dv, dv_rest, dv_lost, dv_rest_lost = _accumulate_dkv(
-                dk, dk_rest, dk_lost, dk_rest_lost, dv, dv_rest, dv_lost, dv_rest_lost, k, k_rest, v, v_rest, i,
+            dk, dk_rest, dk_error, dk_rest_error, dv, dv_rest, dv_error, dv_rest_error = _accumulate_dkv(
+                dk, dk_rest, dk_error, dk_rest_error, dv, dv_rest, dv_error, dv_rest_error, k, k_rest, v, v_rest, i,
                 q_base, do_base, stats_base,
                 stride_qt, stride_qh, stride_dot, stride_doh, stride_stats,
-                t_origin, tiles, turn, start, left, right, loop_stop, N, T, scale_log2,
+                t_origin, tiles, tile_shift, start, left, right, loop_stop, N, T, scale_log2,
                 HEADS, L, STRIDE, W, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, ROWS, (loop == 1) == (W > 0), TAIL,
             )
             start = loop_stop
 
-        place = ((chunk * B + b) * N_all + i) * G + g  # int64: b is
-        store_parts(dk_ptr, place * DK, dk * scale, dk_rest * scale, i < N, DK, DK_PART, DK_REST)
-        store_parts(dv_ptr, place * DV, dv, dv_rest, i < N, DV, DV_PART, DV_REST)
+        offsets = ((chunk * B + b) * N_all + i) * G + g  # int64: b is
+        store_parts(dk_ptr, offsets * DK, dk * scale, dk_rest * scale, i < N, DK, DK_PART, DK_REST)
+        store_parts(dv_ptr, offsets * DV, dv, dv_rest, i < N, DV, DV_PART, DV_REST)
 
 
 @triton.jit
@@ -342,34 +346,34 @@ def _sum_slice(
     chunk_ptr, sum_ptr, first_chunk, chunks, chunk_rows, row, inside,
     WIDTH: tl.constexpr, PAD: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
-    """Rows `row` of a [chunks, chunk_rows, WIDTH] float32 tensor, summed over chunks from first_chunk on, in order."""
+    """Sum rows `row` of a float32 tensor [chunks, chunk_rows, WIDTH] over chunks from first_chunk on, in order."""
     columns = tl.arange(0, PAD)
-    at = row[:, None] * WIDTH + columns[None, :]
+    offsets = row[:, None] * WIDTH + columns[None, :]
     mask = inside[:, None] & (columns[None, :] < WIDTH)
     ahead = tl.arange(0, AT_ONCE)
     total = tl.zeros([row.shape[0], PAD], tl.float32)
     for first in range(first_chunk, chunks, AT_ONCE):
         chunk = first + ahead
-        pointers = chunk_ptr + (chunk.to(tl.int64) * chunk_rows * WIDTH)[:, None, None] + at[None, :, :]
+        pointers = chunk_ptr + (chunk.to(tl.int64) * chunk_rows * WIDTH)[:, None, None] + offsets[None, :, :]
         total += tl.sum(tl.load(pointers, mask=mask[None, :, :] & (chunk < chunks)[:, None, None], other=0.0), 0)
-    tl.store(sum_ptr + at, total.to(sum_ptr.dtype.element_ty), mask=mask)
+    tl.store(sum_ptr + offsets, total.to(sum_ptr.dtype.element_ty), mask=mask)
 
 
 @cache_launches
 @triton.jit(do_not_specialize=UNSPECIALIZED_ARGS, repr=name_by_branch("sum_chunks"))
 def nsa_band_sum_chunks(
     chunk_dk_ptr, chunk_dv_ptr, dk_ptr, dv_ptr, q_bounds_ptr, k_bounds_ptr,
-    T, N, B, G, documents, chunk_steps,
+    T, N, B, G, n_documents, chunk_steps,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SLICE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
-    """dk, dv of SLICE keys from their chunks: [chunks, B, N, G, D] float32 -> [B, N, G, D]."""
+    """Sum the chunks of dk and dv for SLICE keys: [chunks, B, N, G, D] float32 -> [B, N, G, D]."""
     b, g = get_batch_and_group(B, G)
     tile = tl.program_id(0) // (B * G)
     N_all = N
     if q_bounds_ptr is not None:
-        _, tile, first, N, _, T = find_document_of_tile(k_bounds_ptr, q_bounds_ptr, documents, tile, 1, SLICE)
+        _, tile, first, N, _, T = find_document_of_tile(k_bounds_ptr, q_bounds_ptr, n_documents, tile, 1, SLICE)
         if tile * SLICE >= N:
             return
         chunk_dk_ptr += first * (G * DK)

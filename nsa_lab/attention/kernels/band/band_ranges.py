@@ -1,10 +1,10 @@
-"""Who sees whom in a band: the key tiles of a tile of queries, and the steps over queries of a tile of keys.
+"""Index ranges of a band: the key tiles of a tile of queries, and the steps over queries of a tile of keys.
 
-Query t sees key i iff  i*STRIDE + L - 1 <= t;  where there is a window (W > 0, and then L = STRIDE = 1), iff
+Query t attends to key i iff  i*STRIDE + L - 1 <= t;  with a window (W > 0, which requires L = STRIDE = 1), iff
 t - W < i <= t.
 """
 
-# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# Parameters of triton.jit functions have no Python types.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 from __future__ import annotations
@@ -17,29 +17,29 @@ import triton.language as tl
 
 
 class Specialization(Protocol):
-    """What Triton tells of a kernel that it is about to compile."""
+    """Information that Triton passes to `repr` about a kernel that it is about to compile."""
 
     constants: dict[str, int]
 
 
 def name_by_branch(step: str) -> Callable[[Specialization], str]:
-    """How a profile shows a kernel of this folder: by the branch that it is compiled for, which W says."""
+    """Return the `repr` function of a kernel: it names the kernel in a profile by its branch, which W determines."""
 
-    def name(specialization: Specialization) -> str:
+    def make_name(specialization: Specialization) -> str:
         return f"nsa_{'window' if specialization.constants['W'] else 'compressed'}_{step}"
 
-    return name
+    return make_name
 
 
 @triton.jit
 def count_visible_keys(t, L: tl.constexpr, STRIDE: tl.constexpr):
-    """Keys that have ended by t: a prefix of that many."""
+    """Return the number of keys that end at or before t. The visible keys are a prefix of this length."""
     return tl.maximum((t - L + 1 + STRIDE) // STRIDE, 0)
 
 
 @triton.jit
 def is_in_band(i, t, N, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr):
-    """Whether query t sees key i; broadcasts."""
+    """Return True where query t may attend to key i; broadcasts."""
     if W > 0:
         return (t - i).to(tl.uint32) < W  # 0 <= t - i < W, and i <= t < N
     return (i < N) & (i < count_visible_keys(t, L, STRIDE))
@@ -47,9 +47,9 @@ def is_in_band(i, t, N, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def get_row_tile(tile, T, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """Query and head of each of a tile's rows, and the tile's first and last query.
+    """Return (query of each row, head of each row, first query, last query) of a tile.
 
-    Rows past the end repeat the last one, so that loads need no mask.
+    Rows past the end repeat the last row, so that loads need no mask.
     """
     row = tl.minimum(tile * ROWS + tl.arange(0, ROWS), T * HEADS - 1)
     return row // HEADS, row % HEADS, (tile * ROWS) // HEADS, tl.minimum((tile * ROWS + ROWS - 1) // HEADS, T - 1)
@@ -57,10 +57,10 @@ def get_row_tile(tile, T, HEADS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def get_key_range(t_first, t_last, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, KEYS: tl.constexpr):
-    """The key tiles that queries t_first .. t_last see: (start, left, full, stop), all in keys.
+    """Return the key tiles that queries t_first .. t_last attend to: (start, left, full, stop), all in keys.
 
-    Those from `start` need a mask at the band's left edge, those from `left` need none, those from `full` up to `stop` need
-    one at the right edge.
+    Tiles in [start, left) need the mask at the left edge of the band, tiles in [left, full) need no mask, and tiles in
+    [full, stop) need the mask at the right edge.
     """
     start = 0
     left = 0
@@ -75,21 +75,21 @@ def get_key_range(t_first, t_last, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.
 
 @triton.jit
 def get_key_tile(step, left, full, MASKED: tl.constexpr):
-    """The first key of step `step` of a loop over key tiles: those in [left, full), or, MASKED, those before and after.
+    """Return the first key of step `step` in a loop over the key tiles in [left, full), or, if MASKED, all other tiles.
 
-    One loop takes both edges: with a loop for each, ptxas made every tensor-core product of the window's forward pass, with
-    heads of 64, wait for the one before.
+    A single loop handles both edges. With a loop for each edge, ptxas made every tensor-core product in the forward pass of
+    the window (heads of width 64) wait for the previous one.
     """
     return step + tl.where(step < left, 0, full - left) if MASKED else step
 
 
 @triton.jit
 def get_query_range(i_first, i_last, T, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr):
-    """Of keys i_first .. i_last: (start, full, full_stop, stop).
+    """Return (start, full, full_stop, stop) for keys i_first .. i_last.
 
-    Queries [start, stop) see some of these keys, and [full, full_stop) all of them.
+    Queries [start, stop) attend to some of these keys, queries [full, full_stop) to all of them.
     """
-    start = (i_first * STRIDE + L - 1) // 16 * 16  # aligned, for wide loads; queries before the true start are masked
+    start = (i_first * STRIDE + L - 1) // 16 * 16  # aligned for wide loads; queries before the exact start are masked
     full = i_last * STRIDE + L - 1
     if W > 0:
         return start, full, tl.minimum(i_first + W, T), tl.minimum(i_last + W, T)
@@ -98,10 +98,10 @@ def get_query_range(i_first, i_last, T, L: tl.constexpr, STRIDE: tl.constexpr, W
 
 @triton.jit
 def get_step_range(t_start, t_stop, W: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """(t_origin, start, stop): the query that steps are counted from, and the steps over queries [t_start, t_stop).
+    """Return (t_origin, start, stop): the query at which step 0 starts, and the steps over queries [t_start, t_stop).
 
-    HEADS steps take the same ROWS queries, one head each. Without a window all key tiles count from query 0, so that a
-    chunk of steps is the same queries for all of them.
+    HEADS consecutive steps process the same ROWS queries, one head each. Without a window all key tiles count from query 0,
+    so that a chunk of steps covers the same queries for all of them.
     """
     t_origin = t_start if W > 0 else 0
     return t_origin, (t_start - t_origin) // ROWS * HEADS, tl.cdiv(t_stop - t_origin, ROWS) * HEADS

@@ -1,6 +1,6 @@
-"""Attention over a band of keys, forward. launch.py launches it."""
+"""Forward kernel of attention over a band of keys. launch.py launches it."""
 
-# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# Parameters of triton.jit functions have no Python types.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportConstantRedefinition=false
 from __future__ import annotations
@@ -34,9 +34,9 @@ def compute_tile_scores(
     DK_REST: tl.constexpr, DV_REST: tl.constexpr,
     KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):
-    """(scores, k, k_rest, v, v_rest) of the key tile that `key_tile` says.
+    """Return (scores, k, k_rest, v, v_rest) of the key tile at step `step` (see `get_key_tile`).
 
-    Scores are unscaled, and -inf where a query does not see the key.
+    Scores are unscaled, and -inf where a query must not attend to the key.
     """
     n = get_key_tile(step, left, full, MASKED)
     k, k_rest = load_consecutive_parts(k_base, stride_kn, n, N, DK, DK_PART, DK_REST, KEYS, MASKED)
@@ -56,7 +56,7 @@ def _attend(
     DK_REST: tl.constexpr, DV_REST: tl.constexpr,
     KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):
-    """Online softmax over the key tiles of `key_tile`."""
+    """Update the online softmax with all key tiles of a loop (see `get_key_tile`)."""
     for step in range(start if MASKED else left, stop - full + left if MASKED else full, KEYS):
         scores, _, _, v, v_rest = compute_tile_scores(
             q, q_rest, k_base, v_base, stride_kn, stride_vn, t, step, left, full, N,
@@ -64,9 +64,9 @@ def _attend(
         )
         new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
         p = tl.exp2(scores * scale_log2 - new_peak[:, None])
-        shrink = tl.exp2(peak - new_peak)
-        total = total * shrink + tl.sum(p, 1)
-        acc, acc_rest = rescale_and_add(acc, acc_rest, shrink, p.to(v.dtype), v, v_rest, DV_REST)
+        rescale = tl.exp2(peak - new_peak)
+        total = total * rescale + tl.sum(p, 1)
+        acc, acc_rest = rescale_and_add(acc, acc_rest, rescale, p.to(v.dtype), v, v_rest, DV_REST)
         peak = new_peak
     return acc, acc_rest, peak, total
 
@@ -76,16 +76,16 @@ def _attend(
 def nsa_band_forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_bounds_ptr, k_bounds_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
-    T, N, B, G, documents, first_query, scale_log2,
+    T, N, B, G, n_documents, first_query, scale_log2,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
     DK_REST: tl.constexpr, DV_REST: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):
-    """out and lse of one row tile, contiguous."""
+    """Compute out and lse, both contiguous, of one tile of rows."""
     tile, b, g = get_reversed_tile(B, G)
     if q_bounds_ptr is not None:
-        _, tile, first, T, first_key, N = find_document_of_tile(q_bounds_ptr, k_bounds_ptr, documents, tile, HEADS, ROWS)
+        _, tile, first, T, first_key, N = find_document_of_tile(q_bounds_ptr, k_bounds_ptr, n_documents, tile, HEADS, ROWS)
         if tile * ROWS >= T * HEADS:
             return
         q_ptr += first * stride_qt
@@ -106,21 +106,21 @@ def nsa_band_forward(
     start, left, full, stop = get_key_range(t_first, t_last, L, STRIDE, W, KEYS)
 
     acc, acc_rest = zero_parts(ROWS, DV_PART, DV_REST)
-    # Finite, so that a wholly masked tile gives exp2(-inf - peak) = 0 and never inf - inf.
+    # Finite, so that a fully masked tile gives exp2(-inf - peak) = 0 and never inf - inf.
     peak = tl.full([ROWS], -3.0e38, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    for MASKED in tl.static_range(2):  # first the tiles that need no mask
+    for MASKED in tl.static_range(2):  # the tiles that need no mask come first
         acc, acc_rest, peak, total = _attend(
             acc, acc_rest, peak, total, q, q_rest, k_base, v_base, stride_kn, stride_vn,
             position, start, left, full, stop, N, scale_log2,
             L, STRIDE, W, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, KEYS, MASKED == 1,
         )
 
-    empty = total == 0.0
-    some = tl.where(empty, 1.0, total)[:, None]
-    lse = tl.where(empty, float("-inf"), (peak + tl.log2(tl.where(empty, 1.0, total))) * LN2)
+    is_empty = total == 0.0
+    safe_total = tl.where(is_empty, 1.0, total)[:, None]
+    lse = tl.where(is_empty, float("-inf"), (peak + tl.log2(tl.where(is_empty, 1.0, total))) * LN2)
     inside = tile * ROWS + tl.arange(0, ROWS) < T * HEADS
-    place = (b * T + t) * (G * HEADS) + g * HEADS + head
-    tl.store(lse_ptr + place, lse, mask=inside)
-    store_parts(out_ptr, place * DV, acc / some, acc_rest / some, inside, DV, DV_PART, DV_REST)
+    offsets = (b * T + t) * (G * HEADS) + g * HEADS + head
+    tl.store(lse_ptr + offsets, lse, mask=inside)
+    store_parts(out_ptr, offsets * DV, acc / safe_total, acc_rest / safe_total, inside, DV, DV_PART, DV_REST)
 # fmt: on

@@ -1,6 +1,6 @@
-"""The operators over a band of keys, and how their kernels are launched."""
+"""The operators of attention over a band of keys, and the launches of their kernels."""
 
-# torch.library's functions are not annotated.
+# The functions of torch.library have no type annotations.
 # pyright: reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nsa_lab.attention.kernels.launch_utils import (
 )
 from nsa_lab.attention.kernels.packed_tiles import PackedBounds, make_compressed_bounds, make_token_bounds
 
-# Defined by schema for the host's sake; selected/launch.py has the figures.
+# Defined by schema to save host time; see selected/launch.py for the measurement.
 torch.library.define(
     "nsa_lab::band_attention",
     "(Tensor q, Tensor k, Tensor v, int l, int d, int w, Tensor? documents=None, int longest=0, int first=0)"
@@ -45,12 +45,22 @@ def band_attention(
     q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int, documents: Tensor | None = None, longest: int = 0,
     first: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """q [B, T, H, Dk], k [B, N, G, Dk], v [B, N, G, Dv] -> out [B, T, H, Dv] as q, lse float32 [B, T, H], natural log.
+    """Return (out [B, T, H, Dv] in the dtype of q, lse float32 [B, T, H], natural log). Both are differentiable.
 
-    Query t sees key i iff i*d + l - 1 <= t and (w = 0 or i > t - w). A query that sees none gets out 0, lse -inf and zero
-    gradients. Both results are differentiable. With `documents` (`Span.row_bounds`; B = 1), none of more than `longest`
-    tokens, each is computed as if alone. Query 0 stands at `first`, and keys from 0 on; with `first` there
-    are no gradients. NotImplementedError for a window with l or d other than 1.
+    Query t attends to key i iff i*d + l - 1 <= t and (w = 0 or i > t - w). A query without keys gets out 0, lse -inf and
+    zero gradients.
+
+    Args:
+        q: [B, T, H, Dk].
+        k: [B, N, G, Dk].
+        v: [B, N, G, Dv].
+        l, d, w: the band; w = 0: no window.
+        documents: `Span.row_bounds` of packed documents (B = 1), each computed independently; None: not packed.
+        longest: upper bound of the tokens of a document.
+        first: position of query 0; keys start at position 0. If it is not 0, there is no backward pass.
+
+    Raises:
+        NotImplementedError: a window with l or d other than 1.
     """
     out, lse = _band_attention(q, k, v, l, d, w, documents, longest, first)
     return out, lse
@@ -60,7 +70,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int, documents: Tensor | None = None, longest: int = 0,
     first: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """`band_attention` itself, past PyTorch's dispatcher."""
+    """Compute `band_attention` without PyTorch's dispatcher."""
     if w and (l, d) != (1, 1):
         raise NotImplementedError(f"band_attention: a window needs l = d = 1, got l, d, w = {l}, {d}, {w}")
     B, T, H, Dk = q.shape
@@ -96,7 +106,7 @@ def _(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     l: int, d: int, w: int, documents: Tensor | None = None, longest: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of `band_attention`, contiguous, given the gradients of out and, if it was used, of lse."""
+    """Return dq, dk, dv of `band_attention`, contiguous. `dlse` is None if lse has no gradient."""
     do, q, k, v = map(make_rows_contiguous, (do, q, k, v))
     dq = q.new_empty(q.shape)
     stats = compute_dq(do, q, k, v, lse, dq, l, d, w, documents, longest, out=out, dlse=dlse)
@@ -108,17 +118,17 @@ def compute_dq(
     l: int, d: int, w: int, documents: Tensor | None = None, longest: int = 0, *,
     out: Tensor | None = None, dlse: Tensor | None = None, delta: Tensor | None = None, add: bool = False,
 ) -> Tensor:
-    """Writes the gradient of q to `dq`, which is contiguous, or adds it to what is there. Gives what `backward_keys` needs.
+    """Write the gradient of q to the contiguous `dq`, or add it. Return the stats that `compute_dkv` needs.
 
-    `delta` is sum(do * out), float32 [B, T, H], of an lse without a gradient; where it is not given, out is, and dlse where
-    there is one. In float32 neither is read but dlse. do, q, k and v are `with_short_rows`.
+    Either `delta` is given, sum(do * out), float32 [B, T, H], if lse has no gradient; or `out` is given, and `dlse` if lse
+    has a gradient. In float32 only dlse is read of these. do, q, k and v are results of `make_rows_contiguous`.
     """
     B, T, H, Dk = q.shape
     N, G = k.shape[1:3]
     bounds = _make_bounds(documents, longest, T, w)
-    past = launch_table.band_dkv(q.dtype, max(Dk, v.shape[3]), q.device).rows
-    # As `first_stat` has it for a document that would come after the last.
-    stats = q.new_empty(B, H, 2, (T // 16 + (bounds.n_documents or 1) * (past // 16 + 1)) * 16, dtype=torch.float32)
+    stats_pad = launch_table.band_dkv(q.dtype, max(Dk, v.shape[3]), q.device).rows
+    # The value of `get_first_stat` for a document after the last one.
+    stats = q.new_empty(B, H, 2, (T // 16 + (bounds.n_documents or 1) * (stats_pad // 16 + 1)) * 16, dtype=torch.float32)
     if N == 0:
         if not add:
             dq.zero_()
@@ -131,7 +141,7 @@ def compute_dq(
         T, N, B, G, bounds.n_documents, scale * LOG2E, scale,
         **_get_constants(q, k, v, l, d, w, tile), **_get_width_parts(q, v),
         HAS_DLSE=dlse is not None, HAS_DELTA=delta is not None, ADD=add,
-        PAST=past, ONE_LOOP=tile.one_loop, **tile.compile_options(),
+        STATS_PAD=stats_pad, ONE_LOOP=tile.one_loop, **tile.compile_options(),
     )
     return stats
 
@@ -140,11 +150,11 @@ def compute_dkv(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor,
     l: int, d: int, w: int, documents: Tensor | None = None, longest: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """dk and dv, after `backward_queries` and of the same tensors."""
+    """Return dk and dv. Call it after `compute_dq`, with the same tensors."""
     B, T, H, Dk = q.shape
     N, G = k.shape[1:3]
     bounds = _make_bounds(documents, longest, T, w)
-    # Compressed keys past the last document's belong to no tile: a gradient of zero.
+    # Compressed keys after the last document belong to no tile; their gradient is zero.
     dk, dv = (x.new_zeros(x.shape) if w == 0 and bounds.n_documents else x.new_empty(x.shape) for x in (k, v))
     if N == 0:
         return dk, dv
@@ -182,30 +192,30 @@ def _make_bounds(documents: Tensor | None, longest: int, T: int, w: int) -> Pack
 
 
 def _get_constants(q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int, tile: launch_table.Tile) -> dict[str, int]:
-    """The compile-time sizes that all kernels of a band share."""
+    """Return the compile-time sizes of all kernels in this folder."""
     Dk, Dv = q.shape[3], v.shape[3]
     geometry = {"HEADS": q.shape[2] // k.shape[2], "L": l, "STRIDE": d, "W": w}
     return {**geometry, "DK": Dk, "DV": Dv, "ROWS": tile.rows, "KEYS": tile.keys}
 
 
 def _get_width_parts(q: Tensor, v: Tensor) -> dict[str, int]:
-    """And those of the kernels that multiply tiles."""
+    """Return the additional compile-time sizes of the kernels that multiply tiles."""
     return {**launch_table.split_width("DK", q.shape[3], q.device), **launch_table.split_width("DV", v.shape[3], q.device)}
 
 
-def _plan_chunks(T: int, N: int, groups: int, heads: int, w: int, tile: launch_table.Tile) -> tuple[int, int]:
-    """How many chunks the steps of a key tile are cut into, and the steps per chunk: about equal work for all programs.
+def _plan_chunks(T: int, N: int, n_groups: int, heads: int, w: int, tile: launch_table.Tile) -> tuple[int, int]:
+    """Return (number of chunks of the steps of a key tile, steps per chunk), so that all programs do about equal work.
 
-    `groups` counts those of all sequences. Decided from shapes alone, so that results do not depend on the size of the GPU.
+    `n_groups`: groups of all sequences. The result depends only on shapes, so outputs do not depend on the size of the GPU.
     """
-    # A window's first query is aligned to 16, which may put up to 15 queries in front of the keys + w - 1 that see a tile.
-    longest = ceil_div(min(tile.keys + w + 14, T) if w else T, tile.rows) * heads
-    work = ceil_div(N, tile.keys) * groups * longest
-    # Enough programs to fill any GPU of today. Without a window, the first key tile is seen by all queries and the last by
-    # hardly any: half of the full rectangle.
+    # The first query of a window is aligned to 16, which adds up to 15 queries to the keys + w - 1 queries of a tile.
+    max_steps = ceil_div(min(tile.keys + w + 14, T) if w else T, tile.rows) * heads
+    work = ceil_div(N, tile.keys) * n_groups * max_steps
+    # Enough programs to fill any current GPU. Without a window, all queries attend to the first key tile and few to the
+    # last: half of the full rectangle.
     chunk_steps = work // 512 if w else work // 2 // 2048
-    chunk_steps = min(max(chunk_steps, 8), longest)
-    return ceil_div(longest, chunk_steps), chunk_steps
+    chunk_steps = min(max(chunk_steps, 8), max_steps)
+    return ceil_div(max_steps, chunk_steps), chunk_steps
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -1,15 +1,17 @@
-"""Attention of a few new tokens through a cache: what one step of generation computes.
+"""Attention of a few new tokens over a cache: the computation of one decoding step.
 
-    append.py      the kernel that turns new tokens by their angles and writes them into the cache
-    keys.py        where a key lies in the cache, and attention over a range of keys or over blocks
-    attend.py      the kernels that read keys and values: compressed and window, selected, and an indexer's scores
-    choose.py      from scores to chosen blocks
-    merge.py       the partial outputs of all branches, merged and gated
-    launch.py      how they are launched, one after another
+    rope_kv_append.py       rotate new tokens and write them into the cache
+    compress_update.py      compress the blocks that new tokens complete
+    kv_tiles.py             addresses of keys in the cache, and attention over a range of keys or over blocks
+    split_kv_attention.py   attention to parts of the keys (compressed and window, selected); merge of the partial outputs
+    decode_topk.py          scores of compressed keys or of an indexer -> selected blocks
+    decode_linear.py        linear layers of few rows
+    pdl.py                  programmatic dependent launch
+    launch.py               the launches of all kernels, in order
 
-A step is bound by the bytes that it reads and, at one sequence, by how many multiprocessors read them. So the keys of a
-branch are split into parts, as many as fill the GPU at this batch, and every part leaves the sums of its own softmax: a
-partial output, a peak and a total (flash decoding). How many parts there are depends on shapes alone; which keys a part
-has is decided on the device, from the lengths: whatever they are, parts are equal, and a CUDA graph of the launches stays
-good while lengths grow.
+A decoding step is limited by the bytes that it reads and, for one sequence, by the number of multiprocessors that read
+them. So the keys of a branch are split into enough parts to fill the GPU at the given batch size, and every part stores the
+sums of a separate softmax: a partial output, a peak and a total (Flash-Decoding). The number of parts depends only on shapes.
+The range of keys of a part is computed on the device from the lengths, so parts are equal for any lengths, and a CUDA graph
+of the launches stays valid while lengths grow.
 """

@@ -1,14 +1,15 @@
-"""From the scores of compressed keys to the blocks that a query reads (eq. 8 to 11). launch.py launches these kernels.
+"""Block selection in decoding, from the scores of compressed keys (eq. 8 to 11). launch.py launches these kernels.
 
-The scores of all heads were kept by whoever read the keys, since a share needs the sum over them all. The importance of a
-block is then a sum of the few neighbouring shares that reach into it: nothing as large as keys times blocks exists. An
-indexer's keys are read here. Either way every block that competes has a score, and the best of them are chosen.
+The kernel that reads the compressed keys stores the scores of all heads, because a probability needs the sum over all keys.
+The importance of a block is then the sum of the probabilities of the few compressed keys that overlap it, so no matrix of
+keys times blocks is needed. For an indexer, the scores of the index keys are computed here instead. In both cases every
+competing block has a score, and the blocks with the highest scores are selected.
 """
 
-# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# Parameters of triton.jit functions have no Python types.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
-# An outer `if` of two is decided when a kernel is compiled: of what is not there nothing can be.
+# The outer of two nested `if`s is evaluated at compile time, so that code for absent inputs is not compiled.
 # ruff: noqa: SIM102
 from __future__ import annotations
 
@@ -30,21 +31,21 @@ from nsa_lab.attention.kernels.kernel_names import UNSPECIALIZED_ARGS
 from nsa_lab.attention.kernels.tiles import get_batch_and_group
 
 EMPTY_KEY = tl.constexpr(-(2**31))
-"""The key of no block; before that of every score."""
+"""Sort key of an empty slot; less than the key of every score."""
 
 
 # fmt: off
 @triton.jit
 def needs_scores(position, L_SEL: tl.constexpr, N_SEL: tl.constexpr):
-    """Whether more blocks compete, 1 .. own-2, than there are places for: only then do scores matter."""
+    """Return True if more blocks compete (1 .. own_block - 2) than there are free slots. Only then are scores needed."""
     return position // L_SEL - 2 > N_SEL - 3
 
 
 @triton.jit
-def sum_probabilities(scores_ptr, i, inside, peak, inverse):
-    """What all heads give to the keys i: 0 where none is `inside`."""
+def sum_probabilities(scores_ptr, i, inside, peak, inverse_total):
+    """Return the probabilities of keys i, summed over heads; 0 where no head is `inside`."""
     scores = tl.load(scores_ptr + i[None, :], mask=inside, other=float("-inf"))
-    return tl.sum(tl.exp2(scores - peak[:, None]) * inverse[:, None], 0)
+    return tl.sum(tl.exp2(scores - peak[:, None]) * inverse_total[:, None], 0)
 
 
 @cache_launches
@@ -54,100 +55,107 @@ def nsa_block_importance(
     T, N, G, n_blocks, row_parts,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr,
     N_SEL: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr, BLOCKS: tl.constexpr, STRIDES_PAD: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    """What one query gives to BLOCKS selection blocks, summed over a group's heads: float32 [B, T, G, n_blocks] (eq. 9).
+    """Compute the importance of BLOCKS selection blocks for one query, summed over the heads of a group (eq. 9).
 
-    A row has `row_parts` parts, of which the first PARTS are those of the compressed keys.
+    Stores float32 [B, T, G, n_blocks]. A row has `row_parts` parts, of which the first PARTS belong to the compressed keys.
     """
     STRIDES: tl.constexpr = L_SEL // STRIDE
     REACH: tl.constexpr = L // STRIDE
     row = tl.program_id(0).to(tl.int64)  # (b, t, g)
     t = (row // G % T).to(tl.int32)
     position = tl.load(lengths_ptr + row // (G * T)) + t
-    pdl_wait(EARLY)
-    first = tl.program_id(1) * BLOCKS
-    if (first > position // L_SEL - 2) | (not needs_scores(position, L_SEL, N_SEL)):
+    pdl_wait(USE_PDL)
+    first_block = tl.program_id(1) * BLOCKS
+    if (first_block > position // L_SEL - 2) | (not needs_scores(position, L_SEL, N_SEL)):
         return
     head = tl.arange(0, HEADS_PAD)
     part = tl.arange(0, PARTS_PAD)
-    place = (row * HEADS + head)[:, None] * row_parts + part[None, :]
-    part_peak, part_total = load_sums(part_sums_ptr, place, (head < HEADS)[:, None] & (part < PARTS)[None, :])
+    index = (row * HEADS + head)[:, None] * row_parts + part[None, :]
+    part_peak, part_total = load_sums(part_sums_ptr, index, (head < HEADS)[:, None] & (part < PARTS)[None, :])
     peak = tl.max(part_peak, 1)
     total = tl.sum(part_total * tl.exp2(part_peak - peak[:, None]), 1)
-    # A head that is not there has no total, and no shares.
-    inverse = 1.0 / tl.where(head < HEADS, total, 1.0)
+    # Padding heads have no total and no probabilities.
+    inverse_total = 1.0 / tl.where(head < HEADS, total, 1.0)
     stop = tl.minimum(count_visible_keys(position, L, STRIDE), N)
-    j = first + tl.arange(0, BLOCKS)
+    j = first_block + tl.arange(0, BLOCKS)
     scores_ptr += (row * HEADS + head)[:, None] * N
     importance = tl.zeros([BLOCKS], tl.float32)
-    # Keys that begin before a block and reach into it.
-    for near in tl.static_range(1 - REACH, 0):
-        i = j * STRIDES + near
+    # Keys that start before a block and overlap it.
+    for stride_offset in tl.static_range(1 - REACH, 0):
+        i = j * STRIDES + stride_offset
         inside = (head < HEADS)[:, None] & ((i >= 0) & (i < stop))[None, :]
-        importance += sum_probabilities(scores_ptr, i, inside, peak, inverse) * min(near + REACH, STRIDES)
-    # Those that begin in one lie side by side.
-    place = tl.arange(0, BLOCKS * STRIDES_PAD)
-    near = place % STRIDES_PAD
-    i = (first + place // STRIDES_PAD) * STRIDES + near
-    inside = (head < HEADS)[:, None] & ((near < STRIDES) & (i < stop))[None, :]
-    share = sum_probabilities(scores_ptr, i, inside, peak, inverse) * tl.minimum(STRIDES - near, REACH)
-    importance += tl.sum(tl.reshape(share, [BLOCKS, STRIDES_PAD]), 1)
+        importance += sum_probabilities(scores_ptr, i, inside, peak, inverse_total) * min(stride_offset + REACH, STRIDES)
+    # Keys that start inside a block are adjacent.
+    index = tl.arange(0, BLOCKS * STRIDES_PAD)
+    stride_offset = index % STRIDES_PAD
+    i = (first_block + index // STRIDES_PAD) * STRIDES + stride_offset
+    inside = (head < HEADS)[:, None] & ((stride_offset < STRIDES) & (i < stop))[None, :]
+    probabilities = sum_probabilities(scores_ptr, i, inside, peak, inverse_total) * tl.minimum(
+        STRIDES - stride_offset, REACH
+    )
+    importance += tl.sum(tl.reshape(probabilities, [BLOCKS, STRIDES_PAD]), 1)
     tl.store(importance_ptr + row * n_blocks + j, importance, mask=j < n_blocks)
 
 
 @cache_launches
 @triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def nsa_block_logsumexp(
-    q_ptr, k_ptr, lengths_ptr, logs_ptr,
+    q_ptr, k_ptr, lengths_ptr, logsumexp_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg,
     T, N, B, G, row_tiles, n_blocks, scale_log2,
     STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, STRIDES: tl.constexpr, STRIDES_AT_ONCE: tl.constexpr,
-    DK: tl.constexpr, DK_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr,
+    DK: tl.constexpr, DK_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, USE_PDL: tl.constexpr,
 ):
-    """What an indexer finds in BLOCKS blocks: the logarithm of the sum of exp(score) over a block's keys, which lie side by
-    side; float32 [B, T, G, n_blocks]. One head's shares are of one sum, so that their order is that of these (choice.py).
+    """Compute the indexer score of BLOCKS blocks: the log2 of sum(exp(score)) over the index keys of a block.
+
+    Stores float32 [B, T, G, n_blocks]. The keys of a block are adjacent. The probabilities of a single head have the same
+    denominator, so these scores give the same order (block_topk.py).
     """
     b, g = get_batch_and_group(B, G)
     tile = tl.program_id(0) // (B * G)
     part, tile = tile // row_tiles, tile % row_tiles
     before = tl.load(lengths_ptr + b)
-    last = (before + T - 1) // L_SEL - 2
-    if (part * BLOCKS > last) | (not needs_scores(before + T - 1, L_SEL, N_SEL)):
-        pdl_wait(EARLY)
+    last_block = (before + T - 1) // L_SEL - 2
+    if (part * BLOCKS > last_block) | (not needs_scores(before + T - 1, L_SEL, N_SEL)):
+        pdl_wait(USE_PDL)
         return
     q_base = q_ptr + b * stride_qb + g * stride_qh
     q, t, _, inside = load_queries(q_base, stride_qt, stride_qh, tile, T, 1, DK, DK_PAD, ROWS)
     j = part * BLOCKS + tl.arange(0, BLOCKS)
-    # Rows that do not exist see what the last one sees: past that, a cache may hold anything.
+    # Padding rows use the position of the last row: past it, the cache may be uninitialized.
     position = before + tl.minimum(t, T - 1)
-    found = compute_block_logsumexp(
+    logsumexp = compute_block_logsumexp(
         q, k_ptr + b * stride_kb + g * stride_kg, stride_kn, position, part * BLOCKS, N, scale_log2,
         STRIDE, STRIDE, STRIDES, STRIDES_AT_ONCE, DK, DK_PAD, ROWS, BLOCKS,
     )
-    place = ((b * T + t) * G + g)[:, None] * n_blocks + j[None, :]
-    pdl_wait(EARLY)
-    tl.store(logs_ptr + place, found, mask=inside[:, None] & (j < n_blocks)[None, :])
+    offsets = ((b * T + t) * G + g)[:, None] * n_blocks + j[None, :]
+    pdl_wait(USE_PDL)
+    tl.store(logsumexp_ptr + offsets, logsumexp, mask=inside[:, None] & (j < n_blocks)[None, :])
 
 
 @triton.jit
-def find_topk(keys, j, N_FREE: tl.constexpr, PLACES: tl.constexpr):
-    """The N_FREE greatest of `keys` int32 of blocks `j`, in order, and their blocks; EMPTY and ABSENT in what is left of
-    PLACES, and where there are no more. Of equal keys the lower index comes first."""
-    place = tl.arange(0, PLACES)
-    found = tl.full([PLACES], EMPTY_KEY, tl.int32)
-    found_j = tl.full([PLACES], NO_BLOCK, tl.int32)
-    for taken in range(N_FREE):
+def find_topk(keys, j, N_FREE: tl.constexpr, SLOTS: tl.constexpr):
+    """Return the N_FREE largest of the int32 `keys` of blocks `j`, sorted, and their block indices; ties: lower index
+    first.
+
+    Both have SLOTS elements, padded with EMPTY_KEY and NO_BLOCK.
+    """
+    slot = tl.arange(0, SLOTS)
+    top_keys = tl.full([SLOTS], EMPTY_KEY, tl.int32)
+    top_blocks = tl.full([SLOTS], NO_BLOCK, tl.int32)
+    for rank in range(N_FREE):
         top = tl.max(keys, 0)
-        first = tl.min(tl.where(keys == top, j, NO_BLOCK), 0)
-        found = tl.where(place == taken, top, found)
-        found_j = tl.where((place == taken) & (top != EMPTY_KEY), first, found_j)
-        keys = tl.where(j == first, EMPTY_KEY, keys)
-    return found, found_j
+        best_block = tl.min(tl.where(keys == top, j, NO_BLOCK), 0)
+        top_keys = tl.where(slot == rank, top, top_keys)
+        top_blocks = tl.where((slot == rank) & (top != EMPTY_KEY), best_block, top_blocks)
+        keys = tl.where(j == best_block, EMPTY_KEY, keys)
+    return top_keys, top_blocks
 
 
 @triton.jit
-def concatenate(a, b):
+def interleave(a, b):
     return tl.reshape(tl.join(a, b), [a.shape[0] + b.shape[0]])
 
 
@@ -156,36 +164,37 @@ def concatenate(a, b):
 def nsa_block_topk_decode(
     scores_ptr, lengths_ptr, blocks_ptr,
     T, G, n_blocks,
-    L_SEL: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr,
+    L_SEL: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, BLOCKS: tl.constexpr, USE_PDL: tl.constexpr,
 ):
-    """The chosen blocks of one query and group, as `nsa_choice` gives them, by a score of every block; without scores every
-    block has a place.
+    """Select the blocks of one query and group by a score per block, with the result of `block_topk.nsa_block_topk`.
 
-    A round of maxima for each place, one after another.
+    Without scores all blocks fit into the slots. Each slot takes one reduction over the blocks, one after another.
     """
     N_FREE: tl.constexpr = N_SEL - 3
     row = tl.program_id(0).to(tl.int64)  # (b, t, g)
     t = (row // G % T).to(tl.int32)
     position = tl.load(lengths_ptr + row // (G * T)) + t
-    pdl_wait(EARLY)
-    own = position // L_SEL
-    place = tl.arange(0, N_SEL_PAD)
-    chosen = tl.where(place + 1 <= own - 2, place + 1, NO_BLOCK)
+    pdl_wait(USE_PDL)
+    own_block = position // L_SEL
+    slot = tl.arange(0, N_SEL_PAD)
+    selected = tl.where(slot + 1 <= own_block - 2, slot + 1, NO_BLOCK)
     if scores_ptr is not None:
         if needs_scores(position, L_SEL, N_SEL):
             best = tl.full([N_SEL_PAD], EMPTY_KEY, tl.int32)
-            chosen = tl.full([N_SEL_PAD], NO_BLOCK, tl.int32)
-            for first in range(1, own - 1, BLOCKS):
-                j = first + tl.arange(0, BLOCKS)
-                competes = j <= own - 2
+            selected = tl.full([N_SEL_PAD], NO_BLOCK, tl.int32)
+            for first_block in range(1, own_block - 1, BLOCKS):
+                j = first_block + tl.arange(0, BLOCKS)
+                competes = j <= own_block - 2
                 score = tl.load(scores_ptr + row * n_blocks + j, mask=competes, other=MIN_SCORE)
-                # A NaN score ranks last, so that what is chosen stays a valid set.
+                # A NaN score ranks last, so that the selected blocks are still a valid set.
                 keys = to_ordered_bits(tl.where(score > MIN_SCORE, score, MIN_SCORE).to(tl.int32, bitcast=True))
-                found, found_j = find_topk(tl.where(competes, keys, EMPTY_KEY), j, N_FREE, N_SEL_PAD)
-                if first > 1:
-                    found, found_j = find_topk(concatenate(best, found), concatenate(chosen, found_j), N_FREE, N_SEL_PAD)
-                best, chosen = found, found_j
-    blocks = add_forced_blocks(chosen[None, :], own + tl.zeros([1], tl.int32), N_SEL, N_SEL_PAD)
-    place = place[None, :]
-    tl.store(blocks_ptr + row * N_SEL + place, blocks, mask=place < N_SEL)
+                top_keys, top_blocks = find_topk(tl.where(competes, keys, EMPTY_KEY), j, N_FREE, N_SEL_PAD)
+                if first_block > 1:
+                    top_keys, top_blocks = find_topk(
+                        interleave(best, top_keys), interleave(selected, top_blocks), N_FREE, N_SEL_PAD
+                    )
+                best, selected = top_keys, top_blocks
+    blocks = add_forced_blocks(selected[None, :], own_block + tl.zeros([1], tl.int32), N_SEL, N_SEL_PAD)
+    slot = slot[None, :]
+    tl.store(blocks_ptr + row * N_SEL + slot, blocks, mask=slot < N_SEL)
 # fmt: on

@@ -1,17 +1,18 @@
-"""Kernels of a chain that begin before the ones ahead of them have ended (programmatic dependent launch, Hopper and up).
+"""Programmatic dependent launch (PDL, Hopper and later): kernels that start before the previous kernel has ended.
 
-The kernels of a decoding step take a few microseconds each, of which much is waiting: for the launch, and for weights and
-lengths that nothing near has written. A kernel that was launched early does that beside the one ahead, and takes its turn
-before it reads what that one has written, or writes anything itself: memory that it was given may be in use there.
+The kernels of a decoding step take a few microseconds each, and much of this is latency: of the launch, and of loading
+weights and lengths that no recent kernel has written. A kernel launched early overlaps this with the previous kernel. It
+calls `pdl_wait` before it reads what the previous kernel has written, and before it writes anything, because its output
+memory may still be in use there.
 
 Rules
-* Every program takes its turn, whether or not there is anything to do. Only then may the kernel behind begin, so that no
-  more than one kernel is ever ahead: all that was launched before that one has ended and can be seen.
-* So a kernel reads early what was not written by the launch just before it. Within `cached_attention` that is known of all
-  kernels but the first; elsewhere whoever launches says that it is `settled`.
+* Every program calls `pdl_wait`, even if it has nothing to do. Only then may the next kernel start, so at most one earlier
+  kernel is still running: all launches before that one have ended and their writes are visible.
+* Therefore a kernel may load before `pdl_wait` whatever the launch directly before it did not write. Inside
+  `cached_attention` this is known for all kernels except the first. In other places the caller states it by `can_prefetch`.
 """
 
-# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# Parameters of triton.jit functions have no Python types.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportMissingTypeStubs=false
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ from nsa_lab.attention.kernels import launch_table
 
 
 @triton.jit
-def pdl_wait(EARLY: tl.constexpr):
-    """Until the kernel ahead has ended and what it wrote can be seen; then the kernel behind may begin."""
-    if EARLY:
-        # Triton's own words for these two do not compile in 3.4.
+def pdl_wait(USE_PDL: tl.constexpr):
+    """Wait until the previous kernel has ended and its writes are visible, then allow the next kernel to start."""
+    if USE_PDL:
+        # Triton's functions for these two instructions do not compile in Triton 3.4.
         tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
         tl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
@@ -40,14 +41,14 @@ def pdl_wait(EARLY: tl.constexpr):
 def _has_pdl_option() -> bool:
     try:
         from triton.backends.nvidia.compiler import CUDAOptions
-    except ImportError:  # a Triton for other GPUs alone
+    except ImportError:  # a Triton build without NVIDIA support
         return False
     return "launch_pdl" in CUDAOptions.__dataclass_fields__  # from Triton 3.4 on
 
 
 def get_pdl_options(device: torch.device, n_tokens: int, can_prefetch: bool = True) -> dict[str, Any]:
-    """How a kernel for so many new tokens of all sequences is launched: whether EARLY, and what tells CUDA so."""
-    few = n_tokens <= launch_table.MAX_PDL_TOKENS
-    if not (can_prefetch and few and launch_table.supports_pdl(device) and _has_pdl_option()):
-        return {"EARLY": False}
-    return {"EARLY": True, "launch_pdl": True}
+    """Return the launch options of a kernel for `n_tokens` new tokens of all sequences: USE_PDL and the CUDA attribute."""
+    is_small = n_tokens <= launch_table.MAX_PDL_TOKENS
+    if not (can_prefetch and is_small and launch_table.supports_pdl(device) and _has_pdl_option()):
+        return {"USE_PDL": False}
+    return {"USE_PDL": True, "launch_pdl": True}

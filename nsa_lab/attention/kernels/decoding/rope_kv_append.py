@@ -1,10 +1,9 @@
-"""New tokens turned by their positions' angles and written into a layer's cache, and the blocks that they complete.
-launch.py launches these kernels."""
+"""Rotate new tokens (RoPE) and write their keys and values to the cache of a layer. launch.py launches this kernel."""
 
-# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# Parameters of triton.jit functions have no Python types.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
-# An outer `if` of two is decided when a kernel is compiled: of what is not there nothing can be.
+# The outer of two nested `if`s is evaluated at compile time, so that code for absent inputs is not compiled.
 # ruff: noqa: SIM102
 from __future__ import annotations
 
@@ -21,102 +20,105 @@ from nsa_lab.attention.kernels.kernel_names import UNSPECIALIZED_ARGS
 def get_cache_row(
     k_ptr, v_ptr, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, b, slot, g, is_key
 ):
-    """Where the row of a sequence, slot and group begins, in keys or in values; without values, in keys."""
-    place = k_ptr + b * stride_kb + slot * stride_kn + g * stride_kg
+    """Return the pointer to the row of a sequence, slot and group in the keys or in the values."""
+    target = k_ptr + b * stride_kb + slot * stride_kn + g * stride_kg
     if v_ptr is not None:
         if not is_key:
-            place = v_ptr + b * stride_vb + slot * stride_vn + g * stride_vg
-    return place
+            target = v_ptr + b * stride_vb + slot * stride_vn + g * stride_vg
+    return target
 
 
 @triton.jit
-def convolve_keys(x, mix_base, NEXT: tl.constexpr, late_base, columns, own, late):
-    """x times its own weight, and what came before it, where `late`, times its weight, NEXT numbers further on; x itself
-    where it is not `own`."""
-    this = tl.load(mix_base + columns, mask=own, other=1.0).to(tl.float32)
-    that = tl.load(mix_base + NEXT + columns, mask=own, other=0.0).to(tl.float32)
-    return x * this + tl.load(late_base + columns, mask=late, other=0.0).to(tl.float32) * that
+def convolve_keys(x, conv_weight_base, WEIGHT_STRIDE: tl.constexpr, previous_base, columns, own_mask, has_previous):
+    """Return weight[0] * x + weight[1] * previous key. The previous key counts only where `has_previous`; x is returned
+    unchanged outside of `own_mask`. weight[1] is WEIGHT_STRIDE elements after weight[0]."""
+    own_weight = tl.load(conv_weight_base + columns, mask=own_mask, other=1.0).to(tl.float32)
+    previous_weight = tl.load(conv_weight_base + WEIGHT_STRIDE + columns, mask=own_mask, other=0.0).to(tl.float32)
+    return x * own_weight + tl.load(previous_base + columns, mask=has_previous, other=0.0).to(tl.float32) * previous_weight
 
 
 @cache_launches
 @triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def nsa_rope_kv_append(
-    roped_ptr, values_ptr, cos_ptr, sin_ptr, lengths_ptr, q_ptr,
-    k_raw_ptr, v_raw_ptr, k_sel_ptr, v_sel_ptr, k_win_ptr, v_win_ptr, past_ptr, mix_ptr,
+    qk_ptr, values_ptr, cos_ptr, sin_ptr, lengths_ptr, q_ptr,
+    k_raw_ptr, v_raw_ptr, k_sel_ptr, v_sel_ptr, k_win_ptr, v_win_ptr, k_before_conv_ptr, conv_weight_ptr,
     stride_rb, stride_rt, stride_rh, stride_vb, stride_vt, stride_vh,
     stride_krb, stride_krn, stride_krg, stride_vrb, stride_vrn, stride_vrg,
     stride_ksb, stride_ksn, stride_ksg, stride_vsb, stride_vsn, stride_vsg,
     stride_kwb, stride_kwn, stride_kwg, stride_vwb, stride_vwn, stride_vwg,
     stride_at, stride_ap,
-    T, N, n_angles, raw_ring, ring, past_ring, G,
-    H: tl.constexpr, KEYS: tl.constexpr, FIRST: tl.constexpr, HALF: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, PAD: tl.constexpr, EARLY: tl.constexpr,
+    T, N, n_angles, raw_ring, ring, conv_ring, G,
+    H: tl.constexpr, KEYS: tl.constexpr, FIRST_BRANCH: tl.constexpr, HALF: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, PAD: tl.constexpr, USE_PDL: tl.constexpr,
 ):
-    """One row of one token: of a query, which is turned; of a key, which is turned and written; of a value. Rows of keys
-    and of values are KEYS each, those of the branches cmp, sel and win from the FIRST on. cos and sin are float32
-    [n_angles, HALF], of the first 2 HALF columns at every position, with the same strides.
+    """Process one row of one token: rotate a query; rotate a key and write it; write a value.
 
-    Where there is a `past_ptr`, a ring [B, past_ring, KEYS, DK] of keys as they came, keys are first mixed with those of
-    the token before, by the weights [2, KEYS, DK] of `mix_ptr`.
+    A token has KEYS rows of keys and KEYS rows of values, of the branches cmp, sel and win from FIRST_BRANCH on.
+    cos and sin are float32 [n_angles, HALF], for the first 2 HALF columns at every position, with equal strides.
+    If `k_before_conv_ptr` is given, a ring [B, conv_ring, KEYS, DK], keys are first convolved with the key of the previous
+    token, with the weights [2, KEYS, DK] of `conv_weight_ptr`.
     """
     token, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, t = token // T, token % T
     position = tl.load(lengths_ptr + b) + t
     is_key = (row >= H) & (row < H + KEYS)
-    turns = row < H + KEYS
-    base, width = roped_ptr + b * stride_rb + t * stride_rt + row * stride_rh, DK
+    is_rotated = row < H + KEYS
+    base, width = qk_ptr + b * stride_rb + t * stride_rt + row * stride_rh, DK
     if values_ptr is not None:
-        if not turns:
+        if not is_rotated:
             base, width = values_ptr + b * stride_vb + t * stride_vt + (row - H - KEYS) * stride_vh, DV
     columns = tl.arange(0, PAD)
-    kept = columns < width
-    turned = (columns < 2 * HALF) & turns
-    early = columns < HALF
-    partners = tl.where(early, columns + HALF, columns - HALF)
-    # What stands past the last position is padding.
-    angle = tl.minimum(position, n_angles - 1) * stride_at + tl.where(early, columns, columns - HALF) * stride_ap
-    cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)
-    sin = tl.load(sin_ptr + angle, mask=turned, other=0.0)
-    pdl_wait(EARLY)
-    came = tl.load(base + columns, mask=kept, other=0.0)
-    x, partner = came.to(tl.float32), tl.load(base + partners, mask=turned, other=0.0).to(tl.float32)
-    if past_ptr is not None:
+    mask = columns < width
+    rotary_mask = (columns < 2 * HALF) & is_rotated
+    is_first_half = columns < HALF
+    partners = tl.where(is_first_half, columns + HALF, columns - HALF)
+    # Tokens past the last position are padding.
+    angle = tl.minimum(position, n_angles - 1) * stride_at + tl.where(is_first_half, columns, columns - HALF) * stride_ap
+    cos = tl.load(cos_ptr + angle, mask=rotary_mask, other=1.0)
+    sin = tl.load(sin_ptr + angle, mask=rotary_mask, other=0.0)
+    pdl_wait(USE_PDL)
+    raw = tl.load(base + columns, mask=mask, other=0.0)
+    x, partner = raw.to(tl.float32), tl.load(base + partners, mask=rotary_mask, other=0.0).to(tl.float32)
+    if k_before_conv_ptr is not None:
         key = tl.maximum(row - H, 0)
-        past_base = past_ptr + b * past_ring * KEYS * DK + key * DK
+        history_base = k_before_conv_ptr + b * conv_ring * KEYS * DK + key * DK
         if t > 0:
-            late_base = base - stride_rt
+            previous_base = base - stride_rt
         else:
-            late_base = past_base + (tl.maximum(position - 1, 0) % past_ring) * KEYS * DK
-        # Nothing comes before a sequence.
-        late = is_key & (position > 0)
-        mix_base, NEXT = mix_ptr + key * DK, KEYS * DK
-        x = convolve_keys(x, mix_base, NEXT, late_base, columns, kept & is_key, kept & late)
-        partner = convolve_keys(partner, mix_base, NEXT, late_base, partners, turned & is_key, turned & late)
-        tl.store(past_base + (position % past_ring) * KEYS * DK + columns, came, mask=kept & is_key)
-    x = x * cos + tl.where(early, -partner, partner) * sin
-    place = q_ptr + (token * H + row) * DK
+            previous_base = history_base + (tl.maximum(position - 1, 0) % conv_ring) * KEYS * DK
+        # The first token of a sequence has no previous key.
+        has_previous = is_key & (position > 0)
+        conv_weight_base, WEIGHT_STRIDE = conv_weight_ptr + key * DK, KEYS * DK
+        x = convolve_keys(x, conv_weight_base, WEIGHT_STRIDE, previous_base, columns, mask & is_key, mask & has_previous)
+        partner = convolve_keys(
+            partner, conv_weight_base, WEIGHT_STRIDE, previous_base, partners,
+            rotary_mask & is_key, rotary_mask & has_previous,
+        )
+        tl.store(history_base + (position % conv_ring) * KEYS * DK + columns, raw, mask=mask & is_key)
+    x = x * cos + tl.where(is_first_half, -partner, partner) * sin
+    target = q_ptr + (token * H + row) * DK
     if row >= H:
         head = (row - H) % KEYS
-        branch, g = head // G + FIRST, (head % G).to(tl.int64)
+        branch, g = head // G + FIRST_BRANCH, (head % G).to(tl.int64)
         if k_raw_ptr is not None:
             if branch == 0:
-                place = get_cache_row(
+                target = get_cache_row(
                     k_raw_ptr, v_raw_ptr, stride_krb, stride_krn, stride_krg, stride_vrb, stride_vrn, stride_vrg,
-                    b, (position % raw_ring).to(tl.int64), g, turns,
+                    b, (position % raw_ring).to(tl.int64), g, is_rotated,
                 )
         if k_sel_ptr is not None:
             if branch == 1:
-                place = get_cache_row(
+                target = get_cache_row(
                     k_sel_ptr, v_sel_ptr, stride_ksb, stride_ksn, stride_ksg, stride_vsb, stride_vsn, stride_vsg,
-                    b, position.to(tl.int64), g, turns,
+                    b, position.to(tl.int64), g, is_rotated,
                 )
-                # What stands past the cache's last row is padding.
-                kept = kept & (position < N)
+                # Tokens past the last row of the cache are padding.
+                mask = mask & (position < N)
         if k_win_ptr is not None:
             if branch == 2:
-                place = get_cache_row(
+                target = get_cache_row(
                     k_win_ptr, v_win_ptr, stride_kwb, stride_kwn, stride_kwg, stride_vwb, stride_vwn, stride_vwg,
-                    b, (position % ring).to(tl.int64), g, turns,
+                    b, (position % ring).to(tl.int64), g, is_rotated,
                 )
-    tl.store(place + columns, x.to(q_ptr.dtype.element_ty), mask=kept)
+    tl.store(target + columns, x.to(q_ptr.dtype.element_ty), mask=mask)
 # fmt: on

@@ -1,12 +1,12 @@
-"""Selected attention, backward: one pass over the inverted index, and two sums.
+"""Backward kernels of selected attention: one pass over the inverted index, and two sums.
 
-The pass keeps a kv block resident, streams the queries that chose it, recomputes their probabilities from the saved LSE,
-sums dk and dv in registers and leaves a partial dq for each pair. What a block's work items leave for dk and dv, and what a
-query's blocks leave for dq, is then summed in a fixed order: no floating-point atomics, so the same input always gives the
-same bits.
+The pass keeps a kv block resident, streams the queries that selected it, recomputes their probabilities from the saved LSE,
+sums dk and dv in registers and stores a partial dq for each pair. The partial dk and dv of a block's work items, and the
+partial dq of a query's blocks, are then summed in a fixed order: no floating-point atomics, so equal inputs give equal
+bits.
 """
 
-# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# Parameters of triton.jit functions have no Python types.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 from __future__ import annotations
@@ -50,17 +50,17 @@ def nsa_selected_delta(
     stride_outb, stride_outt, stride_outh, stride_dob, stride_dot, stride_doh,
     HAS_DLSE: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """delta = sum(out * do) - dlse of every (batch, query, head) row."""
+    """Compute delta = sum(out * do) - dlse of every (batch, query, head) row."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < n_rows
     head = row % H
     t = row // H % T
     b = row // H // T
     columns = tl.arange(0, DV_PAD)
-    at = b * stride_outb + t * stride_outt + head * stride_outh
-    out = load_rows_masked(out_ptr, at, columns, inside, DV, DV_PAD)
-    at = b * stride_dob + t * stride_dot + head * stride_doh
-    do = load_rows_masked(do_ptr, at, columns, inside, DV, DV_PAD)
+    offsets = b * stride_outb + t * stride_outt + head * stride_outh
+    out = load_rows_masked(out_ptr, offsets, columns, inside, DV, DV_PAD)
+    offsets = b * stride_dob + t * stride_dot + head * stride_doh
+    do = load_rows_masked(do_ptr, offsets, columns, inside, DV, DV_PAD)
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + row, mask=inside, other=0.0)
@@ -69,7 +69,7 @@ def nsa_selected_delta(
 
 @triton.jit
 def _get_entry_indices(row_start, row_stop, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """Which entry of the work item each row is of. Where a tile holds whole entries, they are clamped and not the rows."""
+    """Return the entry of each row within a work item. If a tile holds whole entries, these are clamped, not the rows."""
     if ROWS % HEADS == 0:
         entry = row_start // HEADS + tl.arange(0, ROWS) // HEADS
         return tl.maximum(tl.minimum(entry, row_stop // HEADS - 1), 0).to(tl.uint32)
@@ -80,11 +80,11 @@ def _get_entry_indices(row_start, row_stop, HEADS: tl.constexpr, ROWS: tl.conste
 def _get_pairs(
     entry, row_start, row_stop, HEADS: tl.constexpr, N_SEL: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr
 ):
-    """(pair, head, query) of ROWS rows."""
+    """Return (pair, head, query) of ROWS rows."""
     if ROWS % HEADS == 0:
         head = (tl.arange(0, ROWS) % HEADS).to(tl.uint32)
-        number = entry.to(tl.int64 if WIDE else tl.uint32)
-        return number * HEADS + head, head, number // N_SEL
+        entry_index = entry.to(tl.int64 if WIDE else tl.uint32)
+        return entry_index * HEADS + head, head, entry_index // N_SEL
     pair, head = get_pair_indices(entry, row_start, row_stop, HEADS, ROWS, WIDE)
     return pair, head, pair // (N_SEL * HEADS)
 
@@ -94,7 +94,7 @@ def _store_pair_dq(
     pair_dq_base, pair, ds, k, inside, scale_ds,
     FIRST: tl.constexpr, COLUMNS: tl.constexpr, DK: tl.constexpr, SCALED_V: tl.constexpr,
 ):
-    """Columns FIRST .. FIRST+COLUMNS-1 of the partial dq of rows that are `inside`."""
+    """Store columns FIRST .. FIRST+COLUMNS-1 of the partial dq of rows that are `inside`."""
     dq = tl.dot(ds, k, input_precision="ieee")
     if not SCALED_V:
         dq *= scale_ds
@@ -103,7 +103,7 @@ def _store_pair_dq(
     if FIRST + COLUMNS > DK:
         mask = mask & (columns < DK)[None, :]
     pointers = pair_dq_base + (pair * DK)[:, None] + columns[None, :]
-    # As in the forward pass, the first to leave the L2 cache.
+    # Evicted first from the L2 cache, as in the forward pass.
     tl.store(pointers, dq.to(pair_dq_base.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
@@ -117,8 +117,8 @@ def _backward_tile(
     DK_REST: tl.constexpr, DV_REST: tl.constexpr, ROWS: tl.constexpr,
     ALL_KEYS: tl.constexpr, WIDE: tl.constexpr, SCALED_V: tl.constexpr,
 ):
-    """Adds ROWS rows to dk and dv, stores their partial dq, and loads the entries of the next."""
-    # The order of loads is that of the forward pass, for the same reason.
+    """Add ROWS rows to dk and dv, store their partial dq, and load the entries of the next tile."""
+    # The loads are in the order of the forward pass, for the same reason.
     pair, head, t = _get_pairs(entry, start, row_stop, HEADS, N_SEL, ROWS, WIDE)
     inside = start + tl.arange(0, ROWS) < row_stop
     q, q_rest = load_parts(q_base, row_offsets(t, head, stride_qt, stride_qh, WIDE), DK, DK_PART, DK_REST)
@@ -127,14 +127,14 @@ def _backward_tile(
     lse_log2 = tl.load(lse_base + lse_offsets) * LOG2E
     delta = tl.load(delta_base + lse_offsets)
     entry = tl.load(entries_base + _get_entry_indices(start + ROWS, row_stop, HEADS, ROWS))
-    # As in the forward pass: stores that never run and leave no machine code, but are a second reader of the tiles.
+    # See the forward pass: these stores never run and produce no machine code, but are a second reader of the tiles.
     if DK_REST > 0 and start >= row_stop:
         store_parts(pair_dq_base, tl.arange(0, ROWS) * DK, q, q_rest, inside, DK, DK_PART, DK_REST)
     if DV_REST > 0 and start >= row_stop:
         store_parts(pair_dq_base, tl.arange(0, ROWS) * DV, do, do_rest, inside, DV, DV_PART, DV_REST)
     scores = dot_transposed(q, q_rest, k, k_rest, DK_REST)
     dp = dot_transposed(do, do_rest, v, v_rest, DV_REST)
-    # An infinite LSE makes p = 0 in the rows past the end.
+    # An infinite LSE makes p = 0 in rows past the end.
     p = tl.exp2(scores * scale_log2 - tl.where(inside, lse_log2, float("inf"))[:, None])
     if DIAGONAL:
         p = tl.where(key[None, :] <= (first_query + t.to(tl.int32))[:, None], p, 0.0)
@@ -144,10 +144,10 @@ def _backward_tile(
     if SCALED_V:
         delta *= scale_ds
     ds = (p * (dp - delta[:, None])).to(q.dtype)
-    # Read again, from a cache, rather than held in registers since the tile was copied.
+    # Loaded again (from cache) instead of being held in registers.
     if DK_REST > 0 and ROWS % HEADS == 0:
-        again = tl.load(entries_base + _get_entry_indices(start, row_stop, HEADS, ROWS))
-        pair, _, _ = _get_pairs(again, start, row_stop, HEADS, N_SEL, ROWS, WIDE)
+        entry_again = tl.load(entries_base + _get_entry_indices(start, row_stop, HEADS, ROWS))
+        pair, _, _ = _get_pairs(entry_again, start, row_stop, HEADS, N_SEL, ROWS, WIDE)
     dk, dk_rest = add_product_parts(dk, dk_rest, tl.trans(ds), q, q_rest, DK_REST)
     _store_pair_dq(pair_dq_base, pair, ds, k, inside, scale_ds, 0, DK_PART, DK, SCALED_V)
     if DK_REST > 0:
@@ -165,12 +165,11 @@ def _backward_rows(
     DK_REST: tl.constexpr, DV_REST: tl.constexpr, ROWS: tl.constexpr,
     ALL_KEYS: tl.constexpr, WIDE: tl.constexpr, SCALED_V: tl.constexpr,
 ):
-    """The rows [row_start, row_stop) of a work item."""
+    """Process the rows [row_start, row_stop) of a work item."""
     entry = tl.load(entries_base + _get_entry_indices(row_start, row_stop, HEADS, ROWS))
-    # Where tiles are worked on in two parts, LLVM would move offsets and addresses of tiles out of the loop, and the
-    # registers that hold them there would spill: 19 loads from local memory per tile, in front of the products. It costs
-    # less to work them out again. The loops differ in one argument alone, which Triton has from 3.5 on; it must be written
-    # out.
+    # With tiles in two parts, LLVM would hoist tile offsets and addresses out of the loop, and their registers would spill:
+    # 19 loads from local memory per tile, before the products. Recomputing them is cheaper. The two loops differ only in
+    # `disable_licm`, which Triton has from 3.5 on; the argument must be a literal.
     if _CAN_DISABLE_LICM and DK_REST > 0:
         for start in tl.range(row_start, row_stop, ROWS, disable_licm=True):
             dk, dk_rest, dv, dv_rest, entry = _backward_tile(
@@ -197,7 +196,7 @@ def _backward_rows(
 def nsa_selected_backward(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, entries_ptr, starts_ptr, work_ptr, order_ptr,
     pair_dq_ptr, item_dkv_ptr, dk_ptr, dv_ptr, bounds_ptr,
-    T, N, G, G_all, n_blocks, first_query, documents,
+    T, N, G, G_all, n_blocks, first_query, n_documents,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     stride_dob, stride_dot, stride_doh, stride_lseb, stride_lset,
     scale_ds, scale_dk, scale_log2,
@@ -206,15 +205,18 @@ def nsa_selected_backward(
     DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
     DK_REST: tl.constexpr, DV_REST: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """dk and dv of one work item, and the partial dq of its pairs. dk_ptr and dv_ptr have rows for G_all groups.
+    """Compute dk and dv of one work item, and the partial dq of its pairs. dk_ptr and dv_ptr have rows for G_all groups.
 
-    A block with one item, when the queries come in ONE_PIECE, is final and goes straight to dk_ptr and dv_ptr; the others'
-    go to item_dkv_ptr. The softmax scale comes in factors: scale_ds is what the partial dq carry, scale_dk what is left for
-    dk. With SCALED_V scale_ds is a power of two and scale_ds * scale_dk the softmax scale: v takes that power without
-    rounding, so that ds comes out scaled by it, for dq and dk alike. Without it, scale_ds and scale_dk are both the whole
+    If a block has a single item and the queries are in ONE_PIECE, its result is final and stored to dk_ptr and dv_ptr; all
+    others are stored to item_dkv_ptr.
+
+    The softmax scale is split into factors: the partial dq contain scale_ds, and dk is multiplied by scale_dk. With
+    SCALED_V, scale_ds is a power of two and scale_ds * scale_dk is the softmax scale: v is multiplied by scale_ds without
+    rounding, so ds contains this factor for both dq and dk. Without SCALED_V, scale_ds and scale_dk are both the softmax
     scale, and dq is multiplied by scale_ds.
-    Wide tiles are worked on in two parts, of narrower heads than elsewhere: with all of a 128-wide dq beside dk and dv a
-    thread runs out of registers, and ptxas then makes every tensor-core instruction wait for the one before.
+
+    Tiles are split into two parts at narrower widths than in other kernels: with a full 128-wide dq in addition to dk and
+    dv a thread runs out of registers, and ptxas then makes every tensor-core instruction wait for the previous one.
     """
     item, index_row = get_work_item(work_ptr, order_ptr)
     if index_row < 0:
@@ -226,7 +228,7 @@ def nsa_selected_backward(
     b = (index_row // n_blocks // G).to(tl.int64)
     g = index_row // n_blocks % G
     local = tl.arange(0, BLOCK_PAD)
-    first_key, stop_key = get_block_keys(index_row % n_blocks, N, bounds_ptr, documents, BLOCK)
+    first_key, stop_key = get_block_keys(index_row % n_blocks, N, bounds_ptr, n_documents, BLOCK)
     key = first_key + local
     inside_block = local < BLOCK
     inside = inside_block & (key < stop_key)
@@ -276,7 +278,7 @@ def nsa_selected_backward(
 @triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def nsa_selected_sum(
     pair_dq_ptr, blocks_ptr, dq_ptr, item_dkv_ptr, starts_ptr, sums_ptr, dk_ptr, dv_ptr, bounds_ptr,
-    T, N, G, G_all, n_blocks, first_query, documents,
+    T, N, G, G_all, n_blocks, first_query, n_documents,
     stride_dqb, stride_dqt,
     scale_dq, tiles, reductions, parts,
     FIRST: tl.constexpr, LAST: tl.constexpr, ADD: tl.constexpr, ITEM_ENTRIES: tl.constexpr, ROWS: tl.constexpr,
@@ -284,12 +286,12 @@ def nsa_selected_sum(
     HEADS: tl.constexpr, N_SEL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr,
 ):
-    """The two sums in one launch: the few long ones over work items start first and hide behind the many short ones."""
+    """Compute both sums in one launch: the few long sums over work items start first and overlap the many short ones."""
     program = tl.program_id(0)
     if program < reductions:
         _sum_items(
             item_dkv_ptr, starts_ptr, sums_ptr, dk_ptr, dv_ptr, bounds_ptr,
-            N, G, G_all, n_blocks, documents, program // parts, program % parts,
+            N, G, G_all, n_blocks, n_documents, program // parts, program % parts,
             FIRST, LAST, ITEM_ENTRIES, BLOCK, DK, DV, ELEMENTS, ITEMS_AT_ONCE,
         )
     else:
@@ -302,18 +304,18 @@ def nsa_selected_sum(
 
 @triton.jit
 def _sum_items(
-    item_dkv_ptr, starts_ptr, sums_ptr, dk_ptr, dv_ptr, bounds_ptr, N, G, G_all, n_blocks, documents, index_row, part,
+    item_dkv_ptr, starts_ptr, sums_ptr, dk_ptr, dv_ptr, bounds_ptr, N, G, G_all, n_blocks, n_documents, index_row, part,
     FIRST: tl.constexpr, LAST: tl.constexpr, ITEM_ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, ELEMENTS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
-    """dk and dv of ELEMENTS elements of one kv block, from its work items in their order.
+    """Sum ELEMENTS elements of dk and dv of one kv block over its work items, in order.
 
-    When the queries come in several pieces, `sums_ptr` carries the float32 sums from the FIRST piece to the LAST.
+    If the queries are processed in several pieces, `sums_ptr` holds the float32 sums from the FIRST piece to the LAST.
     """
     ITEM: tl.constexpr = BLOCK * (DK + DV)
     start = tl.load(starts_ptr + index_row)
     stop = tl.load(starts_ptr + index_row + 1)
-    if (not FIRST or not LAST) or stop - start > ITEM_ENTRIES:  # in brackets, since Triton 3.2 takes no chain of three
+    if (not FIRST or not LAST) or stop - start > ITEM_ENTRIES:  # parentheses: Triton 3.2 rejects a chain of three
         items = tl.maximum(tl.cdiv(stop - start, ITEM_ENTRIES), 1).to(tl.int32)
         first_item = start // ITEM_ENTRIES + index_row
         element = part * ELEMENTS + tl.arange(0, ELEMENTS)
@@ -323,23 +325,23 @@ def _sum_items(
             mask = (i + ahead < items)[:, None] & (element < ITEM)[None, :]
             pointers = item_dkv_ptr + (first_item + i + ahead)[:, None] * ITEM + element[None, :]
             total += tl.sum(tl.load(pointers, mask=mask, other=0.0), 0)
-        at_sum = index_row.to(tl.int64) * ITEM + element
+        sum_offsets = index_row.to(tl.int64) * ITEM + element
         if not FIRST:
-            total += tl.load(sums_ptr + at_sum, mask=element < ITEM, other=0.0)
+            total += tl.load(sums_ptr + sum_offsets, mask=element < ITEM, other=0.0)
         if LAST:
             first_row = (index_row // n_blocks // G).to(tl.int64) * N * G_all + index_row // n_blocks % G
-            first_key, stop_key = get_block_keys(index_row % n_blocks, N, bounds_ptr, documents, BLOCK)
-            of_k = element < BLOCK * DK
+            first_key, stop_key = get_block_keys(index_row % n_blocks, N, bounds_ptr, n_documents, BLOCK)
+            is_k = element < BLOCK * DK
             key = first_key + element // DK
-            at = (first_row + key.to(tl.int64) * G_all) * DK + element % DK
-            tl.store(dk_ptr + at, total.to(dk_ptr.dtype.element_ty), mask=of_k & (key < stop_key))
+            offsets = (first_row + key.to(tl.int64) * G_all) * DK + element % DK
+            tl.store(dk_ptr + offsets, total.to(dk_ptr.dtype.element_ty), mask=is_k & (key < stop_key))
             element_v = element - BLOCK * DK
             key = first_key + element_v // DV
-            at = (first_row + key.to(tl.int64) * G_all) * DV + element_v % DV
-            of_v = (element_v >= 0) & (element < ITEM)
-            tl.store(dv_ptr + at, total.to(dv_ptr.dtype.element_ty), mask=of_v & (key < stop_key))
+            offsets = (first_row + key.to(tl.int64) * G_all) * DV + element_v % DV
+            is_v = (element_v >= 0) & (element < ITEM)
+            tl.store(dv_ptr + offsets, total.to(dv_ptr.dtype.element_ty), mask=is_v & (key < stop_key))
         else:
-            tl.store(sums_ptr + at_sum, total, mask=element < ITEM)
+            tl.store(sums_ptr + sum_offsets, total, mask=element < ITEM)
 
 
 @triton.jit
@@ -348,7 +350,7 @@ def _sum_pairs(
     ADD: tl.constexpr, HEADS: tl.constexpr, N_SEL: tl.constexpr, BLOCK: tl.constexpr,
     DK: tl.constexpr, DK_PAD: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
-    """dq of ROWS rows: the sum over the blocks that their queries chose, times scale_dq; with ADD to what dq_ptr holds."""
+    """Compute dq of ROWS rows, scale_dq times the sum over the selected blocks. ADD: add to dq_ptr."""
     b, g, t, head, inside, slots, pair = get_row_pairs(blocks_ptr, T, G, bg.to(tl.int64), tile, HEADS, N_SEL, ROWS)
     columns = tl.arange(0, DK_PAD)
     total = tl.zeros([ROWS, DK_PAD], tl.float32)
@@ -357,9 +359,9 @@ def _sum_pairs(
             slot = first + ahead
             _, live = load_selection(slots + slot, inside & (slot < N_SEL), first_query, t, BLOCK)
             total += load_rows_masked(pair_dq_ptr, (pair + slot * HEADS) * DK, columns, live, DK, DK_PAD)
-    at = b * stride_dqb + t.to(tl.int64) * stride_dqt + (g * HEADS + head) * DK
+    offsets = b * stride_dqb + t.to(tl.int64) * stride_dqt + (g * HEADS + head) * DK
     mask = inside[:, None] & (columns < DK)[None, :]
-    pointers = dq_ptr + at[:, None] + columns[None, :]
+    pointers = dq_ptr + offsets[:, None] + columns[None, :]
     total *= scale_dq
     if ADD:
         total += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)

@@ -1,16 +1,16 @@
-"""Selected attention, forward: two orders of the same sum. launch.py says which is launched when.
+"""Forward kernels of selected attention, in two orders of the same sum. launch.py decides which one is launched.
 
-*Gather* keeps a kv block resident and streams the queries that chose it (the inverted index), with all heads of the group,
-so that tensor-core tiles are full whatever the number of heads and whatever was chosen. Each pair leaves a normalised
-partial output and its LSE; a second kernel merges the partials of a row. Work is that of the chosen pairs alone; the price
-is the traffic of the partials.
+*Gather* keeps a kv block resident and streams the queries that selected it (the inverted index) with all heads of their
+group, so tensor-core tiles are full for any number of heads and any selection. Each pair stores a normalized partial output
+and its LSE, and a second kernel merges the partial outputs of a row. It computes only the selected pairs; the cost is the
+memory traffic of the partial outputs.
 
-*Union* keeps a tile of consecutive queries resident and walks the blocks that any of them chose, silencing a row where its
-query did not. No workspace: a choice is a set of bits, and so is the union. But every row pays for the tile's union: right
-when T is a few times n_sel * l_sel.
+*Union* keeps a tile of consecutive queries resident and loops over the blocks that any of them selected. Rows whose query
+did not select a block are masked. It needs no workspace: a selection is a bit set, and so is the union. But every row
+computes all blocks of the union, so it is efficient only if T is a few times n_sel * l_sel.
 """
 
-# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# Parameters of triton.jit functions have no Python types.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportConstantRedefinition=false
 from __future__ import annotations
@@ -39,17 +39,18 @@ from nsa_lab.attention.kernels.tiles import (
 # fmt: off
 @triton.jit
 def get_row_indices(row_start, row_stop, ROWS: tl.constexpr):
-    """ROWS rows of a work item, a row being one head of one entry; from row_stop on, the last row again.
+    """Return the indices of ROWS rows of a work item (a row is one head of one entry). From row_stop on the last row
+    repeats.
 
-    Repeating a row costs no masks, reads nothing that this item does not own, and stores the same bits twice.
-    Unsigned, because a signed division by a constant takes twice the instructions.
+    A repeated row needs no mask, reads nothing outside of the item, and stores the same bits twice. The indices are
+    unsigned, because a signed division by a constant takes twice the instructions.
     """
     return tl.maximum(tl.minimum(row_start + tl.arange(0, ROWS), row_stop - 1), 0).to(tl.uint32)
 
 
 @triton.jit
 def get_pair_indices(entry, row_start, row_stop, HEADS: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """(pair, head) of ROWS rows, whose entries are known."""
+    """Return (pair, head) of ROWS rows with the given entries."""
     head = get_row_indices(row_start, row_stop, ROWS) % HEADS
     if WIDE:
         pair = entry.to(tl.int64) * HEADS + head
@@ -60,7 +61,7 @@ def get_pair_indices(entry, row_start, row_stop, HEADS: tl.constexpr, ROWS: tl.c
 
 @triton.jit
 def get_work_item(work_ptr, order_ptr):
-    """(item, index_row) of this program: its work item, and the (batch, group, block) that it is of, -1 for none."""
+    """Return (item, index_row) of this program: its work item and the (batch, group, block) of the item, -1: no item."""
     item = tl.program_id(0)
     if order_ptr is not None:
         item = tl.load(order_ptr + item)
@@ -69,9 +70,9 @@ def get_work_item(work_ptr, order_ptr):
 
 @triton.jit
 def count_diagonal_rows(before, rows, BLOCK: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """How many of an item's rows, in whole tiles, may need the causal mask.
+    """Return the number of rows of an item, in whole tiles, that can need the causal mask.
 
-    Entries are in query order, so only the first BLOCK of a kv block's can be queries inside it.
+    Entries are in query order, so only the first BLOCK entries of a kv block can be queries inside the block.
     """
     return tl.minimum(tl.cdiv((BLOCK - before).to(tl.int32) * HEADS, ROWS) * ROWS, rows)
 
@@ -84,21 +85,21 @@ def _gather_rows(
     DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
     DK_REST: tl.constexpr, DV_REST: tl.constexpr, ROWS: tl.constexpr, ALL_KEYS: tl.constexpr, WIDE: tl.constexpr,
 ):
-    """Attention of the rows [row_start, row_stop) of one work item to its kv block."""
-    # The entries say where a tile of q lies. They are loaded one tile ahead, since the copy of the tile would have to wait
-    # for entries loaded in the same step. Everything else follows from the pair numbers, and the next entries are loaded
-    # once these are known, so that they can take the registers of the entries before.
+    """Compute attention of the rows [row_start, row_stop) of one work item to its kv block."""
+    # The entries determine the addresses of a q tile. They are loaded one tile ahead, because the copy of the tile would
+    # have to wait for entries loaded in the same step. Everything else follows from the pair numbers. The next entries are
+    # loaded after these are computed, so that they can reuse the registers of the current entries.
     entry = tl.load(entries_base + get_row_indices(row_start, row_stop, ROWS) // HEADS)
     for start in range(row_start, row_stop, ROWS):
         pair, head = get_pair_indices(entry, start, row_stop, HEADS, ROWS, WIDE)
         t = pair // (N_SEL * HEADS)
         q, q_rest = load_parts(q_base, row_offsets(t, head, stride_qt, stride_qh, WIDE), DK, DK_PART, DK_REST)
         entry = tl.load(entries_base + get_row_indices(start + ROWS, row_stop, ROWS) // HEADS)
-        # These stores never run and leave no machine code; they give the tile q a second reader. To a tile that products
-        # alone read, Triton gives one buffer more than its stages need, in case the last products still run when the next
-        # copy begins; here the stores at the end of the step wait for the products anyway. With a second reader there is no
-        # such buffer, and three stages fit into the shared memory of two. With two, each copy would begin just before its
-        # use.
+        # These stores never run and produce no machine code; they give the q tile a second reader. If only products read a
+        # tile, Triton allocates one buffer more than its stages need, in case the last products still run when the next
+        # copy starts. Here the stores at the end of the step wait for the products anyway. With a second reader there is no
+        # extra buffer, and three stages fit in the shared memory of two. With two stages, each copy would start just before
+        # its use.
         if DK > 64 and start >= row_stop:
             store_parts(pair_out_base, tl.arange(0, ROWS) * DK, q, q_rest, None, DK, DK_PART, DK_REST)
         scores = dot_transposed(q, q_rest, k, k_rest, DK_REST)
@@ -114,7 +115,7 @@ def _gather_rows(
         if DV_REST > 0:
             out_rest = tl.dot(p.to(v.dtype), v_rest, input_precision="ieee") * (1 / total)[:, None]
         tl.store(pair_lse_base + pair, peak + tl.log2(total))
-        # To leave the L2 cache first: q will be read from there again.
+        # Evicted first from the L2 cache, because q is read from there again.
         store_parts(pair_out_base, pair * DV, out, out_rest, None, DV, DV_PART, DV_REST, "evict_first")
 
 
@@ -122,7 +123,7 @@ def _gather_rows(
 @triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def nsa_selected_gather(
     q_ptr, k_ptr, v_ptr, entries_ptr, starts_ptr, work_ptr, order_ptr, pair_out_ptr, pair_lse_ptr, bounds_ptr,
-    T, N, G, n_blocks, first_query, documents,
+    T, N, G, n_blocks, first_query, n_documents,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     scale_log2,
     WIDE: tl.constexpr, ITEM_ENTRIES: tl.constexpr, ROWS: tl.constexpr,
@@ -130,7 +131,7 @@ def nsa_selected_gather(
     DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
     DK_REST: tl.constexpr, DV_REST: tl.constexpr,
 ):
-    """Partial outputs and LSEs (in units of log2) of one work item."""
+    """Compute the partial outputs and LSEs (in units of log2) of one work item."""
     item, index_row = get_work_item(work_ptr, order_ptr)
     if index_row < 0:
         return
@@ -142,7 +143,7 @@ def nsa_selected_gather(
         return
     b = (index_row // n_blocks // G).to(tl.int64)
     g = index_row // n_blocks % G
-    first_key, stop_key = get_block_keys(index_row % n_blocks, N, bounds_ptr, documents, BLOCK)
+    first_key, stop_key = get_block_keys(index_row % n_blocks, N, bounds_ptr, n_documents, BLOCK)
     key = first_key + tl.arange(0, BLOCK_PAD)
     inside_block = tl.arange(0, BLOCK_PAD) < BLOCK
     inside = inside_block & (key < stop_key)
@@ -170,7 +171,7 @@ def nsa_selected_gather(
 
 @triton.jit
 def get_row_pairs(blocks_ptr, T, G, bg, tile, HEADS: tl.constexpr, N_SEL: tl.constexpr, ROWS: tl.constexpr):
-    """For a tile of rows of one (batch, group): (b, g, t, head, inside, where its slots begin, pair of its first slot)."""
+    """Return (b, g, t, head, inside, slot pointers, pair of the first slot) of a tile of rows of one (batch, group)."""
     row = tile * ROWS + tl.arange(0, ROWS)
     t = row // HEADS
     head = row % HEADS
@@ -192,7 +193,7 @@ def nsa_selected_merge(
     HEADS: tl.constexpr, N_SEL: tl.constexpr, BLOCK: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
     ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
-    """Softmax-weighted mean of each row's partials."""
+    """Merge the partial outputs of each row, weighted by their softmax sums."""
     bg = (tl.program_id(0) // tiles).to(tl.int64)
     tile = tl.program_id(0) % tiles
     b, g, t, head, inside, slots, pair = get_row_pairs(blocks_ptr, T, G, bg, tile, HEADS, N_SEL, ROWS)
@@ -223,37 +224,37 @@ def _normalize_and_store(
     out_ptr, lse_ptr, acc, acc_rest, peak, total, b, t, query_head, inside,
     stride_outb, stride_outt, stride_lseb, stride_lset, DV: tl.constexpr, DV_PART: tl.constexpr, DV_REST: tl.constexpr,
 ):
-    """Normalises and stores; a row that met no key gets output 0 and LSE −inf. `query_head` counts in all groups."""
-    safe = tl.where(total > 0, total, 1.0)
-    at = b * stride_outb + t.to(tl.int64) * stride_outt + query_head * DV
-    shrink = (1 / safe)[:, None]
-    store_parts(out_ptr, at, acc * shrink, acc_rest * shrink, inside, DV, DV_PART, DV_REST)
-    lse = tl.where(total > 0, (peak + tl.log2(safe)) * LN2, float("-inf"))
+    """Normalize and store. A row without keys gets output 0 and LSE −inf. `query_head` is counted over all groups."""
+    safe_total = tl.where(total > 0, total, 1.0)
+    offsets = b * stride_outb + t.to(tl.int64) * stride_outt + query_head * DV
+    rescale = (1 / safe_total)[:, None]
+    store_parts(out_ptr, offsets, acc * rescale, acc_rest * rescale, inside, DV, DV_PART, DV_REST)
+    lse = tl.where(total > 0, (peak + tl.log2(safe_total)) * LN2, float("-inf"))
     tl.store(lse_ptr + b * stride_lseb + t.to(tl.int64) * stride_lset + query_head, lse, mask=inside)
 
 
 @triton.jit
 def _pop_lowest_bit(word):
-    """(bit, rest): the lowest bit that is set in an unsigned word, and the word without it. Of 0, any bit and 0."""
-    rest = word & (word - 1)
-    # A float32 holds a power of two exactly, and its exponent says which.
-    return ((word - rest).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127, rest
+    """Return (index of the lowest set bit of an unsigned word, the word without it). For 0: (undefined, 0)."""
+    remainder = word & (word - 1)
+    # A power of two is exact in float32, and its exponent is the bit index.
+    return ((word - remainder).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127, remainder
 
 
 @triton.jit
 def _pop_block(low, high, WORDS: tl.constexpr, BITS: tl.constexpr):
-    """(block, low, high): the first block of a set, and the set without it."""
-    block, rest = _pop_lowest_bit(low)
+    """Return (block, low, high): the first block of a set, and the set without it."""
+    block, low_remainder = _pop_lowest_bit(low)
     if WORDS == 2:
-        block_high, rest_high = _pop_lowest_bit(high)
+        block_high, high_remainder = _pop_lowest_bit(high)
         block = tl.where(low != 0, block, BITS + block_high)
-        high = tl.where(low != 0, high, rest_high)
-    return block, rest, high
+        high = tl.where(low != 0, high, high_remainder)
+    return block, low_remainder, high
 
 
 @triton.jit
 def _make_block_sets(block, live, WORDS: tl.constexpr, BITS: tl.constexpr):
-    """The live blocks of each row of `block`, [rows, slots], as a set (low, high)."""
+    """Return the live blocks of each row of `block`, [rows, slots], as bit sets (low, high)."""
     bit = tl.full(block.shape, 1, tl.uint32 if BITS == 32 else tl.uint64) << (block & (BITS - 1)).to(tl.uint32)
     low = tl.sum(tl.where(live & (block < BITS), bit, 0), 1)
     high = low
@@ -274,39 +275,39 @@ def _count_members(word, BITS: tl.constexpr):
 
 @triton.jit
 def _attend_union(
-    acc, acc_rest, peak, total, q, q_rest, k_base, v_base, stride_kn, stride_vn, left_low, left_high, count, low, high,
+    acc, acc_rest, peak, total, q, q_rest, k_base, v_base, stride_kn, stride_vn, union_low, union_high, count, low, high,
     position, first_t, N, scale_log2,
     BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
     DK_REST: tl.constexpr, DV_REST: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr,
 ):
-    """Online softmax over the `count` blocks of the set `left`; (low, high) is each row's own."""
-    place = tl.arange(0, BLOCK_PAD)
+    """Update the online softmax with the `count` blocks of the union; (low, high) is the set of each row."""
+    position_in_block = tl.arange(0, BLOCK_PAD)
     for _ in range(count):
-        block, left_low, left_high = _pop_block(left_low, left_high, WORDS, BITS)
+        block, union_low, union_high = _pop_block(union_low, union_high, WORDS, BITS)
         start = block * BLOCK
-        # A base in 64 bits for the block, and offsets inside it that no step changes.
+        # A 64-bit base for the block, and offsets inside it that are the same in all steps.
         k_block = k_base + tl.cast(block, tl.int64) * (BLOCK * stride_kn)
         v_block = v_base + tl.cast(block, tl.int64) * (BLOCK * stride_vn)
         k, k_rest = load_consecutive_parts(k_block, stride_kn, 0, N - start, DK, DK_PART, DK_REST, BLOCK_PAD, True)
         v, v_rest = load_consecutive_parts(v_block, stride_vn, 0, N - start, DV, DV_PART, DV_REST, BLOCK_PAD, True)
         scores = dot_transposed(q, q_rest, k, k_rest, DK_REST)
-        # At run time: only a tile's last blocks need the mask, one or two, and a loop of their own would fill and drain the
-        # copies' buffers once more.
+        # A run-time condition: only the last one or two blocks of a tile need the mask, and a separate loop for them would
+        # fill and drain the copy pipeline once more.
         if start + BLOCK > first_t + 1:
-            scores = tl.where((start + place)[None, :] <= position[:, None], scores, float("-inf"))
+            scores = tl.where((start + position_in_block)[None, :] <= position[:, None], scores, float("-inf"))
         if BLOCK != BLOCK_PAD:
-            scores = tl.where((place < BLOCK)[None, :], scores, float("-inf"))
+            scores = tl.where((position_in_block < BLOCK)[None, :], scores, float("-inf"))
         word = low
         if WORDS == 2:
             word = tl.where(block < BITS, low, high)
-        chosen = ((word >> (block & (BITS - 1)).to(tl.uint32)) & 1) != 0
-        new_peak = tl.maximum(peak, tl.where(chosen, tl.max(scores, 1) * scale_log2, float("-inf")))
-        # In a row that did not choose this block an infinite shift turns every p to 0, at no cost for the scores.
-        p = tl.exp2(scores * scale_log2 - tl.where(chosen, new_peak, float("inf"))[:, None])
-        shrink = tl.exp2(peak - new_peak)
-        total = total * shrink + tl.sum(p, 1)
-        acc, acc_rest = rescale_and_add(acc, acc_rest, shrink, p.to(v.dtype), v, v_rest, DV_REST)
+        is_selected = ((word >> (block & (BITS - 1)).to(tl.uint32)) & 1) != 0
+        new_peak = tl.maximum(peak, tl.where(is_selected, tl.max(scores, 1) * scale_log2, float("-inf")))
+        # In rows that did not select this block, an infinite shift makes every p zero without masking the scores.
+        p = tl.exp2(scores * scale_log2 - tl.where(is_selected, new_peak, float("inf"))[:, None])
+        rescale = tl.exp2(peak - new_peak)
+        total = total * rescale + tl.sum(p, 1)
+        acc, acc_rest = rescale_and_add(acc, acc_rest, rescale, p.to(v.dtype), v, v_rest, DV_REST)
         peak = new_peak
     return acc, acc_rest, peak, total
 
@@ -315,7 +316,7 @@ def _attend_union(
 @triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def nsa_selected_union(
     q_ptr, k_ptr, v_ptr, blocks_ptr, out_ptr, lse_ptr, bounds_ptr,
-    T, G, documents, first_query,
+    T, G, n_documents, first_query,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     stride_outb, stride_outt, stride_lseb, stride_lset,
     scale_log2, tiles,
@@ -324,17 +325,17 @@ def nsa_selected_union(
     DK_REST: tl.constexpr, DV_REST: tl.constexpr,
     ROWS: tl.constexpr, QUERIES_PAD: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr,
 ):
-    """ROWS consecutive (query, head) rows of one (batch, group) against the union of their blocks.
+    """Compute attention of ROWS consecutive (query, head) rows of one (batch, group) to the union of their blocks.
 
-    A set of blocks, a query's choice or the union, is WORDS words of BITS bits, `low` and `high`.
+    A set of blocks (the selection of a query, or the union) is WORDS words of BITS bits, `low` and `high`.
     """
-    # Late tiles see the most blocks: they go first, so that none of them is left for the end.
+    # Late tiles have the most blocks, so they start first and none of them runs alone at the end.
     tile = tiles - 1 - tl.program_id(0) % tiles
     bg = (tl.program_id(0) // tiles).to(tl.int64)
     b = bg // G
     g = bg % G
     if bounds_ptr is not None:
-        _, tile, first, T, _, _ = find_document_of_tile(bounds_ptr, bounds_ptr, documents, tile, HEADS, ROWS)
+        _, tile, first, T, _, _ = find_document_of_tile(bounds_ptr, bounds_ptr, n_documents, tile, HEADS, ROWS)
         if tile * ROWS >= T * HEADS:
             return
         q_ptr += first * stride_qt
@@ -365,19 +366,19 @@ def nsa_selected_union(
     query = first_t + tl.arange(0, QUERIES_PAD)
     slots_inside = (query <= last_t)[:, None] & (slots < N_SEL)[None, :]
     slot_pointers = slots_base + query.to(tl.int64)[:, None] * G * N_SEL + slots[None, :]
-    chosen, live = load_selection(slot_pointers, slots_inside, 0, query[:, None], BLOCK)
-    query_low, query_high = _make_block_sets(chosen, live, WORDS, BITS)
+    selected, live = load_selection(slot_pointers, slots_inside, 0, query[:, None], BLOCK)
+    query_low, query_high = _make_block_sets(selected, live, WORDS, BITS)
     union_low = tl.reduce(query_low, 0, _bitwise_or)
     count = _count_members(union_low, BITS)
-    # A row's set is that of its query, by a sum with one term: so it can be worked out in the layout of the scores, which a
-    # step would else bring it into, through shared memory.
-    own = t[:, None] == query[None, :]
-    low = tl.sum(tl.where(own, query_low[None, :], 0), 1)
+    # Copy the set of each query to its rows with a sum of one term: the result has the register layout of the scores.
+    # Otherwise every step would convert it, through shared memory.
+    is_own_query = t[:, None] == query[None, :]
+    low = tl.sum(tl.where(is_own_query, query_low[None, :], 0), 1)
     union_high, high = union_low, low
     if WORDS == 2:
         union_high = tl.reduce(query_high, 0, _bitwise_or)
         count += _count_members(union_high, BITS)
-        high = tl.sum(tl.where(own, query_high[None, :], 0), 1)
+        high = tl.sum(tl.where(is_own_query, query_high[None, :], 0), 1)
 
     q_offsets = t.to(tl.int64) * stride_qt + query_head * stride_qh
     q, q_rest = load_parts_masked(q_ptr + b * stride_qb, q_offsets, inside, DK, DK_PART, DK_REST)

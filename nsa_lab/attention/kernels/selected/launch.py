@@ -1,10 +1,10 @@
-"""The operators of the selected branch, and how its kernels are launched.
+"""The operators of the selected branch, and the launches of its kernels.
 
-Two operators are registered, `nsa_lab::selected_fwd` and `nsa_lab::selected_bwd`. For the backward pass q, k, v, out, lse
-and blocks are kept; the inverted indices are built again, unless the caller hands them over (operator.py does).
+Two operators are registered, `nsa_lab::selected_fwd` and `nsa_lab::selected_bwd`. q, k, v, out, lse and blocks are saved
+for the backward pass. The inverted indices are rebuilt there, unless the caller passes them, as nsa_operator.py does.
 """
 
-# torch.library's functions are not annotated.
+# The functions of torch.library have no type annotations.
 # pyright: reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from nsa_lab.attention.kernels.selected.workspace_pieces import (
     split_into_pieces,
 )
 
-UNION_BLOCKS = 128  # the union kernel holds a query's choice in two 64-bit words
-UNION_TOKENS = 4096  # up to here the union of a tile's blocks costs less than the traffic of partial outputs
+UNION_BLOCKS = 128  # the union kernel stores the selection of a query in two 64-bit words
+UNION_TOKENS = 4096  # up to this length, the union of a tile's blocks costs less than the traffic of partial outputs
 
 
 def selected_attention(
@@ -57,25 +57,26 @@ def selected_attention(
     longest: int = 0,
     first: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to the selected blocks.
+    """Compute attention to the selected blocks.
 
     Args:
-        q: [B, T, H, Dk], as k and v. Any strides; a unit last stride saves a copy.
+        q: [B, T, H, Dk]. q, k and v may have any strides; a last stride of 1 avoids a copy.
         k: [B, T, G, Dk]; G divides H, head n belongs to group n // (H / G).
         v: [B, T, G, Dv].
         blocks: int32 [B, T, G, n_sel], ascending and distinct along n_sel, padded with −1. A block that starts after
             its query counts as −1.
         l_sel: tokens of a block.
-        documents: `Span.row_bounds`, B being 1: each is computed as if alone, and block numbers are its own.
-        longest: tokens that none of the documents exceeds.
-        first: position of query 0; keys stand from 0 on. Other than 0, there are no gradients.
+        documents: `Span.row_bounds` of packed documents (B = 1), each computed independently; block indices are local to a
+            document. None: not packed.
+        longest: upper bound of the tokens of a document.
+        first: position of query 0; keys start at position 0. If it is not 0, there is no backward pass.
 
     Returns:
         out [B, T, H, Dv] in q's dtype and lse float32 [B, T, H] (natural log). A query without blocks gets 0,
-        −inf and zero gradients. Both are differentiable, for q, k and v; the choice is not.
+        −inf and zero gradients. Both are differentiable with respect to q, k and v, not to the selection.
 
     Raises:
-        NotImplementedError: more (query, block, head) triples than the kernels number.
+        NotImplementedError: more (query, block, head) triples than the kernels can number.
     """
     check_pairs(q, k, v, blocks.shape[3], l_sel)
     strategy = get_forward_strategy(longest or k.shape[1], get_kernel_block(k, v, l_sel))
@@ -84,40 +85,41 @@ def selected_attention(
 
 
 def check_pairs(q: Tensor, k: Tensor, v: Tensor, n_sel: int, l_sel: int) -> None:
-    """Raise NotImplementedError for more pairs per group than 31 bits can number."""
+    """Raise NotImplementedError if a group has more pairs than 31 bits can number."""
     T, heads = q.shape[1], q.shape[2] // k.shape[2]
     slots = n_sel * (l_sel // get_kernel_block(k, v, l_sel))
     if T * slots * heads >= 2**31:
         raise NotImplementedError(
-            "selected_attention: the Triton kernels number (query, block, head) triples of a group in 31 bits, and "
-            f"{T} x {slots} x {heads} is more; at most {(2**31 - 1) // (slots * heads)} queries go with these blocks and "
-            "heads: split the sequence, or the heads over more groups"
+            "selected_attention: the Triton kernels number (query, block, head) triples of a group in 31 bits; got "
+            f"{T} x {slots} x {heads}; at most {(2**31 - 1) // (slots * heads)} queries are possible with these blocks and "
+            "heads; split the sequence, or split the heads into more groups"
         )
 
 
 def get_forward_strategy(T: int, block: int) -> str:
-    """`block` as `kernel_block` has it."""
+    """Return "union" or "gather". `block` is the result of `get_kernel_block`."""
     return "union" if T <= UNION_TOKENS and ceil_div(T, block) <= UNION_BLOCKS else "gather"
 
 
 def get_kernel_block(k: Tensor, v: Tensor, l_sel: int) -> int:
-    """The block that the kernels work in: l_sel where a tile can hold it, else the divisor that wastes least of a
-    power-of-two tile. Tiles of 128 keys spill registers in the backward pass; two of 64 do the same work without.
+    """Return the block size of the kernels: l_sel if it fits in a tile, otherwise its divisor that best fills a tile.
+
+    Tiles are padded to powers of two. Tiles of 128 keys spill registers in the backward pass; two of 64 keys do not.
     """
-    most = launch_table.selected_keys(k.dtype, max(k.shape[3], v.shape[3]), k.device)
-    if l_sel <= most:
+    max_keys = launch_table.selected_keys(k.dtype, max(k.shape[3], v.shape[3]), k.device)
+    if l_sel <= max_keys:
         return l_sel
-    divisors = [size for size in range(16, most + 1, 16) if l_sel % size == 0]
+    divisors = [size for size in range(16, max_keys + 1, 16) if l_sel % size == 0]
     return max(divisors, key=lambda size: (size / padded_width(size), size))
 
 
 def _split_blocks(blocks: Tensor, l_sel: int, size: int) -> Tensor:
-    """The choice in the kernels' blocks of `size`; contiguous."""
+    """Return the selection in blocks of `size` tokens, contiguous."""
     if size == l_sel:
         return blocks.contiguous()
     ratio = l_sel // size
-    inner = torch.arange(ratio, dtype=torch.int32, device=blocks.device)
-    split = torch.where(blocks[..., None] >= 0, blocks[..., None] * ratio + inner, -1)
+    sub_block = torch.arange(ratio, dtype=torch.int32, device=blocks.device)
+    split = torch.where(blocks[..., None] >= 0, blocks[..., None] * ratio + sub_block, -1)
     return split.flatten(-2).contiguous()
 
 
@@ -126,10 +128,10 @@ def _make_sizes(q: Tensor, v: Tensor, n_sel: int, block: int, documents: int | N
     return Sizes(B, T, H, v.shape[2], n_sel, block, dk, v.shape[3], documents, first)
 
 
-def _build_index(blocks: Tensor, sizes: Sizes, piece: Piece, width: int, bounds: PackedBounds) -> InvertedIndex:
-    """The index of a piece's part of the choice."""
-    ordered = should_sort_items(sizes, blocks.shape[1], width)
-    entries = compute_item_entries(sizes, width)
+def _build_index(blocks: Tensor, sizes: Sizes, piece: Piece, element_size: int, bounds: PackedBounds) -> InvertedIndex:
+    """Build the inverted index of a piece of the selection."""
+    ordered = should_sort_items(sizes, blocks.shape[1], element_size)
+    entries = compute_item_entries(sizes, element_size)
     return build_inverted_index(
         blocks, sizes.block, entries, sizes.n_blocks, sizes.first_query + piece.t0, sort_items=ordered, bounds=bounds
     )
@@ -138,34 +140,34 @@ def _build_index(blocks: Tensor, sizes: Sizes, piece: Piece, width: int, bounds:
 def get_saved_index_sizes(
     q: Tensor, v: Tensor, n_sel: int, l_sel: int, strategy: str, documents: Tensor | None = None, first: int = 0
 ) -> list[IndexSizes]:
-    """Sizes of the indices that `forward` gives to be kept for `backward`, one per piece; the union needs none."""
+    """Return the sizes of the indices that `forward` returns for `backward`, one per piece; the union needs none."""
     if strategy == "union":
         return []
     block = get_kernel_block(q, v, l_sel)
-    number = make_token_bounds(documents, 0, 0).n_documents
-    sizes, width = _make_sizes(q, v, n_sel * (l_sel // block), block, number, first), q.element_size()
-    kept: list[IndexSizes] = []
-    for piece in split_into_pieces(sizes, width):
+    n_documents = make_token_bounds(documents, 0, 0).n_documents
+    sizes, element_size = _make_sizes(q, v, n_sel * (l_sel // block), block, n_documents, first), q.element_size()
+    saved_sizes: list[IndexSizes] = []
+    for piece in split_into_pieces(sizes, element_size):
         rows, queries = (piece.b1 - piece.b0) * (piece.g1 - piece.g0), piece.t1 - piece.t0
-        ordered, entries = should_sort_items(sizes, queries, width), compute_item_entries(sizes, width)
-        kept.append(compute_index_sizes(rows, queries, sizes.n_blocks, sizes.n_sel, entries, sort_items=ordered))
-    return kept
+        ordered, entries = should_sort_items(sizes, queries, element_size), compute_item_entries(sizes, element_size)
+        saved_sizes.append(compute_index_sizes(rows, queries, sizes.n_blocks, sizes.n_sel, entries, sort_items=ordered))
+    return saved_sizes
 
 
 def needs_int64_offsets(sizes: Sizes, queries: int, width: int, *tensors: Tensor) -> bool:
-    """Whether offsets inside one sequence of `tensors`, or of one group's pairs of `width` elements, pass 32 bits."""
+    """Return True if offsets in a sequence of `tensors`, or in the pairs of a group, exceed 32 bits."""
     rows = max((sizes.n_keys - 1) * abs(x.stride(1)) + sizes.H * abs(x.stride(2)) for x in tensors)
     return max(rows, queries * sizes.n_sel * sizes.heads * width) >= 2**31 - 2**10
 
 
 def _split_scale(scale: float) -> tuple[float, float]:
-    """A power of two, which v can carry without rounding, and the rest, with the scale as their product."""
+    """Return (a power of two, by which v can be multiplied without rounding; the remaining factor of the scale)."""
     power = 2.0 ** (math.frexp(scale)[1] - 1)
     return power, scale / power
 
 
-# Defined by schema and not with `torch.library.custom_op`, whose wrapper was measured at .3 ms of host time per call: as
-# much as these kernels take on the device at 2048 tokens.
+# Defined by schema and not with `torch.library.custom_op`: its wrapper takes 0.3 ms of host time per call, as much as these
+# kernels take on the device at 2048 tokens.
 torch.library.define(
     "nsa_lab::selected_fwd",
     "(Tensor q, Tensor k, Tensor v, Tensor blocks, int l_sel, str strategy, Tensor? documents=None, int longest=0,"
@@ -187,7 +189,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int, strategy: str,
     documents: Tensor | None = None, longest: int = 0, first: int = 0,
 ) -> tuple[Tensor, Tensor, list[InvertedIndex]]:
-    """`selected_attention` itself, past PyTorch's dispatcher, and the indices that `backward` can use."""
+    """Compute `selected_attention` without PyTorch's dispatcher. Also return the indices, which `backward` can use."""
     q, k, v = map(make_rows_contiguous, (q, k, v))
     block = get_kernel_block(k, v, l_sel)
     blocks = _split_blocks(blocks, l_sel, block)
@@ -203,7 +205,7 @@ def forward(
 
 
 def _globalize_if_packed(blocks: Tensor, block: int, bounds: PackedBounds) -> Tensor:
-    """The choice as the inverted index takes it."""
+    """Return the selection in the numbering of the inverted index."""
     return blocks if bounds.n_documents is None else globalize_blocks(blocks, block, bounds)
 
 
@@ -227,8 +229,8 @@ def _forward_union(
 ) -> None:
     tile = launch_table.selected_union(q.dtype, max(sizes.dk, sizes.dv))
     tiles = bounds.count_tiles(sizes.T * sizes.heads, tile.rows)
-    n_blocks = ceil_div(bounds.longest, sizes.block)  # that a query can choose from
-    # A tile of consecutive rows touches one query more than it holds, when it starts inside one.
+    n_blocks = ceil_div(bounds.longest, sizes.block)  # that a query can select from
+    # A tile of consecutive rows that starts inside a query overlaps one more query than fit into it.
     queries = (tile.rows + sizes.heads - 2) // sizes.heads + 1
     nsa_selected_union[(tiles * sizes.B * sizes.G,)](
         q, k, v, blocks, out, lse, bounds.q,
@@ -244,7 +246,7 @@ def _forward_union(
 def _forward_gather(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, sizes: Sizes, bounds: PackedBounds
 ) -> list[InvertedIndex]:
-    """Fills out and lse; the index of every piece. `blocks` are `_numbered`."""
+    """Fill out and lse, and return the index of every piece. `blocks` is a result of `_globalize_if_packed`."""
     tile = launch_table.selected_items(q.dtype, max(sizes.dk, sizes.dv), sizes.block, q.device)
     merge_rows = launch_table.streaming_rows(sizes.dv)
     indices: list[InvertedIndex] = []
@@ -293,9 +295,9 @@ def backward(
     do: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, blocks: Tensor, l_sel: int, dq: Tensor,
     documents: Tensor | None = None, longest: int = 0, *, add: bool, indices: Sequence[InvertedIndex] = (),
 ) -> tuple[Tensor, Tensor]:
-    """dk and dv; the gradient of q is written to the contiguous `dq`, or added to what is there.
+    """Return dk and dv. The gradient of q is written to the contiguous `dq`, or added to it.
 
-    `delta` is sum(out * do) - dlse, float32 [B, T, H]; `indices` what `forward` gave, if at hand.
+    `delta` is sum(out * do) - dlse, float32 [B, T, H]. `indices`: those that `forward` returned; (): build them again.
     """
     q, k, v, do = map(make_rows_contiguous, (q, k, v, do))
     bounds = make_token_bounds(documents, longest, q.shape[1])
@@ -330,26 +332,28 @@ def _launch_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, block: int, add: bool, indices: Sequence[InvertedIndex],
     bounds: PackedBounds,
 ) -> None:
-    sizes, width = _make_sizes(q, v, blocks.shape[3], block, bounds.n_documents), q.element_size()
+    sizes, element_size = _make_sizes(q, v, blocks.shape[3], block, bounds.n_documents), q.element_size()
     tile = launch_table.selected_items(q.dtype, max(sizes.dk, sizes.dv), sizes.block, q.device)
     sum_rows, sum_elements = launch_table.streaming_rows(sizes.dk), launch_table.SUM_ITEMS_ELEMENTS
     item = sizes.block * (sizes.dk + sizes.dv)
     parts = ceil_div(item, sum_elements)
-    entries = compute_item_entries(sizes, width)
+    entries = compute_item_entries(sizes, element_size)
     columns = launch_table.selected_columns(q.dtype, max(sizes.dk, sizes.dv))
-    # Not in float16: an eighth of a small value may be subnormal there.
-    scaled_v = q.dtype != torch.float16
-    scale_ds, scale_dk = _split_scale(sizes.scale) if scaled_v else (sizes.scale, sizes.scale)
-    pieces = split_into_pieces(sizes, width)
+    # Not in float16, where an eighth of a small value can be subnormal.
+    is_v_scaled = q.dtype != torch.float16
+    scale_ds, scale_dk = _split_scale(sizes.scale) if is_v_scaled else (sizes.scale, sizes.scale)
+    pieces = split_into_pieces(sizes, element_size)
     all_sums = _allocate_sums(q, sizes, pieces)
     for number, piece in enumerate(pieces):
-        part_q, part_do, part_lse, part_delta, part_dq = (piece.slice_queries(x, sizes.heads) for x in (q, do, lse, delta, dq))
+        part_q, part_do, part_lse, part_delta, part_dq = (
+            piece.slice_queries(x, sizes.heads) for x in (q, do, lse, delta, dq)
+        )
         part_k, part_v, part_dk, part_dv = (piece.slice_keys(x) for x in (k, v, dk, dv))
         part_blocks = piece.slice_queries(blocks).contiguous()
         B, T, G = part_blocks.shape[:3]
         first, last = piece.t0 == 0, piece.t1 == sizes.T
         sums = None if all_sums is None else all_sums[piece.g0 % all_sums.shape[0] :]
-        index = indices[number] if indices else _build_index(part_blocks, sizes, piece, width, bounds)
+        index = indices[number] if indices else _build_index(part_blocks, sizes, piece, element_size, bounds)
         pair_dq = q.new_empty(B * G * T * sizes.n_sel * sizes.heads * sizes.dk)
         item_dkv = q.new_empty(index.work.numel() * item, dtype=torch.float32)
         nsa_selected_backward[(index.work.numel(),)](
@@ -357,7 +361,8 @@ def _launch_backward(
             T, sizes.T, G, sizes.G, sizes.n_blocks, piece.t0, bounds.n_documents,
             *get_strides(q, k, v, do), *lse.stride()[:2],
             scale_ds, scale_dk, sizes.scale * LOG2E,
-            ONE_PIECE=first and last, WIDE=needs_int64_offsets(sizes, T, sizes.dk, q, do), SCALED_V=scaled_v, ITEM_ENTRIES=entries,
+            ONE_PIECE=first and last, WIDE=needs_int64_offsets(sizes, T, sizes.dk, q, do), SCALED_V=is_v_scaled,
+            ITEM_ENTRIES=entries,
             **sizes.get_constants(), **sizes.get_width_parts(q.device, columns), ROWS=tile.rows, **tile.compile_options(),
         )
         tiles = ceil_div(T * sizes.heads, sum_rows)
@@ -366,7 +371,7 @@ def _launch_backward(
             pair_dq, part_blocks, part_dq, item_dkv, index.starts, sums, part_dk, part_dv, bounds.q,
             T, sizes.T, G, sizes.G, sizes.n_blocks, piece.t0, bounds.n_documents,
             *dq.stride()[:2],
-            scale_dk if scaled_v else 1.0, tiles, reductions, parts,
+            scale_dk if is_v_scaled else 1.0, tiles, reductions, parts,
             FIRST=first, LAST=last, ADD=add, ITEM_ENTRIES=entries, ROWS=sum_rows, ELEMENTS=sum_elements,
             ITEMS_AT_ONCE=launch_table.SUM_ITEMS_AT_ONCE, SLOTS_AT_ONCE=launch_table.slots_at_once(sizes.n_sel),
             **sizes.get_constants(), DK_PAD=padded_width(sizes.dk), num_warps=launch_table.STREAMING_WARPS,
@@ -375,15 +380,16 @@ def _launch_backward(
 
 
 def _allocate_sums(q: Tensor, sizes: Sizes, pieces: list[Piece]) -> Tensor | None:
-    """Where the float32 sums of dk and dv wait from one part of a group's queries to the next; None if no group is cut.
+    """Allocate the float32 sums of dk and dv that one part of a group's queries passes to the next; None if no group is
+    split.
 
-    [groups whose sums are alive at the same time, elements]: all groups, if one piece goes on with the sums of several.
+    [groups whose sums are in use at the same time, elements]: all groups, if one piece continues the sums of several.
     """
-    parts_of_groups = [piece for piece in pieces if piece.t1 - piece.t0 < sizes.T]
-    if not parts_of_groups:
+    partial_groups = [piece for piece in pieces if piece.t1 - piece.t0 < sizes.T]
+    if not partial_groups:
         return None
-    alive = sizes.G if any(piece.g1 - piece.g0 > 1 for piece in parts_of_groups) else 1
-    return q.new_empty(alive, sizes.n_blocks * sizes.block * (sizes.dk + sizes.dv), dtype=torch.float32)
+    n_alive = sizes.G if any(piece.g1 - piece.g0 > 1 for piece in partial_groups) else 1
+    return q.new_empty(n_alive, sizes.n_blocks * sizes.block * (sizes.dk + sizes.dv), dtype=torch.float32)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
