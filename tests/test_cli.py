@@ -296,7 +296,7 @@ def test_health_exit_code_and_first_failure(run_cli, tmp_path: Path) -> None:
     )
     result = run_cli("health", good)
     assert result.exit_code == 0
-    assert f"{good.name}: healthy: 30 of 30 hold\n" in result.out
+    assert f"{good.name}: healthy: 30 of 30 checks passed\n" in result.out
     result = run_cli("health", good, bad)
     assert result.exit_code == 3
     assert "NOT healthy: finished: HALTED at step 100 of 200" in " ".join(result.out.split())
@@ -325,7 +325,7 @@ def test_follow_gives_advice_for_a_killed_trainer(run_cli, tmp_path: Path) -> No
     assert result.out.splitlines()[-1].startswith(
         f"{run_dir.name} is DEAD: The trainer was killed; the last recorded step is 100."
     )
-    assert f"nsa-lab resume {run_dir.name} goes on" in result.out
+    assert f"nsa-lab resume {run_dir.name} continues" in result.out
 
 
 def test_status_of_a_halted_run_shows_reason_and_advice(run_cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,14 +335,14 @@ def test_status_of_a_halted_run_shows_reason_and_advice(run_cli, tmp_path: Path,
     assert result.splitlines()[-1].endswith(f"nsa-lab resume {run_dir.name}"), "a command is not wrapped"
     shown = " ".join(result.split())
     assert "reason step 101: the loss is nan" in shown
-    assert "The newest halt-… folder of the run holds the diagnosis." in shown
+    assert "See the newest halt-… folder of the run for the diagnosis." in shown
     first_kinds = ("fill", "start")
     run_dir = write_run(
         tmp_path / "texts", spoil=lambda events: [e for e in events if e["kind"] in first_kinds], status=HALTED
     )
     shown = " ".join(run_cli("status", run_dir).out.split())
-    assert "diagnosis" not in shown and "If the cause is a value" in shown, "unreadable text leaves no halt folder"
-    assert "Nothing was trained yet." in shown and "weights" not in shown
+    assert "diagnosis" not in shown and "If the cause is a setting" in shown, "unreadable text leaves no halt folder"
+    assert "Training has not started." in shown and "weights" not in shown
     summary = json.loads(run_cli("status", "latest", "--json").out)
     assert summary["reason"] == HALTED["reason"] and summary["advice"][-1].endswith(f"nsa-lab resume {run_dir.name}")
 
@@ -353,7 +353,7 @@ def test_status_of_a_killed_trainer_without_a_recorded_reason(run_cli, tmp_path:
     run_dir = write_run(tmp_path / "outputs", spoil=lambda events: [e for e in events if e["step"] <= 100], status=status)
     result = run_cli("status", "latest")
     assert result.exit_code == 0 and "reason not recorded in its status" in " ".join(result.out.split())
-    assert result.out.splitlines()[-1].endswith(f"nsa-lab resume {run_dir.name} goes on from the newest checkpoint.")
+    assert result.out.splitlines()[-1].endswith(f"nsa-lab resume {run_dir.name} continues from the newest checkpoint.")
 
 
 def test_printed_commands_include_a_non_default_outputs_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,8 @@
-"""Was this run healthy? Verdicts on a run directory, each with a threshold that can fail. Reads files only.
+"""Health checks of a run directory, each with a threshold that can fail. Only files are read.
 
-A verdict is True, False, or None where the run does not say. A run is healthy if no verdict is False; the first line
-names the first that is, causes before consequences. What should have been recorded and was not is False; None is what was
-not due, or cannot be told from so short a run. `verdict.Limits` holds every threshold.
+The result of a check is True, False, or None (unknown). A run is healthy if no result is False. Failed checks are reported
+with causes before consequences. A missing record that was due is False. None means that nothing was due, or that the run is
+too short to decide. `verdict.Limits` has all thresholds.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ CHECKS: tuple[Callable[[History, Limits], Verdict | None], ...] = (
 
 @dataclass(frozen=True)
 class Health:
-    """The verdicts on one run."""
+    """Results of all checks of one run."""
 
     run: str
     state: str
     verdicts: list[Verdict]
-    trial_reason: str | None = None  # why the run is too short to say what its model can do
+    trial_reason: str | None = None  # why the run is too short to judge its model; None if it is not
 
     @property
     def ok(self) -> bool:
@@ -96,48 +96,46 @@ class Health:
 
     @property
     def counts(self) -> str:
-        """`28 of 30 hold, 2 not judged`: what a verdict is worth."""
-        held, failed, unknown = (sum(v.ok is answer for v in self.verdicts) for answer in (True, False, None))
-        rest = [f"{failed} fail"] * bool(failed) + [f"{unknown} not judged"] * bool(unknown)
-        return ", ".join([f"{held} of {len(self.verdicts)} hold", *rest])
+        """Number of passed, failed and unknown checks: `28 of 30 checks passed, 2 unknown`."""
+        n_passed, n_failed, n_unknown = (sum(v.ok is result for v in self.verdicts) for result in (True, False, None))
+        others = [f"{n_failed} failed"] * bool(n_failed) + [f"{n_unknown} unknown"] * bool(n_unknown)
+        return ", ".join([f"{n_passed} of {len(self.verdicts)} checks passed", *others])
 
     @property
     def headline(self) -> str:
-        """One line: healthy, no fault found in a trial, healthy so far, or NOT healthy and the first thing that fails."""
+        """Summary in one line: healthy, healthy so far, a trial without failures, or NOT healthy and the first failure."""
         if self.failed:
             return f"NOT healthy: {self.failed[0].name}: {self.failed[0].text}"
         if self.state != directory.DONE:
             return f"healthy so far: {self.verdicts[0].text}"
         if self.trial_reason:
-            return (
-                f"a trial, and no fault in it: {self.counts}. Too short to say what the model can do: {self.trial_reason}"
-            )
+            return f"trial run, no failures: {self.counts}. Too short to judge the model: {self.trial_reason}"
         return f"healthy: {self.counts}"
 
 
 def examine(run_dir: str | Path | History, limits: Limits = LIMITS) -> Health:
-    """All verdicts on a run directory. Raises `RunDirectoryError` if it is none."""
+    """Run all checks on a run directory. Raises `RunDirectoryError` if it is not a run directory."""
     history = History.read(run_dir)
-    found = [_reject_nan(verdict) for check in CHECKS if (verdict := check(history, limits)) is not None]
-    finished = next(verdict for verdict in found if verdict.name == "finished")
-    # A run that ended badly says so first only if nothing else explains why.
-    causes = [verdict for verdict in found if verdict is not finished]
+    verdicts = [_reject_nan(verdict) for check in CHECKS if (verdict := check(history, limits)) is not None]
+    finished = next(verdict for verdict in verdicts if verdict.name == "finished")
+    # An unfinished run is reported first only if no other failed check explains it.
+    causes = [verdict for verdict in verdicts if verdict is not finished]
     if finished.ok is False and any(verdict.ok is False for verdict in causes):
-        found = [*causes, finished]
-    return Health(history.run, history.status.get("status", "unknown"), found, explain_trial(history, limits))
+        verdicts = [*causes, finished]
+    return Health(history.run, history.status.get("status", "unknown"), verdicts, explain_trial(history, limits))
 
 
 def _reject_nan(verdict: Verdict) -> Verdict:
-    """No comparison with what is no number is ever true, so that none finds a fault in it: it holds nothing, either."""
+    """Turn a passed check of a NaN value into an unknown one: comparisons with NaN are False, so it would never fail."""
     if verdict.ok and verdict.value is not None and math.isnan(verdict.value):
-        return replace(verdict, ok=None, text="not judged: a reading holds no number")
+        return replace(verdict, ok=None, text="unknown: a reading is NaN")
     return verdict
 
 
 def to_record(health: Health) -> dict[str, Any]:
-    """The verdicts as they stand in `verdict.json`; a number that is not finite is null."""
+    """Return the content of `verdict.json`. Non-finite numbers are null."""
 
-    def plain(verdict: Verdict) -> dict[str, Any]:
+    def to_json(verdict: Verdict) -> dict[str, Any]:
         return {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in asdict(verdict).items()
@@ -149,12 +147,12 @@ def to_record(health: Health) -> dict[str, Any]:
         "ok": health.ok,
         "headline": health.headline,
         **({"trial": health.trial_reason} if health.trial_reason else {}),
-        "verdicts": [plain(verdict) for verdict in health.verdicts],
+        "verdicts": [to_json(verdict) for verdict in health.verdicts],
     }
 
 
 def write_verdict(run_dir: str | Path | History) -> Path:
-    """Write what `examine` says to `verdict.json` in the run directory."""
+    """Write the results of `examine` to `verdict.json` in the run directory. Return its path."""
     history = History.read(run_dir)
     file = history.run_dir / directory.VERDICT
     write_text(file, json.dumps(to_record(examine(history)), indent=1, ensure_ascii=False) + "\n")
@@ -162,14 +160,14 @@ def write_verdict(run_dir: str | Path | History) -> Path:
 
 
 def read_verdict(run: str | Path | History) -> dict[str, Any] | None:
-    """What `write_verdict` wrote of the run as it stands; None where it was never judged, or has gone on since."""
+    """Return the content of `verdict.json`; None if it is missing or the run has continued since."""
     history = History.read(run)
-    told = read_json(history.run_dir / directory.VERDICT)
-    finished = next((v for v in told.get("verdicts", []) if v.get("name") == "finished"), {})
-    current = told.get("state") == history.status.get("status") and finished.get("value") == history.last_step
-    return told if current else None
+    record = read_json(history.run_dir / directory.VERDICT)
+    finished = next((v for v in record.get("verdicts", []) if v.get("name") == "finished"), {})
+    is_current = record.get("state") == history.status.get("status") and finished.get("value") == history.last_step
+    return record if is_current else None
 
 
 def list_verdicts(run_dir: str | Path | History, limits: Limits = LIMITS) -> list[Verdict]:
-    """`examine(run_dir).verdicts`."""
+    """Return `examine(run_dir).verdicts`."""
     return examine(run_dir, limits).verdicts

@@ -1,4 +1,4 @@
-"""Verdicts on the gates and the outputs of the branches, layer by layer; None for a dense model, which has neither."""
+"""Checks of the gates and the branch outputs, per layer. They return None for a dense model, which has neither."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_ENTROPY = math.log(3)
 
 
 def check_gates_moved(history: History, limits: Limits) -> Verdict | None:
-    """Stuck at no time: weights that move, shares that change, an entropy that is not that of a zero gate."""
+    """Check that gates are never stuck: weights and shares change, and the entropy is not ln 3, which zeros give."""
     if is_dense(history):
         return None
     _, entropy = history.layer_series("gate_entropy")
@@ -30,12 +30,12 @@ def check_gates_moved(history: History, limits: Limits) -> Verdict | None:
             f"entropy pinned at ln 3 = {MAX_ENTROPY:.4f} in every reading of {format_layers(pinned)}",
         )
     _, update = history.layer_series("gate_update")
-    still = (update == 0).all(axis=0) if len(update) else np.zeros(entropy.shape[1], bool)
-    if still.any():
-        return Verdict("gates moved", False, 0.0, 0.0, f"the gate weights never moved in {format_layers(still)}")
+    constant = (update == 0).all(axis=0) if len(update) else np.zeros(entropy.shape[1], bool)
+    if constant.any():
+        return Verdict("gates moved", False, 0.0, 0.0, f"the gate weights never changed in {format_layers(constant)}")
     if len(entropy) < 3:
         return Verdict(
-            "gates moved", None, None, limits.gate_min_change, f"{len(entropy)} readings are too few to see movement"
+            "gates moved", None, None, limits.gate_min_change, f"{len(entropy)} readings are too few to detect changes"
         )
     readings = np.stack(
         [values for values in (entropy, *_get_gate_shares(history).values()) if len(values) == len(entropy)]
@@ -48,33 +48,38 @@ def check_gates_moved(history: History, limits: Limits) -> Verdict | None:
             False,
             float(change.min()),
             limits.gate_min_change,
-            f"gate never moved in {format_layers(frozen)}",
+            f"gate never changed in {format_layers(frozen)}",
         )
-    same = (readings[:, 1:] == readings[:, :-1]).all(axis=0)
-    for stuck, what in ((same, "the gates are the same to the last bit"), (update == 0, "the gate weights stand still")):
-        row = _compute_longest_streak(stuck)
-        if (row >= limits.gate_constant_readings).any():
-            text = f"{what} in {row.max()} readings in a row in {format_layers(row >= limits.gate_constant_readings)}"
-            return Verdict("gates moved", False, float(row.max()), limits.gate_constant_readings, text)
-    if (late := entropy.shape[0] // 2) >= limits.gate_constant_readings:
-        recent = np.ptp(readings[:, -late:], axis=1).max(axis=0)
+    is_equal = (readings[:, 1:] == readings[:, :-1]).all(axis=0)
+    for stuck, subject in ((is_equal, "gates bitwise equal"), (update == 0, "gate weights unchanged")):
+        streak = _compute_longest_streak(stuck)
+        if (streak >= limits.gate_constant_readings).any():
+            text = (
+                f"{subject} in {streak.max()} readings in a row in {format_layers(streak >= limits.gate_constant_readings)}"
+            )
+            return Verdict("gates moved", False, float(streak.max()), limits.gate_constant_readings, text)
+    if (half := entropy.shape[0] // 2) >= limits.gate_constant_readings:
+        recent = np.ptp(readings[:, -half:], axis=1).max(axis=0)
         if (stopped := recent < limits.gate_min_change).any():
-            text = f"the gate no longer moved in the second half in {format_layers(stopped)}"
+            text = f"gate no longer changed in the second half in {format_layers(stopped)}"
             return Verdict("gates moved", False, float(recent.min()), limits.gate_min_change, text)
     return Verdict(
         "gates moved",
         True,
         float(change.min()),
         limits.gate_min_change,
-        f"{_describe_movement(entropy, _get_gate_shares(history))}; {_describe_unspecialized(_get_gate_shares(history), limits)}",
+        f"{_describe_movement(entropy, _get_gate_shares(history))}; "
+        f"{_describe_unspecialized(_get_gate_shares(history), limits)}",
     )
 
 
 def _describe_movement(entropy: np.ndarray, shares: dict[str, np.ndarray]) -> str:
-    """By how much the gates of the layers moved: shares and entropies apart, for they have units of their own."""
-    moved = [np.ptp(values, axis=0) for values in shares.values() if len(values)]
-    by_share = f"shares moved by {_format_range(np.max(moved, axis=0))}, of 1" if moved else "no shares were recorded"
-    return f"{by_share}; entropy by {_format_range(np.ptp(entropy, axis=0))}, nats"
+    """Return how much the gates of the layers changed, separately in shares and in entropy, whose units differ."""
+    changes = [np.ptp(values, axis=0) for values in shares.values() if len(values)]
+    share_text = (
+        f"branch shares changed by {_format_range(np.max(changes, axis=0))}" if changes else "no shares were recorded"
+    )
+    return f"{share_text}; entropy by {_format_range(np.ptp(entropy, axis=0))}, nats"
 
 
 def _format_range(change: np.ndarray) -> str:
@@ -83,17 +88,17 @@ def _format_range(change: np.ndarray) -> str:
 
 
 def _describe_unspecialized(shares: dict[str, np.ndarray], limits: Limits) -> str:
-    """Names the layers that never came to prefer a branch. Their gates may differ from token to token all the same."""
-    away = [np.abs(values - 1 / 3).max(axis=0) for values in shares.values() if len(values)]
-    even = np.max(away, axis=0) < limits.gate_even if away else np.zeros(0, bool)
+    """Return the layers that never preferred a branch on average. Their gates may still differ between tokens."""
+    deviations = [np.abs(values - 1 / 3).max(axis=0) for values in shares.values() if len(values)]
+    even = np.max(deviations, axis=0) < limits.gate_even if deviations else np.zeros(0, bool)
     if not even.any():
-        return "every layer left even shares" if len(even) else "which layers specialised is not known"
-    told = f"within {np.max(away, axis=0)[even].max():.3f} of 1/3"
-    return f"never specialised, on average every share {told} throughout: {format_layers(even)}"
+        return "every layer specialized" if len(even) else "unknown which layers specialized"
+    deviation = f"within {np.max(deviations, axis=0)[even].max():.3f} of 1/3"
+    return f"never specialized (all mean shares {deviation}): {format_layers(even)}"
 
 
 def check_gates_alive(history: History, limits: Limits) -> Verdict | None:
-    """No layer collapsed onto one branch, none saturated, none without a branch: at the end, and through the run."""
+    """Check that no layer's gate is collapsed onto one branch, saturated or without a branch, at the end and throughout."""
     if is_dense(history):
         return None
     _, entropy = history.layer_series("gate_entropy")
@@ -101,7 +106,7 @@ def check_gates_alive(history: History, limits: Limits) -> Verdict | None:
         return Verdict("gates alive", None, None, limits.gate_entropy, "no gate statistics were recorded")
     _, saturation = history.layer_series("gate_saturation")
     shares = _get_gate_shares(history)
-    ills = [
+    problems = [
         (
             entropy,
             entropy < limits.gate_entropy,
@@ -112,70 +117,74 @@ def check_gates_alive(history: History, limits: Limits) -> Verdict | None:
             saturation,
             saturation > limits.gate_saturation,
             limits.gate_saturation,
-            "{value:.0%} of the gate values are stuck at 0 or 1 in {where}",
+            "{value:.0%} of the gate values are saturated at 0 or 1 in {where}",
         ),
         *(
             (
                 share,
                 share < limits.gate_share,
                 limits.gate_share,
-                f"the {BRANCHES[branch]} branch holds {{value:.1%}} of the gates in {{where}}",
+                f"the {BRANCHES[branch]} branch has {{value:.1%}} of the gates in {{where}}",
             )
             for branch, share in shares.items()
         ),
     ]
-    for values, ill, limit, text in ills:
+    for values, violates, limit, text in problems:
         if not len(values):
             continue
-        # A moment of it is training; the end of it, or much of it, is not.
-        often = ill.mean(axis=0) > limits.gate_readings
-        now = ill[-1]
-        if (wrong := now | often).any():
-            # The reading that is farthest on the wrong side, of the last ones where they show it.
-            shown = (ill[-1:] & wrong) if now.any() else (ill & wrong)
-            found = values[-len(shown) :][shown]
-            value = float(found[np.abs(found - limit).argmax()])
-            when = "" if now.any() else f", in {ill[:, wrong].mean(axis=0).max():.0%} of the readings"
-            return Verdict("gates alive", False, value, limit, text.format(value=value, where=format_layers(wrong)) + when)
+        # A short violation is part of training; one at the end or in many readings is not.
+        is_frequent = violates.mean(axis=0) > limits.gate_readings
+        is_last = violates[-1]
+        if (failing := is_last | is_frequent).any():
+            # Report the reading with the largest violation, among the last readings if these violate the limit.
+            mask = (violates[-1:] & failing) if is_last.any() else (violates & failing)
+            violations = values[-len(mask) :][mask]
+            value = float(violations[np.abs(violations - limit).argmax()])
+            when = "" if is_last.any() else f", in {violates[:, failing].mean(axis=0).max():.0%} of the readings"
+            return Verdict(
+                "gates alive", False, value, limit, text.format(value=value, where=format_layers(failing)) + when
+            )
     last = entropy[-1]
-    split = ", ".join(f"{BRANCHES[branch]} {values[-1].mean():.0%}" for branch, values in shares.items() if len(values))
+    mean_shares = ", ".join(
+        f"{BRANCHES[branch]} {values[-1].mean():.0%}" for branch, values in shares.items() if len(values)
+    )
     return Verdict(
         "gates alive",
         True,
         float(last.min()),
         limits.gate_entropy,
-        f"{split}; lowest entropy of a layer {last.min():.2f} of {MAX_ENTROPY:.2f} nats",
+        f"{mean_shares}; lowest entropy of a layer {last.min():.2f} of {MAX_ENTROPY:.2f} nats",
     )
 
 
 def check_branch_outputs(history: History, limits: Limits) -> Verdict | None:
-    """Every branch of every layer says something, at every reading."""
+    """Check that the output of every branch is non-zero in every layer and reading."""
     if is_dense(history):
         return None
     norms = {branch: history.layer_series(f"norm_{branch}") for branch in BRANCHES}
     for branch, (steps, values) in norms.items():
-        if len(values) and (silent := values == 0).any():
-            first = int(steps[silent.any(axis=1).argmax()])
-            text = f"the {BRANCHES[branch]} branch is 0 in {format_layers(silent.any(axis=0))}, first at step {first:,}"
+        if len(values) and (is_zero := values == 0).any():
+            first = int(steps[is_zero.any(axis=1).argmax()])
+            text = f"the {BRANCHES[branch]} branch is 0 in {format_layers(is_zero.any(axis=0))}, first at step {first:,}"
             return Verdict("branch outputs", False, 0.0, 0.0, text)
     if not all(len(values) for _, values in norms.values()):
         return Verdict("branch outputs", None, None, 0.0, "no norms were recorded")
     last = {branch: values[-1].mean() for branch, (_, values) in norms.items()}
-    split = ", ".join(f"{BRANCHES[branch]} {value:.2f}" for branch, value in last.items())
-    return Verdict("branch outputs", True, float(min(last.values())), 0.0, f"root mean square {split}, over the layers")
+    mean_norms = ", ".join(f"{BRANCHES[branch]} {value:.2f}" for branch, value in last.items())
+    return Verdict("branch outputs", True, float(min(last.values())), 0.0, f"RMS, mean over layers: {mean_norms}")
 
 
 def _get_gate_shares(history: History) -> dict[str, np.ndarray]:
-    """Of each branch, its share of the gates `[readings, layers]`."""
+    """Return each branch's share of the gates, [readings, layers]."""
     return {branch: history.layer_series(f"gate_share_{branch}")[1] for branch in BRANCHES}
 
 
-def _compute_longest_streak(shows: np.ndarray) -> np.ndarray:
-    """How often in a row each column of `[n, layers]` shows, at most."""
-    longest = row = np.zeros(shows.shape[1], dtype=np.int64)
-    for each in shows:
-        row = np.where(each, row + 1, 0)
-        longest = np.maximum(longest, row)
+def _compute_longest_streak(mask: np.ndarray) -> np.ndarray:
+    """Return the largest number of consecutive True values in each column of a mask [readings, layers]."""
+    longest = streak = np.zeros(mask.shape[1], dtype=np.int64)
+    for row in mask:
+        streak = np.where(row, streak + 1, 0)
+        longest = np.maximum(longest, streak)
     return longest
 
 
@@ -183,8 +192,9 @@ def is_dense(history: History) -> bool:
     return history.config.model.attention == "dense"
 
 
-def format_layers(which: np.ndarray) -> str:
-    numbers = np.flatnonzero(which)
-    if len(numbers) == len(which):
+def format_layers(mask: np.ndarray) -> str:
+    """Return "layer 2", "layers 0, 3" or "every layer" for a bool mask over layers."""
+    numbers = np.flatnonzero(mask)
+    if len(numbers) == len(mask):
         return "every layer"
     return f"layer{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

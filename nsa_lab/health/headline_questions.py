@@ -1,4 +1,4 @@
-"""The four questions that a reader of a report has, answered from the verdicts."""
+"""The four headline questions of a report, answered from the results of the checks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from nsa_lab.health.verdict import Verdict
 
-# The verdicts that answer each; "did it work" asks all of them.
+# The checks that answer each question. For the first one, any failed check also answers it.
 QUESTIONS = {
     "Did it work?": ("finished", "loss fell"),
     "How fast?": ("throughput",),
@@ -17,7 +17,10 @@ BRANCH_QUESTIONS = ("Is the gate alive?", "Is selection doing anything?")
 
 
 def answer_questions(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """One verdict per question, named by it: False if one of its verdicts is, and that one speaks; else None if one is."""
+    """Return one result per question, named by it.
+
+    It is False, with the text of the failed checks, if one of its checks failed; otherwise None if one is unknown.
+    """
     return [
         _answer_question(question, [verdict for verdict in verdicts if verdict.name in names], verdicts)
         for question, names in QUESTIONS.items()
@@ -25,24 +28,25 @@ def answer_questions(verdicts: Sequence[Verdict]) -> list[Verdict]:
 
 
 def list_other_verdicts(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """The verdicts that none of the answers tells."""
-    told = []
+    """Return the results that are not part of any answer."""
+    used = []
     for question, names in QUESTIONS.items():
-        asked = [verdict for verdict in verdicts if verdict.name in names]
-        told += _list_failed(question, asked, verdicts) or asked
-    return [verdict for verdict in verdicts if verdict not in told]
+        own = [verdict for verdict in verdicts if verdict.name in names]
+        used += _list_failed(question, own, verdicts) or own
+    return [verdict for verdict in verdicts if verdict not in used]
 
 
-def _answer_question(question: str, asked: Sequence[Verdict], every: Sequence[Verdict]) -> Verdict:
-    if failed := _list_failed(question, asked, every):
+def _answer_question(question: str, own: Sequence[Verdict], verdicts: Sequence[Verdict]) -> Verdict:
+    """Answer a question from its `own` results; `verdicts` are the results of all checks."""
+    if failed := _list_failed(question, own, verdicts):
         return Verdict(question, False, None, None, "; ".join(f"{verdict.name}: {verdict.text}" for verdict in failed))
-    if not asked:
-        return Verdict(question, None, None, None, "a dense model has none")
-    unknown = any(verdict.ok is None for verdict in asked)
-    told = dict.fromkeys(verdict.text for verdict in asked)
-    return Verdict(question, None if unknown else True, None, None, "; ".join(told))
+    if not own:
+        return Verdict(question, None, None, None, "not applicable to a dense model")
+    is_unknown = any(verdict.ok is None for verdict in own)
+    texts = dict.fromkeys(verdict.text for verdict in own)
+    return Verdict(question, None if is_unknown else True, None, None, "; ".join(texts))
 
 
-def _list_failed(question: str, asked: Sequence[Verdict], every: Sequence[Verdict]) -> list[Verdict]:
-    """Those that speak where the answer is no: two at most."""
-    return [verdict for verdict in (every if question == next(iter(QUESTIONS)) else asked) if verdict.ok is False][:2]
+def _list_failed(question: str, own: Sequence[Verdict], verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """Return at most two failed checks that answer the question."""
+    return [verdict for verdict in (verdicts if question == next(iter(QUESTIONS)) else own) if verdict.ok is False][:2]

@@ -1,6 +1,6 @@
-"""Verdicts on the record itself: is it of one run, is its clock sound, and is everything there that was due?
+"""Checks of the record itself: one run, monotonic time, and no missing entries.
 
-What is missing where it was due is a failure. Where nothing was due yet, nothing is known.
+A missing entry that was due fails the check. If nothing was due yet, the result is unknown.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from nsa_lab.health.verdict import Limits, Verdict, join_lines
 from nsa_lab.runs.events import Event
 from nsa_lab.runs.history import Attempt, History
 
-# What a reading of statistics holds, layer by layer.
+# Fields of a reading of statistics, one value per layer.
 LAYER_STATISTICS = ("grad_norm_layers",)
 BRANCH_STATISTICS = (
     *(f"gate_share_{branch}" for branch in ("cmp", "sel", "win")),
@@ -24,23 +24,29 @@ BRANCH_STATISTICS = (
 
 
 def check_one_run(history: History, limits: Limits) -> Verdict:
-    """Status and events name the same run."""
-    named = sorted({str(event["run"]) for event in history.events if "run" in event})
-    said = history.status.get("run")
-    if len(named) > 1:
-        return Verdict("one run", False, len(named), 1, f"the events are of several runs: {', '.join(named[:3])}")
-    if not named or said is None:
-        return Verdict("one run", None, None, 1, "no event was written yet" if said else "there is no status")
-    begun = {event["attempt"] for event in history.events_of_kind("start", "resume")}
-    if said == named[0] and (lost := sorted({event["attempt"] for event in history.events} - begun)):
-        text = f"status and events are of {said}, and the record does not tell how attempt {lost[0]} began"
-        return Verdict("one run", None, len(named), 1, text)
-    text = f"status and events are of {said}" if said == named[0] else f"the status is of {said}, the events of {named[0]}"
-    return Verdict("one run", said == named[0], len({said, *named}), 1, text)
+    """Check that status and events name the same run."""
+    event_runs = sorted({str(event["run"]) for event in history.events if "run" in event})
+    status_run = history.status.get("run")
+    if len(event_runs) > 1:
+        return Verdict(
+            "one run", False, len(event_runs), 1, f"the events belong to several runs: {', '.join(event_runs[:3])}"
+        )
+    if not event_runs or status_run is None:
+        return Verdict("one run", None, None, 1, "no events yet" if status_run else "no status")
+    started = {event["attempt"] for event in history.events_of_kind("start", "resume")}
+    if status_run == event_runs[0] and (lost := sorted({event["attempt"] for event in history.events} - started)):
+        text = f"status and events belong to {status_run}, but the first event of attempt {lost[0]} is missing"
+        return Verdict("one run", None, len(event_runs), 1, text)
+    text = (
+        f"status and events belong to {status_run}"
+        if status_run == event_runs[0]
+        else f"the status belongs to {status_run}, the events to {event_runs[0]}"
+    )
+    return Verdict("one run", status_run == event_runs[0], len({status_run, *event_runs}), 1, text)
 
 
 def check_clock(history: History, limits: Limits) -> Verdict:
-    """Time goes forward from event to event, over all attempts."""
+    """Check that the time increases from event to event, over all attempts."""
     times = [(event["t"], event["step"]) for event in history.events if isinstance(event.get("t"), (int, float))]
     latest, back, where = float("-inf"), 0.0, 0
     for t, step in times:
@@ -50,29 +56,31 @@ def check_clock(history: History, limits: Limits) -> Verdict:
     if len(times) < 2:
         return Verdict("clock", None, None, limits.clock_back_s, "fewer than two events")
     ok = back <= limits.clock_back_s
-    text = "goes forward from event to event" if ok else f"steps back by {back:,.0f} s at step {where:,}"
+    text = "increases from event to event" if ok else f"goes back by {back:,.0f} s at step {where:,}"
     return Verdict("clock", ok, back, limits.clock_back_s, text)
 
 
 def check_heartbeats(history: History, limits: Limits) -> Verdict:
-    """As many as the time of the last attempt asks for, and some in each earlier one that took long enough."""
+    """Check the number of heartbeats in the last attempt, and that every long enough earlier attempt has some."""
     beats = [event["attempt"] for event in history.events_of_kind("heartbeat")]
-    asked = {a: config.runtime.heartbeat_s for a in history.attempts() if (config := history.config_of_attempt(a.number))}
+    intervals = {
+        a: config.runtime.heartbeat_s for a in history.attempts() if (config := history.config_of_attempt(a.number))
+    }
 
-    def due(attempt: Attempt) -> int:
-        return int((attempt.ended_at - attempt.started_at) / asked[attempt])
+    def count_due(attempt: Attempt) -> int:
+        return int((attempt.ended_at - attempt.started_at) / intervals[attempt])
 
-    # Below that, when the thread began and what a busy machine left it matter more than how many there are.
-    long = [attempt for attempt in asked if due(attempt) >= 3]
+    # With fewer than three, the start time of the thread and the load of the machine dominate the count.
+    long = [attempt for attempt in intervals if count_due(attempt) >= 3]
     for attempt in long:
-        wanted = limits.heartbeats * due(attempt) if attempt.number == history.last_attempt else 1
-        if beats.count(attempt.number) < wanted:
+        n_required = limits.heartbeats * count_due(attempt) if attempt.number == history.last_attempt else 1
+        if beats.count(attempt.number) < n_required:
             text = (
-                f"{beats.count(attempt.number)} in the {attempt.ended_at - attempt.started_at:,.0f} s of attempt {attempt.number}, "
-                f"one every {asked[attempt]:g} s asked"
+                f"{beats.count(attempt.number)} in the {attempt.ended_at - attempt.started_at:,.0f} s of attempt "
+                f"{attempt.number}, expected one every {intervals[attempt]:g} s"
             )
-            return Verdict("heartbeats", False, beats.count(attempt.number), wanted, text)
-    every = ", then ".join(dict.fromkeys(f"{every_s:g}" for every_s in asked.values()))
+            return Verdict("heartbeats", False, beats.count(attempt.number), n_required, text)
+    every = ", then ".join(dict.fromkeys(f"{every_s:g}" for every_s in intervals.values()))
     if not long:
         every = every or f"{history.config.runtime.heartbeat_s:g}"
         return Verdict("heartbeats", None, len(beats), None, f"too short for heartbeats every {every} s")
@@ -82,42 +90,42 @@ def check_heartbeats(history: History, limits: Limits) -> Verdict:
 
 
 def check_evaluations(history: History, limits: Limits) -> Verdict:
-    """One before the first step, one at every `eval_every` steps and one at the end."""
+    """Check that there is an evaluation before the first step, at every multiple of `eval_every`, and at the end."""
     due = {0} if history.last_step else set[int]()
     due |= get_due_steps(history, lambda train: train.eval_every)
     if history.is_done and (config := history.config_of_attempt(history.last_attempt)) and config.train.eval_every:
         due.add(config.train.steps)
-    # The step that the run is at may be evaluated next.
+    # The current step may be evaluated next.
     due -= set() if history.is_done else {history.last_step}
     return _check_complete(history, "evaluations", due, {event["step"] for event in history.evaluations}, "evaluations")
 
 
 def check_statistics(history: History, limits: Limits) -> Verdict:
-    """Every reading of the layers that was due, whole."""
+    """Check that every reading of layer statistics that was due is complete and not a copy of earlier readings."""
     names = LAYER_STATISTICS + (BRANCH_STATISTICS if history.config.model.attention == "nsa" else ())
     due = get_due_steps(history, lambda train: train.stats_every)
-    whole = {event["step"] for event in history.steps if all(event.get(name) for name in names)}
-    found = _check_complete(history, "statistics", due, whole, "readings of the layers")
-    stuck = _find_repeated_readings(history, limits.equal_readings) if found.ok else None
-    return found if stuck is None else replace(found, ok=False, text=stuck)
+    complete = {event["step"] for event in history.steps if all(event.get(name) for name in names)}
+    verdict = _check_complete(history, "statistics", due, complete, "readings of the layers")
+    repeated = _find_repeated_readings(history, limits.equal_readings) if verdict.ok else None
+    return verdict if repeated is None else replace(verdict, ok=False, text=repeated)
 
 
-def _find_repeated_readings(history: History, most: int) -> str | None:
-    """What says the same of every layer, to the last bit, in `most` readings in a row: nobody measures it any more.
+def _find_repeated_readings(history: History, n_equal: int) -> str | None:
+    """Return which statistics are bitwise equal in all layers in `n_equal` readings in a row: they are no longer measured.
 
-    Of gates, and of a branch that is 0, other verdicts speak. Where all blocks are read, the choice stays what it is.
+    Gates and zero branches have other checks. If all blocks are selected, the statistics of selection are constant anyway.
     """
     nsa, train = history.config.model.nsa, history.config.train
-    for what, prefix in (("the statistics of the choice are", "sel_"), ("the norms of the branches are", "norm_")):
+    for subject, prefix in (("selection statistics are", "sel_"), ("branch norms are", "norm_")):
         names = [name for name in BRANCH_STATISTICS if name.startswith(prefix)]
         readings = [(event["step"], [event.get(name) for name in names]) for event in history.steps if names[0] in event]
-        row, before = 1, None
+        streak, previous = 1, None
         for step, reading in readings:
-            chosen = prefix == "norm_" or train.stage_at(step).seq_len > nsa.n_sel * nsa.l_sel
-            row = row + 1 if chosen and reading == before and _has_nonzero(reading) else 1
-            before = reading
-            if row >= most:
-                return f"{what} the same to the last bit in {row} readings in a row, up to step {step:,}"
+            can_vary = prefix == "norm_" or train.stage_at(step).seq_len > nsa.n_sel * nsa.l_sel
+            streak = streak + 1 if can_vary and reading == previous and _has_nonzero(reading) else 1
+            previous = reading
+            if streak >= n_equal:
+                return f"{subject} bitwise equal in {streak} readings in a row, up to step {step:,}"
     return None
 
 
@@ -125,51 +133,52 @@ def _has_nonzero(reading: list[Any]) -> bool:
     return any(value for layers in reading if isinstance(layers, list) for value in layers)
 
 
-def _check_complete(history: History, name: str, due: set[int], found: Iterable[int], what: str) -> Verdict:
-    missing = sorted(due - set(found))
+def _check_complete(history: History, name: str, due: set[int], recorded: Iterable[int], subject: str) -> Verdict:
+    """Check that all steps that were `due` are `recorded`."""
+    missing = sorted(due - set(recorded))
     if missing:
-        text = f"{len(missing)} of {len(due)} {what} are missing, the first at step {missing[0]:,}"
+        text = f"{len(missing)} of {len(due)} {subject} are missing, the first at step {missing[0]:,}"
         return Verdict(name, False, len(due) - len(missing), len(due), text)
     if not due:
-        return require_known_settings(history, Verdict(name, None, 0, 0, "none was due yet"))
-    return require_known_settings(history, Verdict(name, True, len(due), len(due), f"{len(due)}, each when it was due"))
+        return require_known_settings(history, Verdict(name, None, 0, 0, "none due yet"))
+    return require_known_settings(history, Verdict(name, True, len(due), len(due), f"{len(due)}, none missing"))
 
 
 def get_due_steps(history: History, every: Callable[[TrainConfig], int]) -> set[int]:
-    """The steps, up to the one that the run is at, that an attempt owed something for, `every` so many of its steps."""
+    """Return the completed steps that are multiples of an attempt's interval, `every(settings)`."""
     return {
         step
-        for stretch in history.step_ranges()
-        if stretch.config
-        for step in stretch.list_multiples(every(stretch.config.train))
+        for step_range in history.step_ranges()
+        if step_range.config
+        for step in step_range.list_multiples(every(step_range.config.train))
     }
 
 
 def require_known_settings(history: History, verdict: Verdict) -> Verdict:
-    """What was due is there, as far as it is known what was due: not for an attempt whose settings are not."""
-    unknown = [f"{stretch.attempt}" for stretch in history.step_ranges() if stretch.config is None]
+    """Return `verdict`; unknown instead if the settings of an attempt, which determine the due entries, are unknown."""
+    unknown = [f"{step_range.attempt}" for step_range in history.step_ranges() if step_range.config is None]
     if not unknown:
         return verdict
-    who = f"attempt {unknown[0]}" if len(unknown) == 1 else f"attempts {', '.join(unknown)}"
-    text = f"what was due in {who} is not known: config.yaml has changed since, and the record does not tell what it said"
+    attempts = f"attempt {unknown[0]}" if len(unknown) == 1 else f"attempts {', '.join(unknown)}"
+    text = f"settings of {attempts} unknown: config.yaml has changed since, and the events do not record them"
     return replace(verdict, ok=None, text=f"{verdict.text}; {text}")
 
 
-def split_by_attempt(history: History, found: list[Event]) -> tuple[list[Event], list[Event]]:
-    """Those of the last attempt, and those that a later attempt got over."""
+def split_by_attempt(history: History, events: list[Event]) -> tuple[list[Event], list[Event]]:
+    """Return the events of the last attempt, and those of earlier attempts, from which the run has recovered."""
     last = history.last_attempt
-    return [event for event in found if event["attempt"] == last], [event for event in found if event["attempt"] != last]
+    return [event for event in events if event["attempt"] == last], [event for event in events if event["attempt"] != last]
 
 
 def format_guard(event: Event) -> str:
-    """What a guard found, and what it did."""
+    """Return the rule, the action and the text of a guard event."""
     text = event.get("text") or f"step {event['step']}: value {event.get('value')}, limit {event.get('limit')}"
     return f"{event.get('rule', 'a rule')} ({event.get('action')}): {join_lines(text)}"
 
 
-def format_recovered(found: list[Event], told: Callable[[Event], str]) -> str:
-    """Earlier troubles, for the end of a sentence; empty if there were none."""
-    if not found:
+def format_recovered(events: list[Event], format_event: Callable[[Event], str]) -> str:
+    """Return a suffix that lists the problems of earlier attempts; empty if there are none."""
+    if not events:
         return ""
-    shown = "; ".join(f"attempt {event['attempt']}: {told(event)}" for event in found[:3])
-    return f" (got over: {shown}{' …' if len(found) > 3 else ''})"
+    problems = "; ".join(f"attempt {event['attempt']}: {format_event(event)}" for event in events[:3])
+    return f" (recovered from: {problems}{' …' if len(events) > 3 else ''})"

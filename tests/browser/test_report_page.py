@@ -111,7 +111,7 @@ def test_the_report_of_a_run_through_its_notebook(browser, tmp_path):
     first_screen(browser, page)
     seen = seen_at_once(browser)
     for words in (
-        "a trial, and no fault in it",
+        "trial run, no failures",
         "Did it work? ok",
         "step 20 of 20",
         "bits per byte on held-out text",
