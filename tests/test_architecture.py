@@ -94,7 +94,7 @@ def test_imports_point_one_way(part: str) -> None:
 
 
 @pytest.mark.parametrize("reader", READER_PACKAGES)
-def test_what_reads_runs_never_loads_the_trainer(reader: str) -> None:
+def test_readers_of_runs_never_load_the_trainer(reader: str) -> None:
     """Not through anything that it imports either, nor inside a function."""
     known = {get_module_name(path): path for path in FILES}
     waiting, reached = [m for m in known if m.split(".")[1:2] == [reader]], set()
@@ -114,7 +114,7 @@ def test_launching_and_reading_need_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == 0
 
 
-def test_what_the_documentation_shows_is_read_by_nothing_else() -> None:
+def test_documentation_data_is_used_only_by_the_documentation() -> None:
     """A record that the library reckons with is package data; one under docs/ may be renamed, or missing, at any time."""
     sources = [*FILES, *(ROOT / "notebooks").glob("*.py")]
     for path in sources:
@@ -164,7 +164,7 @@ def is_broad(node: ast.AST) -> bool:
     return named and node.type.id in ("Exception", "BaseException")
 
 
-def test_no_handler_swallows_whatever_comes() -> None:
+def test_no_handler_swallows_all_exceptions() -> None:
     """`except:` and `except Exception: pass` turn a fault into a silent fallback."""
     wrong = []
     for path in FILES:
@@ -199,7 +199,7 @@ def test_no_switch_hides_in_the_environment() -> None:
             assert place == "attention/kernels/__init__.py" and "TRITON_INTERPRET" in strings
 
 
-def test_the_mathematics_keeps_no_state() -> None:
+def test_the_mathematics_has_no_state() -> None:
     """No global statement, and no module-level container in lower case, in attention, model and config."""
     for path in FILES:
         if get_part(get_module_name(path)) in ("attention", "model", "config"):

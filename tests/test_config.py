@@ -116,7 +116,7 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(section: str, key: st
         ({"name": "../x"}, ["name"]),
     ],
 )
-def test_an_impossible_value_says_what_to_do(sections: dict[str, Any], words: list[str]) -> None:
+def test_an_invalid_value_names_the_remedy(sections: dict[str, Any], words: list[str]) -> None:
     message = get_error(sections)
     assert all(word in message for word in words), message
 
@@ -131,7 +131,7 @@ def test_every_file_of_params_loads_and_its_model_can_be_built(path: Path) -> No
 
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
-def test_every_variant_can_be_asked_for_in_yaml(phi: str, gate: str, tmp_path: Path) -> None:
+def test_every_variant_can_be_set_in_yaml(phi: str, gate: str, tmp_path: Path) -> None:
     path = tmp_path / "variant.yaml"
     path.write_text(
         f"model: {{dim: 16, n_layers: 1, n_heads: 2, n_kv_groups: 1, d_k: 4, d_v: 4}}\n"
@@ -142,7 +142,7 @@ def test_every_variant_can_be_asked_for_in_yaml(phi: str, gate: str, tmp_path: P
     assert NSATransformer(config.model)(torch.zeros(1, 9, dtype=torch.int64)).isfinite().all()
 
 
-def test_the_production_run_is_the_model_that_it_says() -> None:
+def test_the_production_model_has_its_stated_size() -> None:
     (path,) = [path for path in PARAMS if path.stem == "production_50k"]
     config = RunConfig.from_yaml(path)
     said = yaml.safe_load(PRODUCTION)
@@ -164,7 +164,7 @@ def test_yaml_and_back_is_the_same_configuration(d: int, a: int, b: int, n_sel: 
     assert again == config and again.hash() == config.hash()
 
 
-def test_a_key_that_came_later_leaves_the_hash_of_runs_that_were_made_without_it() -> None:
+def test_added_keys_do_not_change_the_hash_of_older_runs() -> None:
     recorded = sorted((Path(__file__).parents[1] / "outputs").glob("production_50k*/config.yaml"))
     assert recorded
     for path in recorded:
@@ -180,7 +180,7 @@ def test_a_key_that_came_later_leaves_the_hash_of_runs_that_were_made_without_it
         assert RunConfig.from_dict(yaml.safe_load(config.to_yaml())) == config
 
 
-def test_tables_of_n_grams_are_read_where_there_are_n_grams() -> None:
+def test_ngram_tables_need_ngrams() -> None:
     """A preset without its tables is one that never had any, and a size that nothing reads is refused."""
     tables = {"ngram_rows": 100, "ngram_width": 5}
     without = RunConfig.from_dict({"model": {"ngrams": 0} | tables})
@@ -197,7 +197,7 @@ def test_tables_of_n_grams_are_read_where_there_are_n_grams() -> None:
 
 
 @pytest.mark.parametrize("name", ["smoke", "recall_taught"])
-def test_presets_have_the_recipe_and_a_configuration_without_its_keys_is_the_papers_definition(name: str) -> None:
+def test_presets_use_the_training_recipe_and_the_defaults_are_the_papers(name: str) -> None:
     (path,) = [path for path in PARAMS if path.stem == name]
     model = RunConfig.from_yaml(path).model
     assert (
@@ -211,7 +211,7 @@ def test_presets_have_the_recipe_and_a_configuration_without_its_keys_is_the_pap
     assert not plain.has_indexer and not plain.has_selection_loss
 
 
-def test_the_hash_is_of_every_value() -> None:
+def test_the_hash_depends_on_every_value() -> None:
     base = RunConfig()
     changed = [
         RunConfig(nsa={"w": 511}),
@@ -247,7 +247,7 @@ def test_overrides_are_read_as_yaml_and_checked_like_a_file(tmp_path: Path) -> N
     assert sections == {"train": {"steps": 1}}
 
 
-def test_nothing_in_place_of_a_section_is_refused_and_a_mapping_is_merged() -> None:
+def test_a_section_cannot_be_replaced_by_nothing_and_mappings_are_merged() -> None:
     """`-p model=` would have dropped what the file says of the model, without a word."""
     sections = {"name": "x", "model": {"dim": 64}}
     with pytest.raises(ConfigError, match=r"^model: expected a key .* model\.key=value; found nothing$"):
@@ -257,7 +257,7 @@ def test_nothing_in_place_of_a_section_is_refused_and_a_mapping_is_merged() -> N
 
 
 @pytest.mark.parametrize(("text", "words"), [("- 1\n", "mapping"), ("a: [\n", "not YAML"), ("3\n", "mapping")])
-def test_a_file_that_is_no_configuration_says_so(text: str, words: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_configuration_raises(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=words):
@@ -304,7 +304,7 @@ INVALID_YAML = {
 
 
 @pytest.mark.parametrize("text", INVALID_YAML)
-def test_a_spoilt_file_is_refused_with_the_cause_in_a_line(text: str, tmp_path: Path) -> None:
+def test_an_invalid_file_raises_with_the_cause_in_one_line(text: str, tmp_path: Path) -> None:
     """Every line of the message is a problem; none is a traceback, and none is longer than a person reads."""
     (tmp_path / "spoilt.yaml").write_bytes(INVALID_YAML[text][0])
     with pytest.raises(ConfigError) as caught:
@@ -326,13 +326,13 @@ def test_a_spoilt_file_is_refused_with_the_cause_in_a_line(text: str, tmp_path: 
         ("data.path=\udce9", "unacceptable character"),
     ],
 )
-def test_an_override_that_cannot_be_read_is_named_in_a_line(override: str, words: str) -> None:
+def test_an_invalid_override_is_named_in_one_line(override: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_override(override)
     assert words in str(caught.value) and len(str(caught.value).splitlines()) == 1 and len(str(caught.value)) < 300
 
 
-def test_yaml_reads_numbers_as_everyone_does_and_leaves_the_rest_text(tmp_path: Path) -> None:
+def test_yaml_parses_common_number_formats_and_leaves_the_rest_as_text(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(
         "name: 2026-01-31\ntrain: {lr: 1e-3, steps: 1_000, batch_size: 0x10, min_lr: .5e-4}\n"
@@ -353,7 +353,7 @@ def test_text_that_looks_like_something_else_survives_a_run_directory(text: str,
     assert RunConfig.from_yaml(tmp_path / "config.yaml") == config
 
 
-def test_anchors_and_merges_serve_stages(tmp_path: Path) -> None:
+def test_anchors_and_merges_work_in_stages(tmp_path: Path) -> None:
     """A merge is no second key: what stands beside it replaces what it brings, as YAML has it."""
     path = tmp_path / "x.yaml"
     path.write_text(
@@ -365,7 +365,7 @@ def test_anchors_and_merges_serve_stages(tmp_path: Path) -> None:
     assert [(stage.steps, stage.seq_len, stage.lr) for stage in stages] == [(5, 64, 1e-3), (5, 128, 1e-3), (5, 128, 1e-4)]
 
 
-def test_a_file_name_that_can_be_none_is_refused_in_a_line() -> None:
+def test_an_invalid_file_name_raises_in_one_line() -> None:
     for path in ("x" * 300 + ".yaml", "a\0b.yaml"):
         with pytest.raises(ConfigError, match="cannot be read") as caught:
             RunConfig.from_yaml(path)
@@ -384,7 +384,7 @@ def test_every_key_has_one_meaning() -> None:
     assert len(keys) == len(set(keys)) and {"nsa.l", "train.steps", "runtime.backend", "data.source"} <= set(keys)
 
 
-def test_a_batch_is_the_product_whatever_the_device_holds() -> None:
+def test_the_batch_does_not_depend_on_micro_batches() -> None:
     for batch, accumulate, micro in ((2, 2, None), (4, 1, 2), (1, 4, 4)):
         train = TrainConfig(batch_size=batch, accumulate_grad_batches=accumulate, micro_batch_size=micro, seq_len=2048)
         assert train.sequences_per_step == 4 and train.tokens_per_step == 8192
@@ -401,12 +401,12 @@ TWO_STAGES = [
 ]
 
 
-def test_a_later_stage_plants_nothing_either() -> None:
+def test_planted_share_needs_recall_in_every_stage() -> None:
     with pytest.raises(ConfigError, match=r"planted_share = 0\.5"):
         RunConfig.from_dict({"train": {"stages": [TWO_STAGES[0], {**TWO_STAGES[1], "planted_share": 0.5}]}})
 
 
-def test_a_stage_writes_no_later_key_at_its_first_value() -> None:
+def test_a_stage_omits_added_keys_at_their_default() -> None:
     """Or the hash of every run of stages that is older than the key would be another."""
     later = {"decay_share", "token_budget", "rope_theta", "cuda_graph", "min_document_tokens", "planted_share"}
     stages = RunConfig.from_dict({"train": {"stages": TWO_STAGES}}).to_dict()["train"]["stages"]
@@ -418,12 +418,12 @@ def test_an_override_that_is_a_mapping_wins() -> None:
     assert found == {"train": {"steps": 9, "lr": 1.0}}
 
 
-def test_a_fall_is_rounded_and_a_budget_may_be_one_step() -> None:
+def test_decay_steps_are_rounded_and_a_budget_can_be_one_step() -> None:
     assert StageConfig(steps=13, lr_schedule="wsd").decay_steps == 3
     assert StageConfig(token_budget=2048, seq_len=512, batch_size=4).steps == 1
 
 
-def test_a_rate_may_stay_where_it_is() -> None:
+def test_the_learning_rate_can_be_constant() -> None:
     train = TrainConfig(steps=20, lr=1e-3, min_lr=1e-3)
     assert {compute_learning_rate(step, train) for step in range(1, 21)} == {1e-3}
 
@@ -434,32 +434,32 @@ def test_the_longest_stage_need_not_be_the_last() -> None:
     assert config.train.longest_stage.seq_len == 64 and config.train.seq_len == 32
 
 
-def test_ranks_have_to_share_the_steps_of_every_stage() -> None:
+def test_ranks_must_divide_the_steps_of_every_stage() -> None:
     stages = [{"steps": 1, "seq_len": 16, "batch_size": n, "lr": 1e-3} for n in (4, 3)]
     with pytest.raises(ConfigError, match="a step has 3 sequences"):
         RunConfig.from_dict({"train": {"stages": stages}}).train.check_ranks(2)
 
 
 @pytest.mark.parametrize("key", ["steps", "seq_len", "batch_size", "lr"])
-def test_a_stage_says_all_that_a_stage_has_to_say(key: str) -> None:
+def test_a_stage_needs_its_required_keys(key: str) -> None:
     stage = {"steps": 1, "seq_len": 16, "batch_size": 4, "lr": 1e-3}
     del stage[key]
     with pytest.raises(ConfigError, match=rf"train\.stages\.0 has no {key};"):
         RunConfig.from_dict({"train": {"stages": [stage]}})
 
 
-def test_tokens_are_counted_in_63_bits() -> None:
+def test_the_token_count_fits_63_bits() -> None:
     with pytest.raises(ConfigError, match="more than 64 bits count"):
         TrainConfig(steps=2**31 - 1, seq_len=2**31 - 1, batch_size=3)
     assert TrainConfig(steps=2**31 - 1, seq_len=2**31 - 1, batch_size=2).tokens < 2**63
 
 
-def test_a_share_of_what_is_not_planted_is_refused_without_stages_too() -> None:
+def test_planted_share_needs_recall_without_stages_too() -> None:
     with pytest.raises(ConfigError, match=r"train\.planted_share = 0\.4, and data\.source = stdlib plants nothing"):
         RunConfig.from_dict({"train": {"planted_share": 0.4}, "data": {"source": "stdlib"}})
 
 
-def test_a_file_without_anything_is_no_configuration(tmp_path: Path) -> None:
+def test_an_empty_file_is_not_a_configuration(tmp_path: Path) -> None:
     """It began a model of 12 layers, without a word."""
     path = tmp_path / "x.yaml"
     for nothing in ("", "# train:\n"):
@@ -468,38 +468,38 @@ def test_a_file_without_anything_is_no_configuration(tmp_path: Path) -> None:
             RunConfig.from_yaml(path)
 
 
-def test_an_empty_section_is_one_at_its_defaults(tmp_path: Path) -> None:
+def test_an_empty_section_has_its_defaults(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("train:\ndata:\nmodel: {dim: 64}\n")
     assert RunConfig.from_yaml(path).train == TrainConfig()
 
 
-def test_a_value_may_hold_an_equals_sign() -> None:
+def test_a_value_can_contain_an_equals_sign() -> None:
     assert parse_override("data.question=a=b") == ("data.question", "a=b")
 
 
-def test_facts_may_be_planted_into_files_of_ones_own() -> None:
+def test_facts_can_be_inserted_into_local_files() -> None:
     assert RunConfig.from_dict({"data": {"source": "recall", "path": "texts"}}).data.path == "texts"
 
 
-def test_neither_half_of_a_surrogate_is_taken() -> None:
+def test_surrogates_raise() -> None:
     for half in ("\ud83d", "\udcff", "\udfff"):
         with pytest.raises(ConfigError, match="surrogate"):
             RunConfig.from_dict({"data": {"source": "recall", "question": f"{half} {{name}}"}})
 
 
-def test_a_dense_model_is_taught_no_choice() -> None:
+def test_a_dense_model_has_no_selection_loss() -> None:
     assert not RunConfig.from_dict({"model": {"attention": "dense", "selection_loss": 0.1}}).model.has_selection_loss
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("0xFf", 255), ("0b11", 3), ("True", True), ("FALSE", False), ("Off", False), ("yEs", True)]
 )
-def test_numbers_and_words_may_be_written_in_any_letters(text: str, value: object) -> None:
+def test_numbers_and_booleans_ignore_case(text: str, value: object) -> None:
     found = yaml_text.parse(text)
     assert found == value and type(found) is type(value)
 
 
-def test_a_gpu_is_used_once_by_a_sweep() -> None:
+def test_a_sweep_uses_each_gpu_once() -> None:
     with pytest.raises(ConfigError, match=r"gpus = \[0, 1, 0\]: 0 stands twice$"):
         SweepConfig(name="x", preset="ci", variants={"a": {}}, seeds=[0], gpus=[0, 1, 0])

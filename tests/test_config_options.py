@@ -96,7 +96,7 @@ def builders(tmp_path_factory: pytest.TempPathFactory) -> Builders:
     return Builders(data=data)
 
 
-def test_what_is_refused_or_tested_elsewhere_is_an_option() -> None:
+def test_exceptions_are_existing_options() -> None:
     assert {*REJECTED, *TESTED_ELSEWHERE} <= set(VALUES)
     assert all((Path(__file__).parents[1] / file).is_file() for file in TESTED_ELSEWHERE.values())
     assert {"nsa.phi", "nsa.gate", "model.mlp", "runtime.precision", "train.lr_schedule", "data.distance"} <= set(
@@ -114,7 +114,7 @@ def test_every_option_trains(number: int, builders: Builders, tmp_path: Path) ->
     assert len(losses) == 2 and all(0 < loss < 20 for loss in losses)
 
 
-def test_every_value_is_in_one_of_the_runs() -> None:
+def test_every_value_is_used_in_one_of_the_runs() -> None:
     configs = [make_config(number)[1] for number in range(N_RUNS)]
     seen = {one for config in configs for one in _list_used_values(config).items()}
     sparse = {one for config in configs if config.model.attention == "nsa" for one in _list_used_values(config).items()}
@@ -134,7 +134,7 @@ def _list_used_values(config: RunConfig) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("key", "value"), REJECTED, ids=str)
-def test_an_option_that_this_machine_cannot_use_is_refused_by_name(
+def test_an_unsupported_option_is_named(
     key: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -82,7 +82,7 @@ def get_names(requirements: list[str]) -> set[str]:
     return found
 
 
-def test_the_exports_are_those_of_the_contract() -> None:
+def test_the_exports_equal_the_contract() -> None:
     exported = {
         "__version__",
         "NSAttention",
@@ -99,7 +99,7 @@ def test_the_exports_are_those_of_the_contract() -> None:
 
 
 @pytest.mark.parametrize("name", nsa_lab.__all__)
-def test_every_export_is_there(name: str) -> None:
+def test_every_export_can_be_imported(name: str) -> None:
     found = getattr(nsa_lab, name)
     assert isinstance(found, str) if name == "__version__" else callable(found)
     assert name == "__version__" or (found.__name__ == name and found.__doc__)
@@ -143,7 +143,7 @@ def test_a_name_loads_only_what_it_needs() -> None:
 
 
 @pytest.mark.slow
-def test_the_core_trains_and_generates_without_any_extra(without: Callable[..., str]) -> None:
+def test_the_core_trains_and_generates_without_any_extra(run_without_packages: Callable[..., str]) -> None:
     code = """
 import torch, nsa_lab
 from nsa_lab.config import ModelConfig
@@ -152,7 +152,7 @@ tokens = torch.zeros(1, 40, dtype=torch.int64)
 torch.nn.functional.cross_entropy(model(tokens)[0], tokens[0]).backward()
 print(all(p.grad.isfinite().all() for p in model.parameters()), len(nsa_lab.generate(model, ["a"], max_new_tokens=2)[0]))
 """
-    assert without(EXTRA_BY_MODULE, code) == "True 2"
+    assert run_without_packages(EXTRA_BY_MODULE, code) == "True 2"
 
 
 @pytest.mark.slow
@@ -168,12 +168,12 @@ print(all(p.grad.isfinite().all() for p in model.parameters()), len(nsa_lab.gene
         ("from nsa_lab.config import RunConfig; RunConfig().to_yaml()", "yaml", "train"),
     ],
 )
-def test_what_misses_says_which_extra_brings_it(without: Callable[..., str], code: str, package: str, extra: str) -> None:
+def test_a_missing_package_names_its_extra(run_without_packages: Callable[..., str], code: str, package: str, extra: str) -> None:
     caught = f"from nsa_lab.config.optional_deps import MissingPackage\ntry: {code}\nexcept MissingPackage as error: print(error)"
-    assert without([package], caught) == f"{package} is not installed; run: pip install 'nsa-lab[{extra}]'"
+    assert run_without_packages([package], caught) == f"{package} is not installed; run: pip install 'nsa-lab[{extra}]'"
 
 
-def test_the_command_line_says_what_it_misses() -> None:
+def test_the_command_line_names_a_missing_package() -> None:
     code = "import sys; sys.modules['typer'] = None; from nsa_lab.__main__ import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.returncode, done.stdout) == (2, "")
@@ -187,7 +187,7 @@ def test_an_import_that_fails_for_another_reason_is_a_bug_and_keeps_its_tracebac
     assert "Traceback" in done.stderr and "nsa_lab.cli.bench_commands" in done.stderr
 
 
-def test_a_package_that_is_there_is_required_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requiring_an_installed_package_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     require("yaml", "typer")
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ImportError, match="tensorboard is not installed") as caught:
@@ -211,7 +211,7 @@ def parse_pins(text: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_the_lock_and_the_conda_environment_hold_every_package() -> None:
+def test_the_lock_and_the_conda_environment_have_every_package() -> None:
     """requirements.lock has each of [dev], and environment.yml the same with flash-attn, under conda's names."""
     wanted = get_names(PROJECT["dependencies"]) | get_names(EXTRAS["dev"])
     locked = parse_pins((ROOT / "requirements.lock").read_text(encoding="utf-8"))

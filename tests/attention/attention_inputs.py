@@ -1,4 +1,4 @@
-"""Inputs for attention tests: random tensors of any shape, geometries, and the ways that the torch backend can run."""
+"""Inputs for attention tests: random tensors of any shape, configurations, and variants of the torch backend."""
 
 from __future__ import annotations
 
@@ -28,22 +28,24 @@ GEOMETRIES = {
     "selection not a power of two": NSAConfig(l=6, d=3, l_sel=15, n_sel=5, w=100),
 }
 
-# Names of ways to compute: a backend, and the settings of the torch backend that steer it into each of its paths.
+# Name of a variant: the backend, and settings of the torch backend that select one of its code paths.
 VARIANTS: dict[str, dict[str, Any]] = {
     "reference": {},
     "torch": {},
     "torch, one query a chunk": {"CHUNK_BYTES": {"cpu": 1}},
     "torch, small chunks": {"CHUNK_BYTES": {"cpu": 4096}},
-    "torch, gathering": {"GATHER_PAST_BUDGETS": 0},
-    "torch, gathering in small chunks": {"GATHER_PAST_BUDGETS": 0, "CHUNK_BYTES": {"cpu": 4096}},
+    "torch, gathering": {"GATHER_MIN_BUDGETS": 0},
+    "torch, gathering in small chunks": {"GATHER_MIN_BUDGETS": 0, "CHUNK_BYTES": {"cpu": 4096}},
 }
-TORCH_VARIANTS = [arm for arm in VARIANTS if arm != "reference"]
+TORCH_VARIANTS = [variant for variant in VARIANTS if variant != "reference"]
 
 
 def _parametrize_variants(names: Iterable[str]) -> pytest.MarkDecorator:
-    """Runs a test with each of these arms; those that cut as finely as can be are as slow as it sounds."""
+    """Run a test with each of these variants; those with the smallest chunks are slow."""
     slow = ("torch, one query a chunk", "torch, gathering in small chunks")
-    return pytest.mark.parametrize("arm", [pytest.param(arm, marks=[pytest.mark.slow] * (arm in slow)) for arm in names])
+    return pytest.mark.parametrize(
+        "variant", [pytest.param(variant, marks=[pytest.mark.slow] * (variant in slow)) for variant in names]
+    )
 
 
 every_variant, every_torch_variant = _parametrize_variants(VARIANTS), _parametrize_variants(TORCH_VARIANTS)
@@ -51,8 +53,10 @@ every_variant, every_torch_variant = _parametrize_variants(VARIANTS), _parametri
 
 @contextmanager
 def use_variant(variant: str, batch: int = 1) -> Iterator[str]:
-    """Within, the torch backend runs as `arm` says; gives the backend's name. `batch`: chunks have the queries that they
-    have of one sequence, of so many sequences."""
+    """Run the torch backend as `variant` in this context, and yield the backend's name.
+
+    `batch`: multiply the chunk sizes, so that a batch has as many queries per chunk as a single sequence.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in VARIANTS[variant].items():
             scaled = {device: size * batch for device, size in value.items()} if isinstance(value, dict) else value
@@ -78,7 +82,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """Everything that sizes a call."""
+    """All sizes of a call."""
 
     nsa: NSAConfig = SMALL
     T: int = 21
@@ -90,7 +94,7 @@ class Shape:
     seed: int = 0
 
     def inputs(self, dtype: torch.dtype = torch.float64) -> Inputs:
-        """Normal queries, keys and values; the queries are large enough for a softmax that is far from flat."""
+        """Draw normal queries, keys and values. The queries are scaled up, so that the softmax is far from uniform."""
         generator = torch.Generator().manual_seed(self.seed)
         N = geometry.num_compressed(self.T, self.nsa)
 
@@ -105,7 +109,7 @@ class Shape:
 
 @st.composite
 def random_shapes(draw: st.DrawFn, max_tokens: int = 40) -> Shape:
-    """Any shape that the configuration allows, small enough for the brute force."""
+    """Draw any shape that the configuration allows, small enough for the brute force."""
     d = draw(st.integers(1, 4))
     nsa = NSAConfig(
         l=d * draw(st.integers(1, 4)),
@@ -127,7 +131,7 @@ def random_shapes(draw: st.DrawFn, max_tokens: int = 40) -> Shape:
     )
 
 
-# Kept as examples beside what hypothesis draws: the corners where ports of NSA break.
+# Fixed examples in addition to those of hypothesis: the corner cases that implementations of NSA often get wrong.
 CORNERS = {
     "one token": Shape(T=1),
     "shorter than a compression block": Shape(T=3),
@@ -152,5 +156,5 @@ def to_numpy(inputs: Inputs) -> list[np.ndarray]:
 
 
 def to_lists(blocks: Tensor) -> list[list[list[list[int]]]]:
-    """Blocks [B, T, G, n_sel] without their padding."""
+    """Return blocks [B, T, G, n_sel] as lists, without padding."""
     return [[[[j for j in row if j >= 0] for row in groups] for groups in tokens] for tokens in blocks.tolist()]

@@ -1,9 +1,9 @@
-"""NSA once more, token by token in float64: what `nsa_lab.attention.reference` itself is held against.
+"""Independent NSA implementation, token by token in float64, that `nsa_lab.attention.reference` is compared with.
 
-Written from the definition (docs and arXiv 2502.11089, section 3.3) and nothing else: no function here comes from the
-library, and none shares its formulas. Blocks are lists of token numbers, overlaps are counted, softmax runs over a list of
-keys, derivatives are written out. Arrays are numpy, laid out [B, T, H, D]; the geometry is five plain numbers. `first` is
-the position of the first query, where queries are the last of the keys; documents in one row are computed one by one.
+It follows only the definition (docs and arXiv 2502.11089, section 3.3). It imports nothing from the library and shares no
+formula with it: blocks are lists of token indices, overlaps are counted, the softmax is over a list of keys, and
+derivatives are written out. Arrays are numpy, [B, T, H, D]. `first` is the position of the first query if queries are the
+last of the keys. Documents in one row are computed one by one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 Array = np.ndarray
-# (sequence, position of the query, group) -> the numbers of the keys which that query reads
+# (sequence, position of the query, group) -> the keys that the query attends to
 Reads = Callable[[int, int, int], Iterable[int]]
 
 
@@ -27,18 +27,18 @@ class Geometry(NamedTuple):
 
 
 def compressed_blocks(length: int, geometry: Geometry) -> list[list[int]]:
-    """The tokens of every whole compression block."""
+    """Return the tokens of every complete compression block."""
     starts = range(0, length, geometry.d)
     return [list(range(s, s + geometry.l)) for s in starts if s + geometry.l <= length]
 
 
 def selection_blocks(length: int, geometry: Geometry) -> list[list[int]]:
-    """The tokens of every selection block, the last one possibly cut."""
+    """Return the tokens of every selection block; the last one can be incomplete."""
     return [[t for t in range(length) if t // geometry.l_sel == j] for j in range((length - 1) // geometry.l_sel + 1)]
 
 
 def mean(block: Array) -> Array:
-    """phi = avg: block [l, D] -> [D]."""
+    """Return the mean of block [l, D] (phi = avg), [D]."""
     total = np.zeros(block.shape[1])
     for token in block:
         total = total + token
@@ -46,12 +46,12 @@ def mean(block: Array) -> Array:
 
 
 def linear(position: Array, weight: Array) -> Callable[[Array], Array]:
-    """phi = linear: position encoding, then one matrix over the block's tokens, end to end."""
+    """Return phi = linear: add position encodings, then multiply the concatenated tokens with a matrix."""
     return lambda block: weight @ np.concatenate([token + p for token, p in zip(block, position, strict=True)])
 
 
 def mlp(position: Array, first: Array, second: Array) -> Callable[[Array], Array]:
-    """phi = mlp: as `linear`, with a SiLU between two matrices."""
+    """Return phi = mlp: like `linear`, with a SiLU between two matrices."""
 
     def apply(block: Array) -> Array:
         hidden = linear(position, first)(block)
@@ -61,7 +61,7 @@ def mlp(position: Array, first: Array, second: Array) -> Callable[[Array], Array
 
 
 def pool(score: Array, place: Array) -> Callable[[Array], Array]:
-    """phi = pool: every channel a softmax-weighted mean of the block's tokens; score [D, D], place [D, l]."""
+    """Return phi = pool: a softmax-weighted mean of the block's tokens per channel; score [D, D], place [D, l]."""
 
     def apply(block: Array) -> Array:
         weights = np.stack([score @ token + place[:, i] for i, token in enumerate(block)])  # [l, D]
@@ -87,7 +87,7 @@ def softmax(scores: Array) -> Array:
 
 
 def attention(q: Array, k: Array, v: Array, reads: Reads, first: int = 0) -> tuple[Array, Array]:
-    """Softmax attention of every query over the keys that `reads` lists: out, LSE. No keys: 0 and -inf."""
+    """Return softmax attention of every query over the keys that `reads` lists: out, LSE. No keys: 0 and -inf."""
     B, T, H, D = q.shape
     heads = H // k.shape[2]
     out, lse = np.zeros((B, T, H, v.shape[3])), np.full((B, T, H), -np.inf)
@@ -106,7 +106,7 @@ def attention(q: Array, k: Array, v: Array, reads: Reads, first: int = 0) -> tup
 def attention_gradients(
     q: Array, k: Array, v: Array, reads: Reads, d_out: Array, d_lse: Array, first: int = 0
 ) -> tuple[Array, Array, Array]:
-    """Of sum(out * d_out) + sum(lse * d_lse), with respect to q, k and v, a query at a time."""
+    """Return the gradients of sum(out * d_out) + sum(lse * d_lse) for q, k and v, query by query."""
     B, T, H, D = q.shape
     heads = H // k.shape[2]
     d_q, d_k, d_v = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
@@ -117,8 +117,8 @@ def attention_gradients(
                 keys = list(reads(b, first + t, g))
                 if keys:
                     p = softmax(k[b, keys, g] @ q[b, t, n] / np.sqrt(D))
-                    by_value = v[b, keys, g] @ d_out[b, t, n]
-                    d_score = p * (by_value - p @ by_value + d_lse[b, t, n]) / np.sqrt(D)
+                    d_probability = v[b, keys, g] @ d_out[b, t, n]
+                    d_score = p * (d_probability - p @ d_probability + d_lse[b, t, n]) / np.sqrt(D)
                     d_q[b, t, n] += d_score @ k[b, keys, g]
                     np.add.at(d_v[b, :, g], keys, np.outer(p, d_out[b, t, n]))
                     np.add.at(d_k[b, :, g], keys, np.outer(d_score, q[b, t, n]))
@@ -130,12 +130,12 @@ def dense_attention(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
 
 
 def visible(t: int, length: int, geometry: Geometry) -> list[int]:
-    """Compression blocks whose last token the query at t has seen."""
+    """Return the compression blocks whose last token is at or before t."""
     return [i for i, tokens in enumerate(compressed_blocks(length, geometry)) if tokens[-1] <= t]
 
 
 def compressed_reads(length: int, geometry: Geometry) -> Reads:
-    """What the queries of a document of `length` tokens read in the compressed branch."""
+    """Return the compressed blocks that the queries of a document of `length` tokens attend to."""
     last = [tokens[-1] for tokens in compressed_blocks(length, geometry)]
     return lambda b, t, g: [i for i, end in enumerate(last) if end <= t]
 
@@ -145,7 +145,7 @@ def compressed_attention(q: Array, k_cmp: Array, v_cmp: Array, geometry: Geometr
 
 
 def importance(q: Array, k_cmp: Array, geometry: Geometry, first: int = 0) -> Array:
-    """[B, T, G, selection blocks]: probability of compressed blocks, carried over by shared tokens, summed over heads."""
+    """Return [B, T, G, selection blocks]: compressed probabilities weighted by shared tokens, summed over heads."""
     B, T, H, D = q.shape
     G, length = k_cmp.shape[2], first + q.shape[1]
     compressed = [set(tokens) for tokens in compressed_blocks(length, geometry)]
@@ -155,16 +155,16 @@ def importance(q: Array, k_cmp: Array, geometry: Geometry, first: int = 0) -> Ar
     out = np.zeros((B, T, G, len(selection)))
     for b in range(B):
         for t in range(T):
-            seen = visible(first + t, length, geometry)
-            for n in range(H if seen else 0):
+            visible_blocks = visible(first + t, length, geometry)
+            for n in range(H if visible_blocks else 0):
                 g = n // (H // G)
-                p = softmax(k_cmp[b, seen, g] @ q[b, t, n] / np.sqrt(D))
-                out[b, t, g] += p @ shared[seen]
+                p = softmax(k_cmp[b, visible_blocks, g] @ q[b, t, n] / np.sqrt(D))
+                out[b, t, g] += p @ shared[visible_blocks]
     return out
 
 
 def select_by_importance(scores: Array, t: int, geometry: Geometry) -> list[int]:
-    """The blocks that the query at t reads: three forced, the rest by importance in float32, ties to the lower index."""
+    """Return the blocks of the query at t: three forced, the rest by importance in float32, ties to the lower index."""
     candidates = [j for j in range(len(scores)) if j * geometry.l_sel <= t]
     own = t // geometry.l_sel
     forced = [j for j in candidates if j in (0, own - 1, own)]
@@ -173,7 +173,7 @@ def select_by_importance(scores: Array, t: int, geometry: Geometry) -> list[int]
 
 
 def select_blocks(q: Array, k_cmp: Array, geometry: Geometry, first: int = 0) -> list[list[list[list[int]]]]:
-    """[sequence][token][group] -> list of blocks, ascending."""
+    """Return the selected blocks, [sequence][token][group] -> ascending list."""
     scores = importance(q, k_cmp, geometry, first)
     B, T, G, _ = scores.shape
     return [
@@ -210,11 +210,11 @@ def nsa_attention(
     v_win: Array,
     gates: Array,
     geometry: Geometry,
-    chosen_by: tuple[Array, Array, Geometry] | None = None,
+    selection_inputs: tuple[Array, Array, Geometry] | None = None,
     first: int = 0,
 ) -> Array:
-    """`chosen_by`: queries and compressed keys that choose the blocks, and their geometry; None: q and k_cmp."""
-    blocks = select_blocks(*(chosen_by or (q, k_cmp, geometry)), first)
+    """Return the gated sum. `selection_inputs`: queries, compressed keys and geometry for selection; None: q and k_cmp."""
+    blocks = select_blocks(*(selection_inputs or (q, k_cmp, geometry)), first)
     branches = [
         compressed_attention(q, k_cmp, v_cmp, geometry, first)[0],
         selected_attention(q, k_sel, v_sel, blocks, geometry, first)[0],
@@ -224,13 +224,13 @@ def nsa_attention(
 
 
 def rotate(x: Array, theta: float) -> Array:
-    """Rotary embedding of every head by itself: pair (i, i + D/2) is a complex number, turned by t * theta**(-2i/D)."""
+    """Rotate every head separately: pair (i, i + D/2) is a complex number, multiplied by exp(1j * t * theta**(-2i/D))."""
     half = x.shape[-1] // 2
-    turned = x[..., :half] + 1j * x[..., half:]
+    rotated = x[..., :half] + 1j * x[..., half:]
     for t in range(x.shape[1]):
         for i in range(half):
-            turned[:, t, :, i] *= np.exp(1j * t * theta ** (-2 * i / (2 * half)))
-    return np.concatenate([turned.real, turned.imag], axis=-1)
+            rotated[:, t, :, i] *= np.exp(1j * t * theta ** (-2 * i / (2 * half)))
+    return np.concatenate([rotated.real, rotated.imag], axis=-1)
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
@@ -242,7 +242,7 @@ def sigmoid(x: Array) -> Array:
 
 
 class Model(NamedTuple):
-    """The numbers of a model, and its weights by the names of its state_dict."""
+    """Sizes of a model, and its weights by state_dict key."""
 
     heads: int
     groups: int
@@ -255,15 +255,15 @@ class Model(NamedTuple):
     phi: str
     gated_mlp: bool
     weights: dict[str, Array]
-    turned: int | None = None  # channels of a head that rotary embedding turns; None: all
+    rotary_width: int | None = None  # channels of a head that RoPE rotates; None: all
     embedding_norm: bool = False
-    indexer: int = 0  # tokens that share a key of what chooses; 0: the compressed branch's scores choose
-    indexer_width: int | None = None  # of its query and keys; None: d_k
-    ngrams: tuple[int, int] = (0, 0)  # the longest that is looked up, and the rows of each table
+    indexer: int = 0  # tokens per index key; 0: no indexer
+    indexer_width: int | None = None  # None: d_k
+    ngrams: tuple[int, int] = (0, 0)  # longest n-gram, and rows of each table
 
 
 def attention_layer(x: Array, model: Model, prefix: str) -> Array:
-    """The rows of `qkv` are q, then the keys of cmp, sel and win, then the values of cmp, sel and win."""
+    """Compute an attention layer. Rows of `qkv`: q, then the keys of cmp, sel and win, then their values."""
     B, T, _ = x.shape
     H, G, d_k, d_v = model.heads, model.groups, model.d_k, model.d_v
     rows, start = {}, 0
@@ -283,36 +283,36 @@ def attention_layer(x: Array, model: Model, prefix: str) -> Array:
             branch = ["k_cmp", "k_sel", "k_win"].index(name)
             rows[name] = short_convolution(rows[name], model.weights[f"{prefix}.convolution.weight"][:, branch])
         if name[0] in "qk":
-            R = model.turned or d_k
+            R = model.rotary_width or d_k
             rows[name] = np.concatenate([rotate(rows[name][..., :R], model.theta), rows[name][..., R:]], axis=-1)
     k_cmp = compress(rows["k_cmp"], model.geometry, get_phi(model, f"{prefix}.phi_k"))
     v_cmp = compress(rows["v_cmp"], model.geometry, get_phi(model, f"{prefix}.phi_v"))
     logits = (x @ model.weights[f"{prefix}.gate.weight"].T).reshape(B, T, H, 3)
     gates = sigmoid(logits) if model.gate == "sigmoid" else np.apply_along_axis(softmax, -1, logits)
-    chosen_by = index_queries_and_keys(x, model, f"{prefix}.indexer") if model.indexer else None
+    selection_inputs = index_queries_and_keys(x, model, f"{prefix}.indexer") if model.indexer else None
     branches = k_cmp, v_cmp, rows["k_sel"], rows["v_sel"], rows["k_win"], rows["v_win"]
-    mixed = nsa_attention(rows["q"], *branches, gates, model.geometry, chosen_by)
-    return mixed.reshape(B, T, H * d_v) @ model.weights[f"{prefix}.out.weight"].T
+    attended = nsa_attention(rows["q"], *branches, gates, model.geometry, selection_inputs)
+    return attended.reshape(B, T, H * d_v) @ model.weights[f"{prefix}.out.weight"].T
 
 
-def compute_ngram_rows(tokens: Array, longest: int, rows: int, table: Array) -> Array:
-    """Of each token the rows of the 2 to `longest` tokens that end with it, side by side; in front of the first is none."""
-    base, mix, whole = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D, 2**64
+def compute_ngram_rows(tokens: Array, max_n: int, rows: int, table: Array) -> Array:
+    """Return the concatenated rows of the n-grams of 2 to `max_n` tokens that end with each token."""
+    base, multiplier, modulus = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D, 2**64
     out = []
     for sequence in tokens.tolist():
         for t in range(len(sequence)):
             row = []
-            for n in range(2, longest + 1):
-                value = sum((sequence[t - j] + 1) * base ** (j + 1) for j in range(n) if j <= t) % whole
-                value = fold_bits(fold_bits(value) * mix % whole)
-                signed = value - whole if value >= whole // 2 else value
+            for n in range(2, max_n + 1):
+                value = sum((sequence[t - j] + 1) * base ** (j + 1) for j in range(n) if j <= t) % modulus
+                value = fold_bits(fold_bits(value) * multiplier % modulus)
+                signed = value - modulus if value >= modulus // 2 else value
                 row.append(table[(n - 2) * rows + signed % rows])
             out.append(np.concatenate(row))
     return np.stack(out).reshape(*tokens.shape, -1)
 
 
 def fold_bits(value: int) -> int:
-    """A 64-bit number, its upper half xored into the lower; the sign bit fills what is shifted in."""
+    """Xor the upper half of a 64-bit number into the lower; the shift replicates the sign bit."""
     upper = value >> 32
     if value >= 2**63:
         upper |= 0xFFFFFFFF << 32
@@ -320,7 +320,7 @@ def fold_bits(value: int) -> int:
 
 
 def short_convolution(x: Array, weight: Array) -> Array:
-    """x [B, T, G, D] times weight[0], and the row before times weight[1], [G, D] each."""
+    """Return x [B, T, G, D] times weight[0] plus the previous row times weight[1], [G, D] each."""
     out = x * weight[0]
     for t in range(1, x.shape[1]):
         out[:, t] += x[:, t - 1] * weight[1]
@@ -328,17 +328,17 @@ def short_convolution(x: Array, weight: Array) -> Array:
 
 
 def index_queries_and_keys(x: Array, model: Model, prefix: str) -> tuple[Array, Array, Geometry]:
-    """The indexer's queries [B, T, G, width] and compressed keys [B, N, G, width], and the geometry of these."""
+    """Return the indexer's queries [B, T, G, width], compressed keys [B, N, G, width], and their geometry."""
     B, T, _ = x.shape
     G, width = model.groups, model.indexer_width or model.d_k
     geometry = model.geometry._replace(l=model.indexer, d=model.indexer)
     q, k = (rows.reshape(B, T, G, width) for rows in np.split(x @ model.weights[f"{prefix}.qk.weight"].T, 2, axis=-1))
     if f"{prefix}.convolution.weight" in model.weights:
         k = short_convolution(k, model.weights[f"{prefix}.convolution.weight"][:, 0])
-    R = (model.turned or model.d_k) * width // model.d_k
+    R = (model.rotary_width or model.d_k) * width // model.d_k
     q, k = (np.concatenate([rotate(rows[..., :R], model.theta), rows[..., R:]], axis=-1) for rows in (q, k))
-    weighed = model.indexer > 1  # there is nothing to weigh in one token
-    phi = pool(model.weights[f"{prefix}.phi.score"], model.weights[f"{prefix}.phi.place"]) if weighed else mean
+    has_weights = model.indexer > 1  # a single token needs no weights
+    phi = pool(model.weights[f"{prefix}.phi.score"], model.weights[f"{prefix}.phi.place"]) if has_weights else mean
     return q, compress(k, geometry, phi), geometry
 
 
@@ -354,7 +354,7 @@ def get_phi(model: Model, prefix: str) -> Callable[[Array], Array]:
 
 
 def logits(tokens: Array, model: Model, layers: int) -> Array:
-    """The whole transformer: tokens [B, T] -> [B, T, V]."""
+    """Return the logits of the transformer, tokens [B, T] -> [B, T, V]."""
     w = model.weights
     x = w["embedding.weight"][tokens]
     if model.ngrams[0]:

@@ -1,6 +1,6 @@
-"""Random chunks and packed documents, and each function on them against `brute_force`, gradients included.
+"""Random chunks and packed documents, and a comparison of each function with `brute_force`, including gradients.
 
-`python tests/attention/layout_cases.py 200` checks 200 of either kind and prints the worst error of each backend.
+`python tests/attention/layout_cases.py 200` checks 200 of each kind and prints the worst error of each backend.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from nsa_lab.attention import Span
 from nsa_lab.attention.compression import compress
 from nsa_lab.config import NSAConfig
 
-MAX_TOKENS = 200  # tokens of a document
+MAX_TOKENS = 200  # per document
 
 
 @dataclass(frozen=True)
 class Case:
-    """A span and the sizes of a call. `starts` and `lengths`: of the documents' queries, by position."""
+    """A layout and the sizes of a call. `starts`, `lengths`: position of the first query, and queries, of each document."""
 
     nsa: NSAConfig
     span: Span
@@ -45,12 +45,12 @@ class Case:
 
     @property
     def blocks(self) -> list[int]:
-        """Compressed blocks of every document, counted."""
+        """Number of compressed blocks of every document."""
         ends = [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
         return [len(brute_force.compressed_blocks(end, to_brute_force_geometry(self.nsa))) for end in ends]
 
     def inputs(self, dtype: torch.dtype = torch.float64) -> Inputs:
-        """As `Shape.inputs`: queries, keys and values of all documents, one after another."""
+        """Draw inputs as `Shape.inputs`, for all documents one after another."""
         generator = torch.Generator().manual_seed(self.seed)
         queries, keys = sum(self.lengths), sum(self.starts) + sum(self.lengths)
         blocks = keys // self.nsa.d if self.span.capacity else sum(self.blocks)
@@ -64,7 +64,7 @@ class Case:
         return Inputs(q, *pairs, gates).map(lambda x: x.to(dtype))
 
     def documents(self, x: Inputs) -> Iterator[tuple[int, Inputs]]:
-        """Position of the first query, and the inputs, of every document that has queries."""
+        """Yield the position of the first query and the inputs of every document that has queries."""
         query = key = block = 0
         for start, length, blocks in zip(self.starts, self.lengths, self.blocks, strict=True):
             rows, raw = slice(query, query + length), slice(key, key + start + length)
@@ -115,7 +115,7 @@ CASE_BUILDERS = {"chunk": make_chunk_case, "packed": make_packed_case}
 def compute_expected(
     case: Case, x: Inputs, weights: dict[str, Tensor]
 ) -> tuple[dict[str, np.ndarray], list, dict[str, np.ndarray]]:
-    """Every function's result, the blocks, and the gradients of the weighted sum of all results."""
+    """Return every function's result, the blocks, and the gradients of the weighted sum of all results."""
     g = to_brute_force_geometry(case.nsa)
     results: dict[str, list[np.ndarray]] = {name: [] for name in weights}
     blocks: list = [[] for _ in range(case.B)]
@@ -124,10 +124,10 @@ def compute_expected(
     for first, part in case.documents(x):
         q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = (y.numpy() for y in part)
         T = q.shape[1]
-        own = brute_force.select_blocks(q, k_cmp, g, first)
+        selected = brute_force.select_blocks(q, k_cmp, g, first)
         reads = {
             "cmp": (k_cmp, v_cmp, brute_force.compressed_reads(first + T, g)),
-            "sel": (k_sel, v_sel, brute_force.selected_reads(own, first + T, g, first)),
+            "sel": (k_sel, v_sel, brute_force.selected_reads(selected, first + T, g, first)),
             "win": (k_win, v_win, brute_force.window_reads(g)),
         }
         w = {name: weight[:, row : row + T].numpy() for name, weight in weights.items()}
@@ -139,32 +139,32 @@ def compute_expected(
             mixed = mixed + gates[..., i, None] * out
             d_gates[..., i] = (out * w["mixed"]).sum(-1)
             d_out = w[f"out_{name}"] + gates[..., i, None] * w["mixed"]
-            more, d_k, d_v = brute_force.attention_gradients(q, k, v, read, d_out, w[f"lse_{name}"], first)
-            d_q += more
+            d_q_branch, d_k, d_v = brute_force.attention_gradients(q, k, v, read, d_out, w[f"lse_{name}"], first)
+            d_q += d_q_branch
             gradients[f"k_{name}"].append(d_k)
             gradients[f"v_{name}"].append(d_v)
         results["mixed"].append(mixed)
         gradients["q"].append(d_q)
         gradients["gates"].append(d_gates)
         for b in range(case.B):
-            blocks[b] += own[b]
+            blocks[b] += selected[b]
         row += T
-    joined = [{name: np.concatenate(parts, 1) for name, parts in of.items()} for of in (results, gradients)]
+    joined = [{name: np.concatenate(parts, 1) for name, parts in results_of.items()} for results_of in (results, gradients)]
     return joined[0], blocks, joined[1]
 
 
 def compute_actual(
     case: Case, x: Inputs, weights: dict[str, Tensor], backend: str
 ) -> tuple[dict[str, Tensor], Tensor, Inputs]:
-    """The same from the library, on a GPU where there is one and the backend needs it."""
+    """Return the same from the library, on a GPU if one is available and the backend needs it."""
     device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
     x, weights = x.map(lambda y: y.detach().to(device).requires_grad_()), {n: w.to(device) for n, w in weights.items()}
-    nsa, how = case.nsa, {"backend": backend, "span": case.span}
-    out_cmp, lse_cmp = attention.compressed_attention(x.q, x.k_cmp, x.v_cmp, nsa, **how)
-    blocks = attention.select_blocks(x.q, x.k_cmp, lse_cmp, nsa, **how)
-    out_sel, lse_sel = attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, nsa, **how)
-    out_win, lse_win = attention.window_attention(x.q, x.k_win, x.v_win, nsa, **how)
-    mixed = attention.nsa_attention(*x, nsa, **how)
+    nsa, options = case.nsa, {"backend": backend, "span": case.span}
+    out_cmp, lse_cmp = attention.compressed_attention(x.q, x.k_cmp, x.v_cmp, nsa, **options)
+    blocks = attention.select_blocks(x.q, x.k_cmp, lse_cmp, nsa, **options)
+    out_sel, lse_sel = attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, nsa, **options)
+    out_win, lse_win = attention.window_attention(x.q, x.k_win, x.v_win, nsa, **options)
+    mixed = attention.nsa_attention(*x, nsa, **options)
     results = {"out_cmp": out_cmp, "lse_cmp": lse_cmp, "out_sel": out_sel, "lse_sel": lse_sel, "out_win": out_win,
                "lse_win": lse_win, "mixed": mixed}  # fmt: skip
     loss = sum((torch.where(torch.isneginf(y), 0.0, y) * weights[name]).sum() for name, y in results.items())
@@ -173,7 +173,7 @@ def compute_actual(
 
 
 def draw_weights(case: Case, x: Inputs) -> dict[str, Tensor]:
-    """A random direction for every result, so that no gradient is lost in a sum."""
+    """Draw a random direction for every result, so that no gradients cancel in a sum."""
     generator = torch.Generator().manual_seed(case.seed + 1)
     out, lse = (*x.q.shape[:3], case.d_v), x.q.shape[:3]
     names = {"out_cmp": out, "lse_cmp": lse, "out_sel": out, "lse_sel": lse, "out_win": out, "lse_win": lse, "mixed": out}
@@ -181,7 +181,7 @@ def draw_weights(case: Case, x: Inputs) -> dict[str, Tensor]:
 
 
 def compute_error(actual: Tensor, expected: np.ndarray) -> float:
-    """Largest difference, over the largest value where that is more than 1; infinite where infinities do not agree."""
+    """Return the largest difference, relative to the largest value if that exceeds 1; inf if infinities differ."""
     a, hidden = actual.numpy(), np.isinf(expected)
     assert a.shape == expected.shape
     if not np.array_equal(np.isinf(a), hidden):
@@ -191,26 +191,28 @@ def compute_error(actual: Tensor, expected: np.ndarray) -> float:
 
 
 def compute_worst_errors(case: Case) -> dict[str, float]:
-    """By backend: results and gradients against the truth. Raises AssertionError where blocks or padded rows are wrong."""
+    """Return the worst error of results and gradients by backend. Raise AssertionError for wrong blocks or padding rows."""
     x = case.inputs()
     weights = draw_weights(case, x)
     results, blocks, gradients = compute_expected(case, x, weights)
     worst = {}
-    for arm in ("reference", case.variant):
-        with use_variant(arm) as backend:
-            mine, chosen, grads = compute_actual(case, x, weights, backend)
-        assert to_lists(chosen) == blocks, f"{case}: {arm} chooses other blocks"
-        errors = [compute_error(mine[name], results[name]) for name in results]
+    for variant in ("reference", case.variant):
+        with use_variant(variant) as backend:
+            actual, actual_blocks, grads = compute_actual(case, x, weights, backend)
+        assert to_lists(actual_blocks) == blocks, f"{case}: {variant} selects other blocks"
+        errors = [compute_error(actual[name], results[name]) for name in results]
         for name, gradient in zip(Inputs._fields, grads, strict=True):
-            true = gradients[name]
-            assert (gradient[:, true.shape[1] :] == 0).all(), f"{case}: {arm}: {name}: padded rows have a gradient"
-            errors.append(compute_error(gradient[:, : true.shape[1]], true))
+            expected_gradient = gradients[name]
+            assert (gradient[:, expected_gradient.shape[1] :] == 0).all(), (
+                f"{case}: {variant}: {name}: padding has a gradient"
+            )
+            errors.append(compute_error(gradient[:, : expected_gradient.shape[1]], expected_gradient))
         worst[backend] = max(errors)
     return worst
 
 
 def compute_compression_error(case: Case) -> float:
-    """Of `compress` and `reference.compress`, values and gradients, where phi is the mean."""
+    """Return the worst error of values and gradients of `compress` and `reference.compress`, for phi = avg."""
     g, x = to_brute_force_geometry(case.nsa), case.inputs().k_sel.requires_grad_()
     parts = [part.k_sel.detach().numpy() for _, part in case.documents(case.inputs())]
     expected = np.concatenate([brute_force.compress(part, g) for part in parts], axis=1)
@@ -239,8 +241,8 @@ def main(count: int) -> None:
         worst: dict[str, float] = {}
         for seed in range(count):
             case = build(seed)
-            found = {**compute_worst_errors(case), "compress": compute_compression_error(case)}
-            worst = {name: max(worst.get(name, 0.0), x) for name, x in found.items()}
+            errors = {**compute_worst_errors(case), "compress": compute_compression_error(case)}
+            worst = {name: max(worst.get(name, 0.0), x) for name, x in errors.items()}
         print(f"{kind}: {count} cases, worst error {worst}, longest {MAX_TOKENS} tokens", flush=True)
 
 

@@ -25,7 +25,7 @@ SHAPE = Shape(nsa=NSA, T=69, B=1, G=1, h=1, d_k=32, d_v=32)
 # What each part launches, by the name of its kernel; the compressed branch and the window share one, whose W is 0 or not.
 FORWARD = {
     "compressed": {"nsa_band_forward, compressed"},
-    "selection": {"nsa_choice"},
+    "selection": {"nsa_block_topk"},
     "selected": {"nsa_selected_union"},
     "window": {"nsa_band_forward, window"},
     "combine": {"nsa_gate_forward"},
@@ -92,7 +92,7 @@ def list_calls(x: Inputs, backend: str) -> Iterator[tuple[str, Callable[[], Any]
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton", "auto"])
-def test_every_branch_is_computed_by_the_backend_asked_for(
+def test_every_branch_runs_on_the_requested_backend(
     backend: str, x: Inputs, launched: set[str], entered: set[tuple[str, str]]
 ) -> None:
     chosen = attention.resolve_backend(DEVICE, torch.float32, NSA, backend=backend)
@@ -107,7 +107,7 @@ def test_every_branch_is_computed_by_the_backend_asked_for(
             assert (launched, entered) == (set(), {(chosen[part].backend, part)})
 
 
-def test_the_whole_operator_is_computed_by_the_kernels_forward_and_backward(
+def test_the_operator_runs_only_kernels_forward_and_backward(
     x: Inputs, launched: set[str], entered: set[tuple[str, str]]
 ) -> None:
     x = x.map(lambda x: x.detach().requires_grad_())
@@ -118,15 +118,13 @@ def test_the_whole_operator_is_computed_by_the_kernels_forward_and_backward(
     assert launched >= BACKWARD and not launched & ALL_FORWARD and not entered
 
 
-def test_a_table_of_choices_is_followed_by_the_whole_operator(
-    x: Inputs, launched: set[str], entered: set[tuple[str, str]]
-) -> None:
+def test_the_operator_follows_resolved_backends(x: Inputs, launched: set[str], entered: set[tuple[str, str]]) -> None:
     attention.nsa_attention(*x, NSA, backend=attention.resolve_backend(DEVICE, torch.float32, NSA, backend="triton"))
     assert (launched, entered) == (ALL_FORWARD, set())
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_the_whole_operator_without_kernels_launches_none(
+def test_other_backends_launch_no_kernel(
     backend: str, x: Inputs, launched: set[str], entered: set[tuple[str, str]]
 ) -> None:
     x = x.map(lambda x: x.detach().requires_grad_())
@@ -137,7 +135,7 @@ def test_the_whole_operator_without_kernels_launches_none(
 
 
 @pytest.mark.parametrize("part", FORWARD)
-def test_one_part_by_the_kernels_is_that_part_alone(
+def test_one_part_on_kernels_launches_only_its_kernels(
     part: str, x: Inputs, launched: set[str], entered: set[tuple[str, str]]
 ) -> None:
     table = attention.resolve_backend(DEVICE, torch.float32, NSA, backend="torch")
@@ -147,7 +145,7 @@ def test_one_part_by_the_kernels_is_that_part_alone(
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_a_model_computes_with_the_backend_that_it_was_built_for(
+def test_a_model_runs_on_the_backend_that_it_was_built_for(
     backend: str, launched: set[str], entered: set[tuple[str, str]]
 ) -> None:
     config = ModelConfig(dim=32, n_layers=1, n_heads=2, n_kv_groups=1, d_k=32, d_v=32, nsa=NSA)
@@ -157,7 +155,7 @@ def test_a_model_computes_with_the_backend_that_it_was_built_for(
     assert {name for name, part in entered if part != "combine"} == ({"torch"} if backend == "torch" else set())
 
 
-def test_a_function_of_the_kernels_has_no_way_around_them() -> None:
+def test_the_kernel_backend_has_no_fallback() -> None:
     """Nothing in the kernels' package imports another backend."""
     for path in Path(kernels.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -41,7 +41,7 @@ def build_equation_9_weights(n_compressed: int, n_selection: int, nsa: NSAConfig
 
 
 @pytest.mark.parametrize(("d", "l_over_d", "l_sel_over_d"), BLOCK_RATIOS)
-def test_equation_9_with_indices_from_1_is_the_shared_tokens(d: int, l_over_d: int, l_sel_over_d: int) -> None:
+def test_equation_9_with_indices_from_1_counts_shared_tokens(d: int, l_over_d: int, l_sel_over_d: int) -> None:
     nsa = NSAConfig(d=d, l=d * l_over_d, l_sel=d * l_sel_over_d)
     for length in (nsa.l, nsa.l_sel, 3 * nsa.l_sel + nsa.l + d - 1, 7 * nsa.l_sel):
         sizes = geometry.num_compressed(length, nsa), geometry.num_selection(length, nsa)
@@ -76,7 +76,7 @@ def test_the_default_weights_are_1_2_2_2_1() -> None:
 
 
 @given(nsa=random_geometries(), length=st.integers(1, 200))
-def test_overlap_counts_shared_tokens_at_the_cut_end_too(nsa: NSAConfig, length: int) -> None:
+def test_overlap_counts_shared_tokens_of_an_incomplete_last_block(nsa: NSAConfig, length: int) -> None:
     compressed = [set(range(s, s + nsa.l)) for s in range(0, length, nsa.d) if s + nsa.l <= length]
     selection = [set(range(s, s + nsa.l_sel)) for s in range(0, length, nsa.l_sel)]
     assert (len(compressed), len(selection)) == (geometry.num_compressed(length, nsa), geometry.num_selection(length, nsa))
@@ -85,7 +85,7 @@ def test_overlap_counts_shared_tokens_at_the_cut_end_too(nsa: NSAConfig, length:
 
 
 @given(nsa=random_geometries(), length=st.integers(1, 200))
-def test_the_torch_backend_carries_importance_as_the_matrix_does(nsa: NSAConfig, length: int) -> None:
+def test_the_torch_backend_sums_importance_like_the_matrix(nsa: NSAConfig, length: int) -> None:
     n, blocks = geometry.num_compressed(length, nsa), geometry.num_selection(length, nsa)
     p = torch.rand(2, n, dtype=torch.float64)
     expected = p @ geometry.overlap(n, blocks, nsa, dtype=torch.float64)
@@ -93,7 +93,7 @@ def test_the_torch_backend_carries_importance_as_the_matrix_does(nsa: NSAConfig,
 
 
 @given(nsa=random_geometries(), length=st.integers(1, 150))
-def test_visible_candidate_and_forced_blocks_are_what_counting_gives(nsa: NSAConfig, length: int) -> None:
+def test_visible_candidate_and_forced_blocks_equal_counting(nsa: NSAConfig, length: int) -> None:
     t = torch.arange(length)
     blocks = geometry.num_selection(length, nsa)
     ends = [s + nsa.l - 1 for s in range(0, length, nsa.d) if s + nsa.l <= length]
@@ -142,7 +142,7 @@ def test_721_is_a_forced_current_block_that_counts_only_once_it_is_complete() ->
 
 
 @given(nsa=random_geometries(), length=st.integers(1, 300))
-def test_selected_keys_in_closed_form_are_what_counting_gives(nsa: NSAConfig, length: int) -> None:
+def test_selected_keys_in_closed_form_equal_counting(nsa: NSAConfig, length: int) -> None:
     counted = count_selected_keys(length, nsa)
     assert counted == [geometry.selected_keys(t, nsa) for t in range(length)]
     assert geometry.mean_selected_keys(length, nsa) == pytest.approx(sum(counted) / length, rel=1e-12)
@@ -159,7 +159,7 @@ def test_decode_reads_follow_the_formula(nsa: NSAConfig, length: int) -> None:
     }
 
 
-def test_decode_reads_of_the_paper() -> None:
+def test_decode_reads_equal_the_paper() -> None:
     assert sum(geometry.decode_reads(65536, NSAConfig()).values()) == 4095 + 1024 + 512
 
 
@@ -201,7 +201,7 @@ def test_mean_reads_of_documents_are_the_mean_over_all_their_queries(nsa: NSACon
     assert mean["dense"] == pytest.approx(sum(ends) / len(ends))
 
 
-def test_counts_stay_exact_where_float32_would_not() -> None:
+def test_counts_are_exact_beyond_float32() -> None:
     nsa, far = NSAConfig(), 2**33 + 5
     assert geometry.visible_compressed(torch.tensor(far), nsa).item() == (far + 1 - 32) // 16 + 1
     assert geometry.selected_keys(far, nsa) == 15 * 64 + far % 64 + 1

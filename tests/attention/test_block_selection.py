@@ -25,9 +25,9 @@ def select(q: torch.Tensor, k_cmp: torch.Tensor, nsa: NSAConfig, backend: str) -
 
 @every_variant
 @given(shape=random_shapes(max_tokens=60))
-def test_a_choice_is_distinct_ascending_begun_full_and_holds_the_forced_blocks(arm: str, shape: Shape) -> None:
+def test_selection_is_distinct_ascending_causal_full_and_contains_forced_blocks(variant: str, shape: Shape) -> None:
     inputs, nsa = shape.inputs(), shape.nsa
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         blocks = select(inputs.q, inputs.k_cmp, nsa, backend)
     for sequence in to_lists(blocks):
         for t, groups in enumerate(sequence):
@@ -40,11 +40,11 @@ def test_a_choice_is_distinct_ascending_begun_full_and_holds_the_forced_blocks(a
 
 @every_variant
 @dtypes
-def test_equal_scores_go_to_the_lower_index(arm: str, dtype: torch.dtype) -> None:
+def test_equal_scores_go_to_the_lower_index(variant: str, dtype: torch.dtype) -> None:
     """Keys all alike: every compressed block has the same probability, and the lowest indices win."""
     q = torch.randn(1, 40, 4, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     k_cmp = torch.ones(1, geometry.num_compressed(40, FIVE_BLOCKS), 2, 8, dtype=dtype)
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         blocks = to_lists(select(q, k_cmp, FIVE_BLOCKS, backend))[0]
     for t, groups in enumerate(blocks):
         own = t // 2
@@ -62,20 +62,20 @@ def test_ranking_is_exact_to_the_last_bit_of_float32(scores: list[float]) -> Non
         assert groups == brute_force.select_by_importance(np.array(scores), t, to_brute_force_geometry(nsa))
 
 
-def test_one_unit_in_the_last_place_decides() -> None:
+def test_one_ulp_decides() -> None:
     importance = torch.full((1, 24, 1, 12), 0.25)
     importance[..., 7] = torch.nextafter(torch.tensor(0.25), torch.tensor(1.0))
     assert to_lists(reference.select_by_importance(importance, FIVE_BLOCKS))[0][-1] == [[0, 1, 7, 10, 11]]
 
 
 @every_variant
-def test_every_dtype_chooses_alike(arm: str) -> None:
+def test_every_dtype_selects_the_same_blocks(variant: str) -> None:
     """Inputs that every dtype holds exactly: the choice may not depend on the dtype they come in."""
     generator = torch.Generator().manual_seed(3)
     nsa = FIVE_BLOCKS
     q = torch.randint(-3, 4, (2, 60, 6, 4), generator=generator).double()
     k_cmp = torch.randint(-3, 4, (2, geometry.num_compressed(60, nsa), 2, 4), generator=generator).double() / 4
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         chosen = [
             to_lists(select(q.to(d), k_cmp.to(d), nsa, backend))
             for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -96,12 +96,12 @@ def assert_equal_except_ties(actual: list, expected: list, q: torch.Tensor, k_cm
 
 
 @every_variant
-def test_permuting_the_heads_of_a_group_permutes_outputs_and_leaves_the_choice(arm: str) -> None:
+def test_permuting_heads_of_a_group_permutes_outputs_and_keeps_the_selection(variant: str) -> None:
     shape = Shape(T=37, G=2, h=4)
     inputs = shape.inputs()
     order = torch.tensor([2, 0, 3, 1, 5, 4, 7, 6])
     permuted = inputs._replace(q=inputs.q[:, :, order], gates=inputs.gates[:, :, order])
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         assert torch.equal(
             select(inputs.q, inputs.k_cmp, shape.nsa, backend), select(permuted.q, inputs.k_cmp, shape.nsa, backend)
         )
@@ -111,12 +111,12 @@ def test_permuting_the_heads_of_a_group_permutes_outputs_and_leaves_the_choice(a
 
 
 @every_variant
-def test_permuting_groups_permutes_everything(arm: str) -> None:
+def test_permuting_groups_permutes_everything(variant: str) -> None:
     shape = Shape(T=37, G=3, h=2)
     inputs = shape.inputs()
     groups, heads = torch.tensor([2, 0, 1]), torch.tensor([4, 5, 0, 1, 2, 3])
     permuted = inputs.map(lambda x: x[:, :, groups if x.shape[2] == 3 else heads])
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         assert torch.equal(
             select(permuted.q, permuted.k_cmp, shape.nsa, backend),
             select(inputs.q, inputs.k_cmp, shape.nsa, backend)[:, :, groups],
@@ -138,14 +138,14 @@ def test_identical_heads_score_h_times_one_head() -> None:
 
 
 @every_variant
-def test_the_choice_carries_no_gradient(arm: str) -> None:
+def test_selection_has_no_gradient(variant: str) -> None:
     inputs = Shape().inputs().map(lambda x: x.requires_grad_())
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         assert not select(inputs.q, inputs.k_cmp, Shape().nsa, backend).requires_grad
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_the_block_of_a_needle_is_chosen(backend: str) -> None:
+def test_the_block_of_a_needle_is_selected(backend: str) -> None:
     """A key far back that answers one query, found through its compressed block by the default geometry at 4096 tokens."""
     nsa, T, needle = NSAConfig(), 4096, 1000
     generator = torch.Generator().manual_seed(0)
@@ -159,7 +159,7 @@ def test_the_block_of_a_needle_is_chosen(backend: str) -> None:
 
 @every_variant
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_near_ties_fall_as_in_the_definition(arm: str, dtype: torch.dtype) -> None:
+def test_near_ties_are_resolved_as_in_the_definition(variant: str, dtype: torch.dtype) -> None:
     """Scores are float64, and importances are ranked in float32: keys that differ by less are one, and more are not."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 79, 6, 8, generator=generator)
@@ -167,6 +167,6 @@ def test_near_ties_fall_as_in_the_definition(arm: str, dtype: torch.dtype) -> No
     nudges = torch.randint(-2, 3, (1, 39, 2, 8), generator=generator)
     unit = 2.0**-23 if dtype == torch.float32 else 2.0**-27
     k = one.to(dtype) * (1 + nudges.to(dtype) * unit)
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         found = attention.score_and_select_blocks(q.to(dtype), k, FIVE_BLOCKS, backend=backend)
     assert torch.equal(found, attention.score_and_select_blocks(q.to(dtype), k, FIVE_BLOCKS, backend="reference"))

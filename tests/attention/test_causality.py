@@ -54,11 +54,11 @@ def replace_future(inputs: Inputs, shape: Shape, last: int) -> Inputs:
     return Inputs(*(torch.cat([mine[:, : last + 1], new[:, last + 1 :]], dim=1) for mine, new in pairs))
 
 
-def compute_with_futures(shape: Shape, arm: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def compute_with_futures(shape: Shape, variant: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Everything of the same sequence once per cut, and of sequences that differ from it after their cut, in one batch."""
     inputs, ends = shape.inputs(dtype), get_cuts(shape)
     others = zip(*(replace_future(inputs, shape, last) for last in ends), strict=True)
-    with use_variant(arm, batch=len(ends)) as backend:
+    with use_variant(variant, batch=len(ends)) as backend:
         now = compute_all(inputs.map(lambda x: x.repeat(len(ends), 1, 1, 1)), shape, backend)
         return now, compute_all(Inputs(*map(torch.cat, others)), shape, backend)
 
@@ -66,8 +66,8 @@ def compute_with_futures(shape: Shape, arm: str, dtype: torch.dtype) -> tuple[di
 @every_variant
 @shapes
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_future_changes_no_bit_of_the_past(shape: Shape, arm: str, dtype: torch.dtype) -> None:
-    before, after = compute_with_futures(shape, arm, dtype)
+def test_the_future_changes_no_bit_of_the_past(shape: Shape, variant: str, dtype: torch.dtype) -> None:
+    before, after = compute_with_futures(shape, variant, dtype)
     for row, last in enumerate(get_cuts(shape)):
         for name, x in before.items():
             assert torch.equal(x[row, : last + 1], after[name][row, : last + 1]), f"{name} at <= {last}"
@@ -82,10 +82,10 @@ NONFINITE_VALUES = {
 
 @every_variant
 @shapes
-def test_a_future_that_is_not_finite_changes_no_bit_of_the_past(shape: Shape, arm: str) -> None:
+def test_a_nonfinite_future_changes_no_bit_of_the_past(shape: Shape, variant: str) -> None:
     """Masked away is not enough: zero times NaN is NaN."""
     inputs = shape.inputs(torch.float32)
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         before = compute_all(inputs, shape, backend)
         for what, (poison, names) in NONFINITE_VALUES.items():
             for last in (shape.nsa.l_sel - 1, shape.T // 2):
@@ -100,7 +100,7 @@ def test_a_future_that_is_not_finite_changes_no_bit_of_the_past(shape: Shape, ar
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dense_attention_is_causal_for_all_that_is_finite(dtype: torch.dtype) -> None:
+def test_dense_attention_is_causal_for_finite_values(dtype: torch.dtype) -> None:
     inputs = Shape(nsa=NSAConfig(l=6, d=3, l_sel=6, n_sel=4, w=5), T=61).inputs(dtype)
     before = attention.dense_attention(inputs.q, inputs.k_win, inputs.v_win)
     for last in (0, 15, 30, 59):
@@ -112,9 +112,9 @@ def test_dense_attention_is_causal_for_all_that_is_finite(dtype: torch.dtype) ->
 
 @every_variant
 @shapes
-def test_the_present_does_change(shape: Shape, arm: str) -> None:
+def test_changes_at_a_position_do_change_its_output(shape: Shape, variant: str) -> None:
     """The test above can fail: a query's own token reaches each branch that may see it."""
-    before, after = compute_with_futures(shape, arm, torch.float64)
+    before, after = compute_with_futures(shape, variant, torch.float64)
     for row, last in enumerate(get_cuts(shape)):
         for name in ("out_sel", "out_win", "mixed"):
             assert not torch.equal(before[name][row, last + 1], after[name][row, last + 1]), f"{name} at {last + 1}"
@@ -122,10 +122,10 @@ def test_the_present_does_change(shape: Shape, arm: str) -> None:
 
 @every_variant
 @shapes
-def test_cutting_the_tail_changes_nothing_before_it(shape: Shape, arm: str) -> None:
+def test_cutting_the_tail_changes_nothing_before_it(shape: Shape, variant: str) -> None:
     """A prefix alone gives what it gives inside the longer sequence, the choice of blocks included."""
     inputs = shape.inputs()
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         whole = compute_all(inputs, shape, backend)
         for last in get_cuts(shape):
             prefix = compute_all(inputs.map(lambda x, last=last: x[:, : last + 1]), shape, backend)
@@ -134,10 +134,10 @@ def test_cutting_the_tail_changes_nothing_before_it(shape: Shape, arm: str) -> N
 
 
 @every_variant
-def test_a_compressed_block_is_seen_from_its_last_token_on_and_not_before(arm: str) -> None:
+def test_a_compressed_block_is_visible_from_its_last_token_on(variant: str) -> None:
     shape = SHAPES["small"]
     nsa, inputs = shape.nsa, shape.inputs()
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         before, _ = attention.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, nsa, backend=backend)
         for block in range(inputs.v_cmp.shape[1]):
             changed = inputs.v_cmp.clone()
@@ -149,11 +149,11 @@ def test_a_compressed_block_is_seen_from_its_last_token_on_and_not_before(arm: s
 
 @every_variant
 @pytest.mark.parametrize("w", [1, 4, 5, 100])
-def test_the_window_holds_exactly_w_keys(arm: str, w: int) -> None:
+def test_the_window_has_exactly_w_keys(variant: str, w: int) -> None:
     shape = Shape(nsa=NSAConfig(l=4, d=2, l_sel=4, n_sel=3, w=w), T=23)
     inputs = shape.inputs()
     v = inputs.v_win.requires_grad_()
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         out, _ = attention.window_attention(inputs.q, inputs.k_win, v, shape.nsa, backend=backend)
         for t in range(shape.T):
             (grad,) = torch.autograd.grad(out[:, t].sum(), v, retain_graph=True)
@@ -165,7 +165,7 @@ def test_the_window_holds_exactly_w_keys(arm: str, w: int) -> None:
 
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("operator", [attention.reference.compress, attention.compress], ids=["reference", "fast"])
-def test_a_compressed_block_holds_its_own_tokens_and_no_other(operator, phi: str) -> None:
+def test_a_compressed_block_depends_only_on_its_tokens(operator, phi: str) -> None:
     nsa = NSAConfig(l=6, d=3, l_sel=6, n_sel=3, w=4, phi=phi)
     torch.manual_seed(0)
     module = make_phi(nsa, 4)

@@ -34,11 +34,11 @@ def assert_equal(actual: torch.Tensor, expected: np.ndarray) -> None:
     np.testing.assert_allclose(actual.numpy(), expected, rtol=LIMIT, atol=LIMIT)
 
 
-def check_all(shape: Shape, arm: str) -> None:
+def check_all(shape: Shape, variant: str) -> None:
     """Each function on its own inputs, so that a fault in one is not hidden behind another."""
     inputs, nsa, g = shape.inputs(), shape.nsa, to_brute_force_geometry(shape.nsa)
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, _ = to_numpy(inputs)
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         out, lse = attention.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, nsa, backend=backend)
         true_out, true_lse = brute_force.compressed_attention(q, k_cmp, v_cmp, g)
         assert_equal(out, true_out)
@@ -72,14 +72,14 @@ def assert_padding_is_last(blocks: torch.Tensor) -> None:
 
 @every_variant
 @corners
-def test_every_function_equals_brute_force_in_the_corners(shape: Shape, arm: str) -> None:
-    check_all(shape, arm)
+def test_every_function_equals_brute_force_in_the_corners(shape: Shape, variant: str) -> None:
+    check_all(shape, variant)
 
 
 @every_variant
 @given(shape=random_shapes())
-def test_every_function_equals_brute_force_for_any_shape(arm: str, shape: Shape) -> None:
-    check_all(shape, arm)
+def test_every_function_equals_brute_force_for_any_shape(variant: str, shape: Shape) -> None:
+    check_all(shape, variant)
 
 
 @given(shape=random_shapes())
@@ -93,7 +93,7 @@ def test_importance_equals_brute_force(shape: Shape) -> None:
 
 
 @given(shape=random_shapes())
-def test_importance_of_a_whole_row_is_the_overlap_it_hands_out(shape: Shape) -> None:
+def test_importance_of_a_row_sums_to_its_overlap(shape: Shape) -> None:
     """Probabilities of a head sum to 1, and a compression block shares l tokens in all with the selection blocks."""
     inputs = shape.inputs()
     _, lse = reference.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, shape.nsa)
@@ -129,7 +129,7 @@ def test_compression_equals_brute_force(implementation, phi: str, shape: Shape) 
 
 @every_variant
 @pytest.mark.parametrize("length", [1, 2, 7, 512])
-def test_one_query_reads_every_key_before_it(arm: str, length: int) -> None:
+def test_one_query_attends_to_every_earlier_key(variant: str, length: int) -> None:
     """The last query over `length` keys is a plain softmax, and the last value matters to it."""
     shape = Shape(nsa=Shape().nsa.model_copy(update={"w": length, "l_sel": length + length % 2}), T=length, h=1)
     inputs = shape.inputs()
@@ -138,7 +138,7 @@ def test_one_query_reads_every_key_before_it(arm: str, length: int) -> None:
     true = torch.einsum("bgs,bsgd->bgd", scores.softmax(-1), v)
     blocks = torch.full((1, length, shape.G, shape.nsa.n_sel), -1, dtype=torch.int32)
     blocks[..., 0] = 0
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         for call in (
             lambda v: attention.window_attention(q, k, v, shape.nsa, backend=backend)[0],
             lambda v: attention.selected_attention(q, k, v, blocks, shape.nsa, backend=backend)[0],
@@ -150,7 +150,7 @@ def test_one_query_reads_every_key_before_it(arm: str, length: int) -> None:
 
 
 @every_variant
-def test_a_choice_of_blocks_need_not_come_from_select_blocks(arm: str) -> None:
+def test_blocks_need_not_come_from_select_blocks(variant: str) -> None:
     """Unsorted, holes of -1, no block at all, blocks of the future: each query reads the tokens <= t of what is listed."""
     shape = Shape(T=23)
     inputs = shape.inputs()
@@ -159,7 +159,7 @@ def test_a_choice_of_blocks_need_not_come_from_select_blocks(arm: str) -> None:
     hole = torch.rand(order.shape, generator=generator) < 0.3
     blocks = torch.where(hole, -1, order).to(torch.int32)
     blocks[:, 9] = -1
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         out, lse = attention.selected_attention(inputs.q, inputs.k_sel, inputs.v_sel, blocks, shape.nsa, backend=backend)
     true_out, true_lse = brute_force.selected_attention(
         inputs.q.numpy(), inputs.k_sel.numpy(), inputs.v_sel.numpy(), to_lists(blocks), to_brute_force_geometry(shape.nsa)
@@ -171,17 +171,17 @@ def test_a_choice_of_blocks_need_not_come_from_select_blocks(arm: str) -> None:
 
 @every_variant
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
-def test_scores_of_any_size_neither_overflow_nor_vanish(arm: str, scale: float) -> None:
+def test_scores_neither_overflow_nor_underflow(variant: str, scale: float) -> None:
     shape = Shape(T=33)
     inputs = shape.inputs()._replace(q=shape.inputs().q * scale)
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         out = attention.nsa_attention(*inputs, shape.nsa, backend=backend)
     expected = brute_force.nsa_attention(*to_numpy(inputs), to_brute_force_geometry(shape.nsa))
     np.testing.assert_allclose(out.numpy(), expected, rtol=1e-10, atol=1e-10)
 
 
 @every_variant
-def test_blocks_from_outside_are_read_in_place_of_the_chosen_ones(arm: str) -> None:
+def test_given_blocks_replace_the_selected_ones(variant: str) -> None:
     """Chosen by queries and keys of another width, one query per group, a key per two tokens: forward and gradients."""
     shape = Shape(SMALL.model_copy(update={"n_sel": 5}), T=45)
     inputs, nsa, g = shape.inputs(), shape.nsa, to_brute_force_geometry(shape.nsa)
@@ -189,7 +189,7 @@ def test_blocks_from_outside_are_read_in_place_of_the_chosen_ones(arm: str) -> N
     generator, (B, _, G, _) = torch.Generator().manual_seed(5), inputs.k_sel.shape
     q, k = (torch.randn(B, n, G, 3, generator=generator).to(inputs.q.dtype) for n in (45, 45 // 2))
     leaves = [x.clone().requires_grad_() for x in inputs]
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         blocks = attention.score_and_select_blocks(q, k, chooser, backend=backend)
         out = attention.nsa_attention(*leaves, nsa, blocks=blocks, backend=backend)
         own = attention.nsa_attention(*inputs, nsa, backend=backend)
@@ -216,9 +216,7 @@ def test_blocks_from_outside_are_read_in_place_of_the_chosen_ones(arm: str) -> N
         (lambda blocks: torch.where(blocks == -1, blocks, blocks + 1), "blocks: expected numbers from 0 to "),
     ],
 )
-def test_blocks_from_outside_that_do_not_fit_are_refused(
-    change: Callable[[torch.Tensor], torch.Tensor], words: str
-) -> None:
+def test_invalid_given_blocks_raise(change: Callable[[torch.Tensor], torch.Tensor], words: str) -> None:
     shape = Shape(SMALL.model_copy(update={"n_sel": 5}), T=45)
     inputs = shape.inputs()
     blocks = change(attention.score_and_select_blocks(inputs.q, inputs.k_cmp, shape.nsa))

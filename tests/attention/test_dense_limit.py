@@ -29,15 +29,13 @@ def test_the_dense_baseline_equals_brute_force(length: int, G: int, h: int, d_v:
 
 @every_variant
 @given(n_sel=st.integers(3, 6), l_sel=st.integers(1, 8), data=st.data())
-def test_selection_is_dense_up_to_its_budget_and_not_one_token_past_it(
-    arm: str, n_sel: int, l_sel: int, data: st.DataObject
-) -> None:
+def test_selection_is_dense_exactly_up_to_its_budget(variant: str, n_sel: int, l_sel: int, data: st.DataObject) -> None:
     nsa = NSAConfig(l=2, d=1, l_sel=l_sel, n_sel=n_sel, w=3)
     budget = n_sel * l_sel
     shape = Shape(nsa, T=data.draw(st.integers(1, budget)), h=2)
     x = shape.inputs()
     beyond = Shape(nsa, T=budget + 1, h=2).inputs()
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         assert_dense(x, nsa, backend, up_to=shape.T)
         assert_dense(beyond, nsa, backend, up_to=budget)
 
@@ -52,10 +50,10 @@ def assert_dense(x, nsa: NSAConfig, backend: str, up_to: int) -> None:
 
 
 @every_variant
-def test_a_window_of_the_whole_sequence_is_dense(arm: str) -> None:
+def test_a_window_of_the_whole_sequence_is_dense(variant: str) -> None:
     nsa = NSAConfig(l=4, d=2, l_sel=4, n_sel=3, w=29)
     x = Shape(nsa, T=30).inputs()
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         out, _ = attention.window_attention(x.q, x.k_win, x.v_win, nsa, backend=backend)
     close = torch.isclose(out, attention.dense_attention(x.q, x.k_win, x.v_win), rtol=1e-12, atol=1e-12)
     close = close.flatten(2).all(-1)[0]
@@ -63,25 +61,25 @@ def test_a_window_of_the_whole_sequence_is_dense(arm: str) -> None:
 
 
 @every_variant
-def test_compression_of_single_tokens_is_dense_and_so_is_all_of_nsa(arm: str) -> None:
+def test_compression_of_single_tokens_is_dense_and_so_is_all_of_nsa(variant: str) -> None:
     nsa = NSAConfig(l=1, d=1, l_sel=8, n_sel=4, w=32)
     x = Shape(nsa, T=32).inputs()
     k, v = x.k_sel, x.v_sel
     gates = torch.rand(1, 32, 6, 3, dtype=torch.float64).softmax(-1)
     assert geometry.num_compressed(32, nsa) == 32 and torch.equal(attention.compress(k, nsa), k)
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         out = attention.nsa_attention(x.q, k, v, k, v, k, v, gates, nsa, backend=backend)
     torch.testing.assert_close(out, attention.dense_attention(x.q, k, v), rtol=1e-12, atol=1e-12)
 
 
 @every_variant
 @pytest.mark.parametrize("branch", [0, 1, 2])
-def test_a_gate_of_one_branch_gives_that_branch_alone(arm: str, branch: int) -> None:
+def test_a_gate_on_one_branch_returns_that_branch(variant: str, branch: int) -> None:
     """Order cmp, sel, win; the others contribute exactly nothing."""
     x, nsa = Shape().inputs(), Shape().nsa
     gates = torch.zeros_like(x.gates)
     gates[..., branch] = 1
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         out_cmp, lse = attention.compressed_attention(x.q, x.k_cmp, x.v_cmp, nsa, backend=backend)
         blocks = attention.select_blocks(x.q, x.k_cmp, lse, nsa, backend=backend)
         out_sel, _ = attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, nsa, backend=backend)
@@ -126,7 +124,7 @@ class FlashStub:
 
 
 @pytest.mark.parametrize("w", [1, 4, 100])
-def test_flash_attn_is_asked_for_the_same_window(w: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attn_gets_the_same_window(w: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its window is inclusive on both ends: w keys are a left size of w - 1."""
     stub = FlashStub()
     monkeypatch.setattr(flash, "_import_flash_attn", lambda: stub)
@@ -162,8 +160,8 @@ def hopper_stub(monkeypatch: pytest.MonkeyPatch) -> FlashStub:
 
 @pytest.mark.parametrize("lengths", [LENGTHS, (9, 8, 3, 4), (7, 1, 30), (40,), (8, 7, 0, 0, 6, 19)], ids=repr)
 @pytest.mark.parametrize("capacity", [None, 9])
-def test_long_documents_are_attended_each_by_itself(
-    as_on_hopper: FlashStub, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], capacity: int | None
+def test_long_documents_are_attended_separately(
+    hopper_stub: FlashStub, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], capacity: int | None
 ) -> None:
     """Outputs against loops, gradients against each document by itself; rows laid out behind a document touch neither."""
     span = Span.packed(torch.tensor([0, *lengths]).cumsum(0).int(), capacity=capacity)
@@ -179,10 +177,10 @@ def test_long_documents_are_attended_each_by_itself(
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     told = [n for n in lengths if n]
     runs = [list(run) for long, run in itertools.groupby(told, key=lambda n: n >= 8) if not long]
-    assert as_on_hopper.rooms == [max(run) for run in runs], "one call for all documents between two long ones"
+    assert hopper_stub.rooms == [max(run) for run in runs], "one call for all documents between two long ones"
 
 
-def test_a_captured_graph_never_has_the_lengths_of_its_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_graph_does_not_depend_on_document_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is replayed for others, nor have the passes that it is held against. On a GPU before Hopper, and on ROCm, SDPA has
     nothing better for one text."""
     device = torch.device("cuda")
@@ -204,7 +202,7 @@ def test_a_captured_graph_never_has_the_lengths_of_its_documents(monkeypatch: py
     assert not dense._prefers_sdpa(device)
 
 
-def test_a_capture_that_fails_does_not_slow_what_comes_after_it() -> None:
+def test_a_failed_capture_does_not_slow_later_calls() -> None:
     with pytest.raises(ZeroDivisionError), dense.force_single_call():
         assert dense._single_call_contexts
         raise ZeroDivisionError
@@ -212,7 +210,7 @@ def test_a_capture_that_fails_does_not_slow_what_comes_after_it() -> None:
 
 
 @pytest.mark.parametrize(("longest", "row", "room"), [(16, 40, 16), (17, 40, 32), (33, 40, 40), (40, 40, 40), (1, 3, 1)])
-def test_room_is_made_for_few_lengths_and_never_for_more_than_the_row(
+def test_max_seqlen_has_few_values_within_the_row(
     longest: int, row: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next power of two: every other length would be compiled for by itself."""
@@ -272,7 +270,7 @@ def test_dense_attention_of_a_span_equals_brute_force(how: str, span: Span, monk
 
 
 @pytest.mark.parametrize("span", SPANS, ids=repr)
-def test_flash_attn_is_asked_for_the_same_window_in_every_document(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attn_gets_the_same_window_in_every_document(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "_import_flash_attn", FlashStub)
     nsa = NSAConfig(l=4, d=2, l_sel=4, n_sel=3, w=5)
     x = Shape(nsa, T=40, d_v=6).inputs()
@@ -283,7 +281,7 @@ def test_flash_attn_is_asked_for_the_same_window_in_every_document(span: Span, m
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_a_flash_attn_that_pads_its_lse_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flash_attn_that_pads_its_lse_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     class Older(FlashStub):
         def flash_attn_varlen_func(self, *x, **how):
             out, lse, none = super().flash_attn_varlen_func(*x, **how)
@@ -295,7 +293,7 @@ def test_a_flash_attn_that_pads_its_lse_is_refused(monkeypatch: pytest.MonkeyPat
         flash.flash_window_attention(x.q, x.k_win, x.v_win, Shape().nsa, span=SPANS[0])
 
 
-def test_documents_go_to_the_kernel_of_torch_where_it_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_use_varlen_attention_if_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA, in half precision, with heads of one width that it has room for."""
     monkeypatch.setattr(dense, "_load_varlen_attn", lambda: "kernel")
 
@@ -313,7 +311,7 @@ def test_documents_go_to_the_kernel_of_torch_where_it_takes_them(monkeypatch: py
     assert [dense._get_varlen_attn(*pair) for pair in others] == [None] * 4
 
 
-def test_documents_are_attended_in_one_call_where_none_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_documents_are_attended_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     monkeypatch.setattr(dense, "_load_varlen_attn", lambda: len)
     monkeypatch.setattr(dense, "_prefers_sdpa", lambda device: True)

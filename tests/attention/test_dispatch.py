@@ -29,20 +29,20 @@ def call_all_functions(x: Inputs, nsa: NSAConfig, backend: str) -> list[torch.Te
 
 
 @pytest.mark.parametrize("nsa", [None, {"l": 4}])
-def test_a_geometry_that_is_none_is_refused(nsa: Any) -> None:
+def test_a_wrong_nsa_type_raises(nsa: Any) -> None:
     with pytest.raises(TypeError, match=f"nsa: expected an NSAConfig, got {type(nsa).__name__}"):
         attention.nsa_attention(*Shape().inputs(), nsa)
 
 
 @every_variant
-def test_inputs_are_left_as_they_were(arm: str) -> None:
+def test_inputs_are_not_modified(variant: str) -> None:
     """Forward and backward; the caller's blocks too, which need not be sorted."""
     inputs = Shape().inputs().map(lambda x: x.requires_grad_())
     before = inputs.map(lambda x: x.detach().clone())
     blocks = torch.tensor([2, -1, 0], dtype=torch.int32).expand(1, Shape().T, Shape().G, 3).contiguous()
     lse = torch.zeros(1, Shape().T, 6, dtype=torch.float64)
     kept = blocks.clone(), lse.clone()
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         results = call_all_functions(inputs, NSA, backend)
         sum(torch.where(torch.isneginf(x), 0.0, x).sum() for x in results).backward()
         attention.selected_attention(inputs.q, inputs.k_sel, inputs.v_sel, blocks, NSA, backend=backend)
@@ -52,7 +52,7 @@ def test_inputs_are_left_as_they_were(arm: str) -> None:
 
 
 @every_variant
-def test_strides_do_not_matter(arm: str) -> None:
+def test_strides_do_not_matter(variant: str) -> None:
     """Transposed, sliced out of one projection, and expanded inputs; gradients too."""
 
     def scattered(x: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ def test_strides_do_not_matter(arm: str) -> None:
     contiguous = Shape(B=2).inputs().map(lambda x: x.requires_grad_())
     strided = contiguous.map(lambda x: scattered(x.detach()))
     assert not any(x.is_contiguous() for x in strided)
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         results = [call_all_functions(x, NSA, backend) for x in (contiguous, strided)]
         grads = [torch.autograd.grad(x[-1].square().sum(), y) for x, y in zip(results, (contiguous, strided), strict=True)]
     for a, b in zip(results[0] + list(grads[0]), results[1] + list(grads[1]), strict=True):
@@ -71,8 +71,8 @@ def test_strides_do_not_matter(arm: str) -> None:
 
 @every_variant
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_outputs_keep_the_dtype_and_lse_is_float32(arm: str, dtype: torch.dtype) -> None:
-    with use_variant(arm) as backend:
+def test_outputs_keep_the_dtype_and_lse_is_float32(variant: str, dtype: torch.dtype) -> None:
+    with use_variant(variant) as backend:
         out_cmp, lse_cmp, blocks, out_sel, lse_sel, out_win, lse_win, mixed = call_all_functions(
             Shape().inputs(dtype), NSA, backend
         )
@@ -83,10 +83,10 @@ def test_outputs_keep_the_dtype_and_lse_is_float32(arm: str, dtype: torch.dtype)
 
 @every_variant
 @pytest.mark.parametrize("shape", CORNERS.values(), ids=CORNERS)
-def test_shapes_follow_the_contract_and_nothing_is_nan(shape: Shape, arm: str) -> None:
+def test_shapes_follow_the_contract_without_nan(shape: Shape, variant: str) -> None:
     """Every size differs from every other where it can, so that a transposed output cannot pass."""
     B, T, H = shape.B, shape.T, shape.G * shape.h
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         results = call_all_functions(shape.inputs(torch.float32), shape.nsa, backend)
     out, lse = (B, T, H, shape.d_v), (B, T, H)
     blocks = (B, T, shape.G, shape.nsa.n_sel)
@@ -95,7 +95,7 @@ def test_shapes_follow_the_contract_and_nothing_is_nan(shape: Shape, arm: str) -
 
 
 @every_variant
-def test_uninitialised_memory_is_never_read(arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uninitialized_memory_is_never_read(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every buffer that the backend leaves empty is filled with NaN instead; nothing of it may come out."""
     empty, new_empty, empty_like = torch.empty, torch.Tensor.new_empty, torch.empty_like
 
@@ -111,7 +111,7 @@ def test_uninitialised_memory_is_never_read(arm: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "empty", poisoned(empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(new_empty))
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         results = call_all_functions(inputs, shape.nsa, backend)
         grads = torch.autograd.grad(results[-1].sum(), inputs)
     assert not any(x.isnan().any() for x in (*results, *grads)) and (results[2] >= -1).all()
@@ -199,7 +199,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_inputs_that_do_not_belong_together_are_refused(mistake: str, backend: str) -> None:
+def test_inconsistent_inputs_raise(mistake: str, backend: str) -> None:
     inputs, message = MISTAKES[mistake]
     with pytest.raises(ValueError) as caught:
         attention.nsa_attention(*inputs, NSA, backend=backend)
@@ -246,7 +246,7 @@ def test_each_function_checks_its_own_inputs() -> None:
         (lambda blocks: torch.zeros_like(blocks), "got 0 to 0, some twice"),
     ],
 )
-def test_blocks_from_outside_are_checked(spoil: Callable[..., torch.Tensor], message: str, backend: str) -> None:
+def test_given_blocks_are_checked(spoil: Callable[..., torch.Tensor], message: str, backend: str) -> None:
     x, nsa = Shape().inputs(), NSA
     blocks = torch.full((1, 21, 2, 3), -1, dtype=torch.int32)
     blocks[..., 0] = 0
@@ -262,7 +262,7 @@ PACKED = attention.Span.packed(torch.tensor([0, 9, 21], dtype=torch.int32))
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_blocks_of_packed_rows_are_those_of_documents(backend: str) -> None:
+def test_packed_blocks_are_checked_per_document(backend: str) -> None:
     """Not of the row: the longest document, 12 tokens, has three blocks of four, where the row has six."""
     q, k, v = (torch.randn(1, 21, heads, 6, dtype=torch.float64) for heads in (6, 2, 2))
     for last in (2, 3):
@@ -288,7 +288,7 @@ SPAN_MISTAKES = {
 
 
 @pytest.mark.parametrize("misfit", SPAN_MISTAKES)
-def test_a_span_that_does_not_fit_the_tensors_is_refused(misfit: str) -> None:
+def test_a_layout_that_does_not_fit_the_tensors_raises(misfit: str) -> None:
     span, how, message = SPAN_MISTAKES[misfit]
     x = Shape(B=how.get("B", 1)).inputs()
     if how.get("swap"):
@@ -305,19 +305,19 @@ def test_a_span_that_does_not_fit_the_tensors_is_refused(misfit: str) -> None:
         (attention.Span.full(2), "x looks like [B, G, T, D]: use transpose(1, 2)"),
     ],
 )
-def test_compress_takes_all_keys_of_the_span(span: attention.Span, message: str) -> None:
+def test_compress_needs_all_keys_of_the_layout(span: attention.Span, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         compress(Shape().inputs().k_sel, NSA, span=span)
     assert message in str(caught.value)
 
 
-def test_compress_takes_one_row_of_documents() -> None:
+def test_compress_needs_one_row_of_documents() -> None:
     with pytest.raises(ValueError, match=r"^x: .* is one row of documents, B = 1; got B = 2 in \(2, 21, 2, 6\)$"):
         compress(Shape(B=2).inputs().k_sel, NSA, span=PACKED)
 
 
 @pytest.mark.parametrize("span", [attention.Span.chunk(0, 21), attention.Span.chunk(4, 17), PACKED], ids=repr)
-def test_the_kernels_take_every_span(span: attention.Span, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_support_every_layout(span: attention.Span, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is full in disguise as a full one."""
     monkeypatch.setattr(kernels, "find_device_problem", lambda *_: None)
     monkeypatch.setattr(kernels, "find_shape_problem", lambda *_: None)
@@ -331,7 +331,7 @@ def test_the_kernels_take_every_span(span: attention.Span, monkeypatch: pytest.M
     assert len(given) == 9 and where == {"blocks": None} | ({} if span.is_full else {"span": span})
 
 
-def test_auto_takes_a_backend_that_takes_the_span_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_resolves_to_a_backend_that_supports_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "find_device_problem", lambda *_: None)
     monkeypatch.setattr(kernels, "find_shape_problem", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a device")
@@ -343,9 +343,9 @@ def test_auto_takes_a_backend_that_takes_the_span_and_says_so(monkeypatch: pytes
     assert "has gradients of Span.chunk(4, 17)" in of[chunk]["window"].reason
 
 
-def test_flash_attn_names_the_widths_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attn_errors_name_supported_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the backend is resolved for a model, and when a call comes without one."""
-    monkeypatch.setattr(flash, "get_flash_problem", lambda *_: None)
+    monkeypatch.setattr(flash, "find_flash_problem", lambda *_: None)
     for sizes, words in (
         ({"d_k": 288, "d_v": 288}, "head widths up to 256, and it is 288; use 256"),
         ({"d_k": 64, "d_v": 32}, "one head width, and they are 64 and 32; use 64 for both"),
@@ -361,9 +361,9 @@ def test_flash_attn_names_the_widths_that_it_takes(monkeypatch: pytest.MonkeyPat
             attention.dense_attention(x.q, x.k_win, x.v_win, backend="flash")
 
 
-def test_beside_flash_attn_the_other_parts_are_those_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_flash_the_other_parts_resolve_like_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the span and the head widths that were given, which the kernels may not take."""
-    monkeypatch.setattr(flash, "get_flash_problem", lambda *_: None)
+    monkeypatch.setattr(flash, "find_flash_problem", lambda *_: None)
     monkeypatch.setattr(kernels, "find_device_problem", lambda *_: None)
     monkeypatch.setattr(kernels, "find_shape_problem", lambda nsa, *widths: "too odd" if 24 in widths else None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a device")
@@ -381,7 +381,7 @@ def test_beside_flash_attn_the_other_parts_are_those_of_auto(monkeypatch: pytest
         }
 
 
-def test_flash_attn_takes_heads_as_wide_as_it_says() -> None:
+def test_flash_attn_supports_its_stated_widths() -> None:
     flash.check_widths(256, 256)
     with pytest.raises(NotImplementedError, match="head widths up to 256, and it is 257; use 256"):
         flash.check_widths(257, 257)
@@ -389,14 +389,14 @@ def test_flash_attn_takes_heads_as_wide_as_it_says() -> None:
 
 @pytest.mark.parametrize("operator", [reference.compress, compress], ids=["reference", "fast"])
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
-def test_phi_must_be_the_one_that_was_configured(operator: Callable[..., Any], phi: str) -> None:
+def test_phi_must_match_the_configuration(operator: Callable[..., Any], phi: str) -> None:
     nsa = NSA.model_copy(update={"phi": phi})
     other = make_phi(nsa.model_copy(update={"phi": "linear"}), 6) if phi == "avg" else None
     with pytest.raises(ValueError, match="make_phi"):
         operator(Shape().inputs().k_sel, nsa, other)
 
 
-def test_auto_on_a_cpu_is_torch_for_every_part_and_says_why() -> None:
+def test_auto_on_a_cpu_is_torch_with_a_reason() -> None:
     choices = attention.resolve_backend("cpu", torch.float32, NSAConfig())
     assert set(choices) == set(dispatch.PARTS)
     assert {choice.backend for choice in choices.values()} == {"torch"}
@@ -404,7 +404,7 @@ def test_auto_on_a_cpu_is_torch_for_every_part_and_says_why() -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_a_name_is_taken_as_it_is(backend: str) -> None:
+def test_a_requested_backend_is_used(backend: str) -> None:
     choices = attention.resolve_backend("cpu", torch.float64, NSAConfig(), backend=backend)
     assert {(choice.backend, choice.reason) for choice in choices.values()} == {(backend, "asked for by name")}
 
@@ -426,7 +426,7 @@ def test_a_backend_that_cannot_run_is_an_error_with_its_reason(
     assert words in str(caught.value)
 
 
-def test_triton_that_cannot_run_is_an_error_and_auto_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_triton_raises_and_auto_gives_the_same_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "find_device_problem", lambda *_: "no such device today; buy one")
     with pytest.raises(BackendError, match="backend = 'triton' cannot run: no such device today; buy one"):
         attention.resolve_backend("cpu", torch.float32, NSAConfig(), backend="triton")
@@ -434,7 +434,7 @@ def test_triton_that_cannot_run_is_an_error_and_auto_says_the_same(monkeypatch: 
     assert choices["selected"] == dispatch.ResolvedBackend("torch", "no such device today; buy one")
 
 
-def test_triton_that_can_run_is_taken_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usable_triton_is_used_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "find_device_problem", lambda *_: None)
     assert attention.resolve_backend("cpu", torch.float32, NSAConfig(), backend="triton")["window"].backend == "triton"
     # On a CPU the kernels run interpreted, so auto does not take them.
@@ -444,17 +444,17 @@ def test_triton_that_can_run_is_taken_when_asked_for(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ({"d_k": 50}, "multiples of 16 up to 256, and d_k = 50; the nearest is 48"),
+        ({"d_k": 50}, "multiples of 16 up to 256; got d_k = 50; the nearest is 48"),
         ({"d_k": 512, "d_v": 64}, "d_k = 512; the nearest is 256"),
         ({"d_v": 8}, "d_v = 8; the nearest is 16"),
-        ({"nsa": NSAConfig(l=8, d=8, l_sel=24)}, "multiples of 16, and it is 24; the nearest that nsa.d = 8 divides is 32"),
+        ({"nsa": NSAConfig(l=8, d=8, l_sel=24)}, "multiples of 16; got 24; the nearest that nsa.d = 8 divides is 32"),
         ({"nsa": NSAConfig(l=20, d=20, l_sel=60)}, "the nearest that nsa.d = 20 divides is 80"),
-        ({"nsa": NSAConfig(n_sel=65)}, "at most nsa.n_sel = 64 blocks per query, and it is 65"),
-        ({"nsa": NSAConfig(l=8, d=4, l_sel=80)}, "nsa.l_sel up to 16 times nsa.d = 4, and it is 80; the nearest is 64"),
-        ({"nsa": NSAConfig(l=260, d=4, l_sel=16)}, "nsa.l up to 64 times nsa.d = 4, and it is 260; the nearest is 256"),
+        ({"nsa": NSAConfig(n_sel=65)}, "at most nsa.n_sel = 64 blocks per query; got 65"),
+        ({"nsa": NSAConfig(l=8, d=4, l_sel=80)}, "nsa.l_sel up to 16 times nsa.d = 4; got 80; the nearest is 64"),
+        ({"nsa": NSAConfig(l=260, d=4, l_sel=16)}, "nsa.l up to 64 times nsa.d = 4; got 260; the nearest is 256"),
     ],
 )
-def test_a_shape_that_triton_does_not_take_is_named_with_the_nearest(
+def test_an_unsupported_triton_shape_names_the_nearest(
     model: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asked for by name it is refused; `auto` says the same reason, and takes torch."""
@@ -468,7 +468,7 @@ def test_a_shape_that_triton_does_not_take_is_named_with_the_nearest(
     assert all(words in choice.reason for choice in choices.values())
 
 
-def test_a_direct_call_is_refused_a_shape_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_direct_call_raises_for_an_unsupported_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no model says the widths, the tensors do."""
     monkeypatch.setattr(kernels, "find_device_problem", lambda *_: None)
     x, blocks = Shape().inputs(), torch.full((1, Shape().T, 2, 3), -1, dtype=torch.int32)
@@ -488,7 +488,7 @@ def test_a_direct_call_is_refused_a_shape_once(monkeypatch: pytest.MonkeyPatch) 
         attention.window_attention(q, k, v, NSA.model_copy(update={"l_sel": 24}), backend="triton")
 
 
-def test_what_the_kernels_need_of_device_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_requirements_on_device_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     assert "CUDA device" in kernels.find_device_problem(torch.device("mps"), torch.float32)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
@@ -505,8 +505,8 @@ def test_what_the_kernels_need_of_device_and_dtype(monkeypatch: pytest.MonkeyPat
     assert "pip install triton" in kernels.find_device_problem(CPU, torch.float32)
 
 
-def test_flash_takes_the_window_and_dense_attention_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "get_flash_problem", lambda *_: None)
+def test_flash_supports_only_window_and_dense_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "find_flash_problem", lambda *_: None)
     choices = attention.resolve_backend("cpu", torch.bfloat16, NSAConfig(), backend="flash")
     assert {part: choice.backend for part, choice in choices.items()} == {
         "compressed": "torch",
@@ -530,24 +530,24 @@ def test_flash_takes_the_window_and_dense_attention_only(monkeypatch: pytest.Mon
         ("cuda", torch.bfloat16, "cannot be imported"),
     ],
 )
-def test_flash_says_what_it_lacks(device: str, dtype: torch.dtype, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_names_missing_requirements(
+    device: str, dtype: torch.dtype, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing() -> None:
         raise ImportError("no module named flash_attn")
 
     monkeypatch.setattr(flash, "_import_flash_attn", missing)
-    assert words in flash.get_flash_problem(torch.device(device), dtype)
+    assert words in flash.find_flash_problem(torch.device(device), dtype)
 
 
-def test_the_dense_twin_resolves_to_its_own_part() -> None:
+def test_a_dense_model_resolves_to_its_own_part() -> None:
     config = ModelConfig(attention="dense")
     choices = attention.resolve_backend("cpu", torch.float32, config.nsa, config)
     assert list(choices) == ["dense"] and choices["dense"].backend == "torch" and choices["dense"].reason
 
 
 @pytest.mark.parametrize(("backend", "module"), [("reference", reference), ("torch", torch_backend)])
-def test_the_backend_that_was_asked_for_is_the_one_that_runs(
-    backend: str, module: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_requested_backend_runs(backend: str, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part, by name and as a table of choices; the other backend is never entered."""
     names = ["compressed_attention", "select_blocks", "selected_attention", "window_attention"]
     ran = []
@@ -569,7 +569,7 @@ def test_the_backend_that_was_asked_for_is_the_one_that_runs(
     assert {owner for owner, _ in ran} == {module}
 
 
-def test_mixed_choices_run_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_part_runs_on_its_resolved_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     choices = {
         **attention.resolve_backend(CPU, torch.float64, NSA, backend="torch"),
         "window": dispatch.ResolvedBackend("reference", "for this test"),
@@ -580,7 +580,7 @@ def test_mixed_choices_run_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention.nsa_attention(*x, NSA, backend=choices).shape == (1, 21, 6, 4)
 
 
-def test_no_environment_variable_changes_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_environment_variable_changes_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     before = attention.resolve_backend("cpu", torch.float32, NSAConfig())
     for name in ("NSA_USE_FA2", "NSA_USE_TRITON_SEL", "NSA_FORCE_PARITY", "NSA_PREFILL_BATCHED", "NSA_FORCE_SEL_MASK"):
         for value in ("0", "1"):
@@ -589,7 +589,7 @@ def test_no_environment_variable_changes_the_choice(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_transforms_of_functions_go_through_the_reference() -> None:
+def test_torch_func_transforms_run_on_the_reference() -> None:
     x = Shape().inputs()
 
     def run(q: torch.Tensor, backend: str = "reference") -> torch.Tensor:

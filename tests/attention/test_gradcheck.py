@@ -16,7 +16,7 @@ from nsa_lab.attention.compression import compress, make_phi
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.model import SparseAttention, get_rotary_table
 
-every_variant = pytest.mark.parametrize("arm", ["reference", "torch", "torch, gathering"])
+every_variant = pytest.mark.parametrize("variant", ["reference", "torch", "torch, gathering"])
 # Tokens 0 and 1 see no compressed block; four selection blocks, of which three are read; the last one is cut.
 TINY = Shape(nsa=NSAConfig(l=3, d=1, l_sel=2, n_sel=3, w=3), T=7, G=2, h=2, d_k=3, d_v=2)
 check = partial(gradcheck, eps=1e-6, atol=1e-7, rtol=1e-6)
@@ -40,9 +40,9 @@ def make_blocks() -> Tensor:
 
 
 @every_variant
-def test_compressed_branch(arm: str) -> None:
+def test_compressed_branch(variant: str) -> None:
     x = make_leaves()
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         assert check(
             lambda q, k, v: zero_infinite_lse(*attention.compressed_attention(q, k, v, TINY.nsa, backend=backend)),
             (x.q, x.k_cmp, x.v_cmp),
@@ -50,9 +50,9 @@ def test_compressed_branch(arm: str) -> None:
 
 
 @every_variant
-def test_selected_branch(arm: str) -> None:
+def test_selected_branch(variant: str) -> None:
     x, blocks = make_leaves(), make_blocks()
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         assert check(
             lambda q, k, v: zero_infinite_lse(*attention.selected_attention(q, k, v, blocks, TINY.nsa, backend=backend)),
             (x.q, x.k_sel, x.v_sel),
@@ -60,9 +60,9 @@ def test_selected_branch(arm: str) -> None:
 
 
 @every_variant
-def test_window_branch(arm: str) -> None:
+def test_window_branch(variant: str) -> None:
     x = make_leaves()
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         assert check(
             lambda q, k, v: zero_infinite_lse(*attention.window_attention(q, k, v, TINY.nsa, backend=backend)),
             (x.q, x.k_win, x.v_win),
@@ -71,9 +71,9 @@ def test_window_branch(arm: str) -> None:
 
 @every_variant
 @pytest.mark.parametrize("projected", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_the_three_branches_and_their_gates(arm: str, projected: bool) -> None:
+def test_the_three_branches_and_their_gates(variant: str, projected: bool) -> None:
     """Along random directions, and entry by entry."""
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         attend = lambda *x: attention.nsa_attention(*x, TINY.nsa, backend=backend)  # noqa: E731
         assert check(attend, tuple(make_leaves()), fast_mode=projected)
 
@@ -105,12 +105,12 @@ def test_the_whole_layer(backend: str, phi: str, gate: str) -> None:
 
 
 @every_variant
-def test_a_row_that_sees_nothing_has_zero_output_and_zero_gradients(arm: str) -> None:
+def test_a_query_without_keys_has_zero_output_and_gradients(variant: str) -> None:
     """Whatever gradient arrives, of its LSE of -inf too."""
     shape = Shape(nsa=NSAConfig(l=8, d=4, l_sel=4, n_sel=3, w=3), T=7)
     x = shape.inputs().map(lambda x: x.requires_grad_())
     blocks = torch.full((1, shape.T, shape.G, 3), -1, dtype=torch.int32)
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         cmp, sel = (x.q, x.k_cmp, x.v_cmp), (x.q, x.k_sel, x.v_sel)
         results = [
             (attention.compressed_attention(*cmp, shape.nsa, backend=backend), cmp),
@@ -123,9 +123,9 @@ def test_a_row_that_sees_nothing_has_zero_output_and_zero_gradients(arm: str) ->
 
 
 @every_variant
-def test_two_forwards_before_one_backward_do_not_disturb_each_other(arm: str) -> None:
+def test_two_forward_passes_before_backward_are_independent(variant: str) -> None:
     first, second = (Shape(seed=seed).inputs().map(lambda x: x.requires_grad_()) for seed in (0, 1))
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         alone = torch.autograd.grad(attention.nsa_attention(*first, Shape().nsa, backend=backend).square().sum(), first)
         out = attention.nsa_attention(*first, Shape().nsa, backend=backend)
         attention.nsa_attention(*second, Shape().nsa, backend=backend).sum().backward()

@@ -75,7 +75,7 @@ def compute_gradients(x: Inputs, nsa: NSAConfig, backend: str, span: Span | None
 
 @pytest.mark.parametrize("kind", CASE_BUILDERS)
 @pytest.mark.parametrize("seed", range(20))
-def test_a_span_counts_what_counting_gives(kind: str, seed: int) -> None:
+def test_layout_counts_equal_counting(kind: str, seed: int) -> None:
     case = CASE_BUILDERS[kind](seed)
     span, nsa = case.span, case.nsa
     ends = [start + length for start, length in zip(case.starts, case.lengths, strict=True)]
@@ -99,7 +99,7 @@ def test_a_span_counts_what_counting_gives(kind: str, seed: int) -> None:
     assert torch.equal(torch.cat([k[d.key_rows] for d in span.documents]), k)
 
 
-def test_spans_are_values() -> None:
+def test_layouts_compare_by_value() -> None:
     spans, again = (
         [
             Span.full(9),
@@ -120,7 +120,7 @@ def test_spans_are_values() -> None:
     assert repr(spans[3]) == "Span.packed(2 documents, 9 tokens, capacity=2, longest=7)"
 
 
-def test_spans_that_differ_in_anything_are_different() -> None:
+def test_different_layouts_are_unequal() -> None:
     """A longest document that was said counts too: launches are laid out for it."""
     asked = [(None, None), (2, None), (3, None), (None, 7), (None, 8), (2, 7), (2, 8)]
     spans = [Span.packed(make_bounds(3, 6), *said) for said in asked]
@@ -130,13 +130,13 @@ def test_spans_that_differ_in_anything_are_different() -> None:
     assert Span.full(9) != (0, 9)
 
 
-def test_whole_numbers_of_another_kind_are_kept_as_numbers() -> None:
+def test_integer_types_are_converted_to_int() -> None:
     span = Span.packed(make_bounds(3, 6), torch.tensor(4), torch.tensor(7))
     assert span == Span.packed(make_bounds(3, 6), 4, 7) and hash(span) == hash(Span.packed(make_bounds(3, 6), 4, 7))
     assert type(span.capacity) is type(span.max_document_length) is int
 
 
-def test_launches_have_room_for_the_longest_document_that_there_may_be() -> None:
+def test_launches_cover_the_longest_possible_document() -> None:
     """As many tokens as were said, but never more than the row; unsaid, those of the row where there is a capacity."""
     rooms = {(None, None): 6, (4, None): 9, (None, 8): 8, (4, 8): 8, (4, 6): 6, (4, 64): 9}
     for (capacity, longest), room in rooms.items():
@@ -154,7 +154,7 @@ def test_the_bounds_are_copied_once_and_padded_to_the_capacity() -> None:
 
 
 @pytest.mark.parametrize("total", [1, 5, 6, 40, 97])
-def test_with_a_capacity_shapes_depend_on_the_total_alone(total: int) -> None:
+def test_with_a_capacity_shapes_depend_only_on_the_total(total: int) -> None:
     cuts = torch.randint(0, total + 1, (20, 4), generator=torch.Generator().manual_seed(total)).sort(-1).values
     shapes = set()
     for cut in cuts:
@@ -191,7 +191,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("mistake", MALFORMED)
-def test_a_malformed_span_is_refused_when_it_is_built(mistake: str) -> None:
+def test_a_malformed_layout_raises_when_it_is_built(mistake: str) -> None:
     build, message = MALFORMED[mistake]
     with pytest.raises(ValueError) as caught:
         build()
@@ -214,12 +214,12 @@ def test_every_function_and_gradient_equals_brute_force(kind: str, seed: int) ->
 @every_variant
 @dtypes
 @pytest.mark.parametrize(("start", "length"), [(0, 9), (1, 40), (30, 1), (7, 23), (83, 1), (60, 24)])
-def test_rows_of_a_chunk_are_rows_of_the_full_call(arm: str, start: int, length: int, dtype: torch.dtype) -> None:
+def test_rows_of_a_chunk_equal_rows_of_the_full_call(variant: str, start: int, length: int, dtype: torch.dtype) -> None:
     case, end = make_nsa_chunk_case(start, length), start + length
     x = Case(NSA, Span.full(end), (0,), (end,), 2, G=2, h=3, d_k=5, d_v=4, seed=3).inputs(dtype)
     part = x._replace(q=x.q[:, start:], gates=x.gates[:, start:])
     limit = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         whole, rows = compute_all(x, NSA, backend, None), compute_all(part, NSA, backend, case.span)
     for name, expected in whole.items():
         torch.testing.assert_close(rows[name], expected[:, start:], rtol=limit, atol=limit, msg=f"{name}: {case}")
@@ -228,7 +228,7 @@ def test_rows_of_a_chunk_are_rows_of_the_full_call(arm: str, start: int, length:
 @every_variant
 @dtypes
 @pytest.mark.parametrize("capacity", [None, 11])
-def test_packed_documents_are_documents_alone(arm: str, dtype: torch.dtype, capacity: int | None) -> None:
+def test_packed_documents_equal_separate_documents(variant: str, dtype: torch.dtype, capacity: int | None) -> None:
     """Values and gradients; padded rows hold NaN, and get a gradient of zero."""
     case = make_nsa_packed_case(*LENGTHS, capacity=capacity)
     x = case.inputs(dtype)
@@ -236,7 +236,7 @@ def test_packed_documents_are_documents_alone(arm: str, dtype: torch.dtype, capa
     x.k_cmp[:, used:], x.v_cmp[:, used:] = torch.nan, torch.nan
     alone: dict[str, list[Tensor]] = {}
     limit = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         together = compute_all(x, NSA, backend, case.span)
         for _, part in case.documents(x):
             for name, y in compute_all(part, NSA, backend, None).items():
@@ -249,12 +249,12 @@ def test_packed_documents_are_documents_alone(arm: str, dtype: torch.dtype, capa
 
 
 @every_variant
-def test_what_is_not_finite_stays_in_its_document(arm: str) -> None:
+def test_nonfinite_values_stay_in_their_document(variant: str) -> None:
     """NaN in every tensor of one document: neither values nor gradients of the others move by one bit."""
     case = make_nsa_packed_case(*LENGTHS)
     x, spoilt = case.inputs(), case.inputs()
     documents = [d for d, length in enumerate(LENGTHS) if length]
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         before, grads = compute_all(x, NSA, backend, case.span), compute_gradients(x, NSA, backend, case.span)
         for number in documents:
             document, rows = case.span.documents[number], case.span.compressed_rows(NSA)[number]
@@ -274,7 +274,7 @@ def test_what_is_not_finite_stays_in_its_document(arm: str) -> None:
 
 @every_variant
 @pytest.mark.parametrize("case", [make_nsa_chunk_case(31, 30), make_nsa_packed_case(20, 41)], ids=["chunk", "packed"])
-def test_what_is_not_finite_changes_no_bit_of_the_past(case: Case, arm: str) -> None:
+def test_nonfinite_values_change_no_bit_of_the_past(case: Case, variant: str) -> None:
     """In any one of keys and values, at t: what stands before t keeps every bit, and what reads it does not hide it.
 
     Of full spans, test_causality.py.
@@ -283,7 +283,7 @@ def test_what_is_not_finite_changes_no_bit_of_the_past(case: Case, arm: str) -> 
     raw = x.k_sel, x.v_sel
     x = x._replace(k_cmp=compress(raw[0], NSA, span=case.span), v_cmp=compress(raw[1], NSA, span=case.span))
     start = case.span.n_keys - case.span.n_queries
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         before = compute_all(x, NSA, backend, case.span)
         for t, poison in ((-1, torch.inf), (-8, torch.nan), (-20, torch.inf), (-20, torch.nan)):
             t += case.span.n_keys
@@ -333,7 +333,7 @@ def test_compression_for_a_chunk_covers_all_its_keys() -> None:
 @pytest.mark.parametrize(
     "span", [Span.full(29), Span.chunk(0, 29), Span.packed(make_bounds(29)), Span.packed(make_bounds(0, 29, 0))]
 )
-def test_full_in_disguise_is_full(span: Span, backend: str) -> None:
+def test_equivalent_layouts_are_full(span: Span, backend: str) -> None:
     case = make_nsa_packed_case(29)
     x = case.inputs()
     assert span.is_full
@@ -346,12 +346,12 @@ def test_full_in_disguise_is_full(span: Span, backend: str) -> None:
 @pytest.mark.parametrize(
     "span", [Span.chunk(1, 28), Span.packed(make_bounds(9, 20)), Span.packed(make_bounds(29), capacity=1)]
 )
-def test_others_are_not_full(span: Span) -> None:
+def test_other_layouts_are_not_full(span: Span) -> None:
     assert not span.is_full
 
 
 @every_torch_variant
-def test_uninitialised_memory_is_never_read(arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uninitialized_memory_is_never_read(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [(case, case.inputs()) for case in (make_nsa_packed_case(*LENGTHS, capacity=9), make_nsa_chunk_case(30, 11))]
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         make = getattr(owner, name)
@@ -362,7 +362,7 @@ def test_uninitialised_memory_is_never_read(arm: str, monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(owner, name, poisoned)
     for case, x in cases:
-        with use_variant(arm) as backend:
+        with use_variant(variant) as backend:
             results = compute_all(x, NSA, backend, case.span)
             assert not any(y.isnan().any() for y in results.values()) and (results["blocks"] >= -1).all()
             assert not any(y.isnan().any() for y in compute_gradients(x, NSA, backend, case.span))
@@ -374,20 +374,22 @@ def count_flops(call: Callable[[], object]) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("arm", ["torch", "torch, gathering", pytest.param("torch, small chunks", marks=pytest.mark.slow)])
-def test_packed_documents_cost_what_they_cost_alone(arm: str) -> None:
+@pytest.mark.parametrize(
+    "variant", ["torch", "torch, gathering", pytest.param("torch, small chunks", marks=pytest.mark.slow)]
+)
+def test_packed_documents_cost_as_much_as_separate_ones(variant: str) -> None:
     """Matrix products forward and backward; a long neighbour makes a short document no dearer."""
     nsa = NSAConfig(l=4, d=2, l_sel=2, n_sel=3, w=5)
     case = make_nsa_packed_case(7, 0, 45, 12, 1, 30, nsa=nsa)
     x = case.inputs()
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         alone = sum(
             count_flops(lambda part=part: compute_gradients(part, nsa, backend, None)) for _, part in case.documents(x)
         )
         assert count_flops(lambda: compute_gradients(x, nsa, backend, case.span)) == alone
 
 
-def test_a_chunk_costs_what_it_reads() -> None:
+def test_a_chunk_costs_as_much_as_its_keys() -> None:
     """The last of 2000 queries: not twice the products of its keys in any branch, where a full call has thousands."""
     nsa = NSAConfig(l=4, d=2, l_sel=4, n_sel=4, w=16)
     case = make_nsa_chunk_case(1999, 1, nsa)
@@ -406,7 +408,7 @@ def test_a_chunk_costs_what_it_reads() -> None:
     [make_nsa_chunk_case(31, 9), make_nsa_packed_case(*LENGTHS), make_nsa_packed_case(*LENGTHS, capacity=9)],
     ids=repr,
 )
-def test_dense_attention_takes_spans(case: Case) -> None:
+def test_dense_attention_supports_layouts(case: Case) -> None:
     x = case.inputs().map(lambda y: y.requires_grad_())
     out = dense_attention(x.q, x.k_win, x.v_win, span=case.span)
     parts = []
@@ -445,7 +447,7 @@ def find_own_geometry(tree: ast.AST) -> list[str]:
     return found
 
 
-def test_geometry_is_asked_in_one_place() -> None:
+def test_block_arithmetic_is_in_one_module() -> None:
     files = [*(PACKAGE / "attention").glob("*.py"), *(PACKAGE / "model").glob("*.py")]
     assert len(files) > 8
     asked = {path.name: find_own_geometry(ast.parse(path.read_text(encoding="utf-8"))) for path in files}
@@ -453,11 +455,11 @@ def test_geometry_is_asked_in_one_place() -> None:
 
 
 @pytest.mark.parametrize("text", ["T - 1", "q.shape[1] - 1", "torch.arange(T)", "t // nsa.l_sel", "arange(first, last)"])
-def test_and_asking_elsewhere_would_show(text: str) -> None:
+def test_block_arithmetic_elsewhere_is_detected(text: str) -> None:
     assert find_own_geometry(ast.parse(text))
 
 
-def test_inputs_are_checked_at_the_door_alone() -> None:
+def test_inputs_are_checked_only_in_public_functions() -> None:
     """Below it, nothing of the fast backend or the definition looks at shapes to refuse them."""
     for name in ("reference", "torch_backend"):
         tree = ast.parse((PACKAGE / "attention" / f"{name}.py").read_text(encoding="utf-8"))
@@ -465,7 +467,7 @@ def test_inputs_are_checked_at_the_door_alone() -> None:
     assert (torch.float64, torch.float32, torch.bfloat16, torch.float16) == input_checks.SUPPORTED_DTYPES
 
 
-def test_the_cases_cover_what_they_should() -> None:
+def test_the_random_cases_cover_the_edges() -> None:
     """Documents of length 0, of 1, shorter than l, and of many blocks; chunks from 0 and of one query."""
     lengths = {(length, case.nsa.l) for case in map(make_packed_case, range(10)) for length in case.lengths}
     assert {0, 1} <= {length for length, _ in lengths} and any(1 < length < l for length, l in lengths)

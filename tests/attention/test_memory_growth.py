@@ -17,7 +17,7 @@ from nsa_lab.attention import torch_backend
 from nsa_lab.config import NSAConfig
 
 NSA = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=32)
-PATHS = {"masking": 10**6, "gathering": 0}  # GATHER_PAST_BUDGETS
+PATHS = {"masking": 10**6, "gathering": 0}  # GATHER_MIN_BUDGETS
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def measure_allocations(T: int, backend: str) -> Allocations:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
-def test_twice_the_tokens_take_twice_the_memory(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_linear_in_tokens(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_backend, "GATHER_MIN_BUDGETS", PATHS[path])
     once, twice = measure_allocations(192, "torch"), measure_allocations(384, "torch")
     assert twice.largest <= 2.05 * once.largest
@@ -64,14 +64,14 @@ def test_twice_the_tokens_take_twice_the_memory(path: str, monkeypatch: pytest.M
     assert twice.largest < 384 * 384 / 8
 
 
-def test_the_reference_takes_four_times_as_much() -> None:
+def test_reference_memory_is_quadratic_in_tokens() -> None:
     """The measurement can fail: whole score matrices are seen as what they are."""
     once, twice = measure_allocations(128, "reference"), measure_allocations(256, "reference")
     assert twice.largest >= 3.9 * once.largest
     assert twice.peak_bytes > 3 * once.peak_bytes
 
 
-def test_memory_comes_back_when_results_go() -> None:
+def test_memory_is_freed_with_the_results() -> None:
     """No buffer outlives its call."""
     with Allocations() as seen:
         for seed in range(3):

@@ -49,7 +49,7 @@ def make_random_phi(nsa: NSAConfig) -> nn.Module | None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_rows_stand_where_counting_puts_them(seed: int) -> None:
+def test_mapped_rows_equal_counting(seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 6, (2, int(torch.randint(1, 6, (1,), generator=draw))), generator=draw)
     here, there = ([0, *accumulate(side.tolist())] for side in lengths)
@@ -61,7 +61,7 @@ def test_rows_stand_where_counting_puts_them(seed: int) -> None:
     assert map_rows(rows, torch.tensor(here), torch.tensor(there)).tolist() == expected
 
 
-def test_what_is_taken_and_its_gradients() -> None:
+def test_gathered_rows_and_their_gradients() -> None:
     x = draw_normal(6, 0).requires_grad_()
     rows, back = torch.tensor([4, ABSENT, 0, 2]), torch.tensor([2, ABSENT, 3, ABSENT, 0, ABSENT])
     taken = gather_rows(x, rows, back)
@@ -76,7 +76,7 @@ def test_what_is_taken_and_its_gradients() -> None:
 @every_row
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("more", [None, 0, 3])
-def test_every_document_is_compressed_as_if_alone(geometry: str, lengths: str, phi: str, more: int | None) -> None:
+def test_packed_compression_equals_separate_compression(geometry: str, lengths: str, phi: str, more: int | None) -> None:
     """Values, and gradients of x and of phi's weights; padding is 0 and moves no gradient."""
     nsa, of = make_nsa(geometry, phi), LENGTHS[lengths]
     span, module, x = make_span(of, None if more is None else len(of) + more), make_random_phi(nsa), draw_normal(sum(of), 1)
@@ -96,7 +96,7 @@ def test_every_document_is_compressed_as_if_alone(geometry: str, lengths: str, p
 
 @every_geometry
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_the_mean_has_the_bits_of_the_document_alone(geometry: str, dtype: torch.dtype) -> None:
+def test_packed_means_are_bitwise_equal_to_separate_means(geometry: str, dtype: torch.dtype) -> None:
     nsa, of = make_nsa(geometry), LENGTHS["many"]
     x = draw_normal(sum(of), 3).to(dtype)
     alone = torch.cat([compress(part, nsa) for part in x.split(of, 1) if part.shape[1]], 1)
@@ -107,7 +107,7 @@ def test_the_mean_has_the_bits_of_the_document_alone(geometry: str, dtype: torch
 @every_geometry
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_compressed_within_its_document(geometry: str, phi: str, poison: float) -> None:
+def test_nonfinite_values_are_compressed_within_their_document(geometry: str, phi: str, poison: float) -> None:
     """At any token, those in no block among them: nothing else changes by one bit, and what reads it does not hide it."""
     nsa, of = make_nsa(geometry, phi), LENGTHS["many"]
     span, module, clean = make_span(of, 12), make_random_phi(nsa), draw_normal(sum(of), 4)
@@ -135,7 +135,7 @@ def test_what_is_not_finite_is_compressed_within_its_document(geometry: str, phi
 @every_geometry
 @every_row
 @pytest.mark.parametrize("queries", [7, None])
-def test_the_loss_is_that_of_the_documents_alone(geometry: str, lengths: str, queries: int | None) -> None:
+def test_packed_selection_loss_equals_the_mean_over_documents(geometry: str, lengths: str, queries: int | None) -> None:
     """Its value and gradients are the sums over the documents' own, with a capacity too."""
     nsa, of = make_nsa(geometry), LENGTHS[lengths]
     total = sum(of)
@@ -164,7 +164,7 @@ def test_the_loss_is_that_of_the_documents_alone(geometry: str, lengths: str, qu
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
-def test_the_loss_takes_what_is_not_finite_to_no_other_document() -> None:
+def test_selection_loss_keeps_nonfinite_values_in_their_document() -> None:
     """In keys and queries of one document: the gradients of the others keep every bit, and the loss is not finite."""
     nsa, of = make_nsa("l = 2 d"), (30, 41, 30)
     span = make_span(of, 5)
@@ -192,7 +192,7 @@ def test_the_loss_takes_what_is_not_finite_to_no_other_document() -> None:
             assert torch.equal(a[:, others], b[:, others])
 
 
-def test_what_is_kept_with_a_span_is_made_once_and_serves_a_backward_pass() -> None:
+def test_cached_values_are_built_once_and_support_backward() -> None:
     """Made in inference mode, too."""
     nsa, span, x = make_nsa("l = 2 d"), make_span((20, 11), 4), draw_normal(31, 8)
     with torch.inference_mode():
@@ -206,7 +206,7 @@ def test_what_is_kept_with_a_span_is_made_once_and_serves_a_backward_pass() -> N
 
 @every_row
 @pytest.mark.parametrize("capacity", [None, 11])
-def test_what_a_span_keeps_for_one_geometry_serves_no_other(lengths: str, capacity: int | None) -> None:
+def test_cached_values_are_separate_per_configuration(lengths: str, capacity: int | None) -> None:
     """An indexer's blocks may be a stride of the heads' apart and shorter than theirs, over the same documents."""
     span = make_span(LENGTHS[lengths], capacity)
     for l, d, l_sel, queries in ((6, 3, 6, 7), (3, 3, 6, 7), (6, 6, 6, 7), (6, 3, 12, 7), (6, 3, 6, None), (6, 3, 6, 7)):

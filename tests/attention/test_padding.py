@@ -29,7 +29,7 @@ def make_mask(side: str) -> Tensor:
 
 
 @pytest.mark.parametrize("side", ["right", "left", "anywhere"])
-def test_a_padded_batch_through_the_layer_is_its_rows_alone(side: str) -> None:
+def test_a_padded_batch_equals_its_rows(side: str) -> None:
     """Outputs and the gradient of the input; padding has none and changes nothing, whatever it holds."""
     torch.manual_seed(0)
     layer = NSAttention(24, 4, 2, nsa=NSA).double()
@@ -50,7 +50,7 @@ def test_a_padded_batch_through_the_layer_is_its_rows_alone(side: str) -> None:
     assert (grads[0][~mask] == 0).all()
 
 
-def test_tokens_and_the_masks_of_tokenizers_go_the_same_way() -> None:
+def test_token_ids_and_integer_masks_are_packed_too() -> None:
     config = ModelConfig(dim=16, n_layers=1, n_heads=2, n_kv_groups=1, d_k=4, d_v=4, nsa=NSA)
     model = NSATransformer(config, dtype=torch.float64, seed=0).double()
     mask = make_mask("right").long()
@@ -82,6 +82,6 @@ X, MASK = torch.zeros(4, 23, 2), make_mask("right")
         (lambda: unpack_padded(torch.zeros(2, 33), MASK), r"give the mask that packed it"),
     ],
 )
-def test_what_does_not_go_together_is_refused(call: Callable[[], object], words: str) -> None:
+def test_inconsistent_inputs_raise(call: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()

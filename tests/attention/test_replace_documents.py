@@ -37,7 +37,7 @@ LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=8)
 
 
 @given(lengths=LENGTHS, data=st.data())
-def test_all_that_is_kept_becomes_that_of_the_other(lengths: list[int], data: st.DataObject) -> None:
+def test_all_cached_tensors_are_overwritten(lengths: list[int], data: st.DataObject) -> None:
     lengths = [*lengths[1:], lengths[0] + 1]
     others = [0] * 8
     for length in lengths:  # the same tokens, dealt out anew
@@ -52,7 +52,7 @@ def test_all_that_is_kept_becomes_that_of_the_other(lengths: list[int], data: st
     assert torch.equal(span.positions(CPU), other.positions(CPU)), "computed anew from what is kept"
 
 
-def test_the_host_goes_on_counting_what_the_span_was_built_with() -> None:
+def test_cpu_counts_do_not_change() -> None:
     span, again, other = make_packed_span(30, 1, 9), make_packed_span(30, 1, 9), make_packed_span(4, 36)
     build_all_tensors(span)
     counted = span.documents, span.compressed_bounds(NSA), span.longest_document
@@ -61,7 +61,7 @@ def test_the_host_goes_on_counting_what_the_span_was_built_with() -> None:
     assert (span.documents, span.compressed_bounds(NSA), span.longest_document) == counted
 
 
-def test_it_may_take_over_again_and_back() -> None:
+def test_documents_can_be_replaced_repeatedly() -> None:
     first, second, third = (
         make_packed_span(*lengths, longest=10) for lengths in ((10, 9, 1, 10, 10), (10, 10, 10, 10), [5] * 8)
     )
@@ -79,7 +79,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS)
-def test_what_reads_it_computes_the_other_documents(layouts: str) -> None:
+def test_functions_compute_the_other_documents(layouts: str) -> None:
     """Compression and the selection loss, to the bit, and their gradients."""
     span, other = LAYOUTS[layouts]()
     assert (get_sampled_queries(other, NSA, CPU).document_rows is None) is (layouts == "one row")
@@ -107,7 +107,7 @@ INCOMPATIBLE: dict[str, Callable[[], tuple[Span, Span]]] = {
 
 
 @pytest.mark.parametrize("mistake", INCOMPATIBLE)
-def test_a_layout_of_another_size_is_refused(mistake: str) -> None:
+def test_a_layout_of_another_size_raises(mistake: str) -> None:
     span, other = INCOMPATIBLE[mistake]()
     before = span.cu_seqlens(CPU).clone()
     with pytest.raises(ValueError, match=r"cannot hold the documents of .* give Span\.packed the same capacity"):
@@ -118,7 +118,7 @@ def test_a_layout_of_another_size_is_refused(mistake: str) -> None:
 @pytest.mark.parametrize(
     "made", [lambda span: torch.tensor(span.bounds), lambda span: (span.longest, torch.zeros(len(span.bounds)))]
 )
-def test_what_is_not_laid_out_for_the_capacity_is_refused(made: Callable[[Span], object]) -> None:
+def test_tensors_that_depend_on_the_documents_raise(made: Callable[[Span], object]) -> None:
     """Whoever keeps it: it would be broadcast, or half of it left. Nothing is copied then."""
     span, other = make_packed_span(30, 10), make_packed_span(10, 20, 10)
     table = span.cu_seqlens(CPU)

@@ -61,7 +61,7 @@ def draw_tensors(
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize("T", [1, 5, 29, 40])
-def test_is_the_sum_written_out(T: int, geometry: Geometry) -> None:
+def test_equals_the_explicit_sum(T: int, geometry: Geometry) -> None:
     nsa = make_nsa(geometry)
     q, k_cmp, k_sel = draw_tensors(T, nsa)
     for queries in (None, 7):
@@ -89,7 +89,7 @@ PACKED = [
 # The last has compressed blocks that reach past two selection blocks.
 @pytest.mark.parametrize("geometry", [*GEOMETRIES, Geometry(12, 4, 4, 3, 5)])
 @pytest.mark.parametrize("span", PACKED, ids=str)
-def test_documents_are_asked_alone(span: Span, geometry: Geometry) -> None:
+def test_documents_are_scored_separately(span: Span, geometry: Geometry) -> None:
     nsa = make_nsa(geometry)
     assert (get_sampled_queries(span, nsa, torch.device("cpu")).document_rows is None) is (len(span.documents) < 7)
     q, k_cmp, k_sel = draw_tensors(0, nsa, span, B=1)
@@ -106,7 +106,7 @@ def test_documents_are_asked_alone(span: Span, geometry: Geometry) -> None:
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize("queries", [None, 9])
-def test_documents_apart_have_the_loss_and_the_gradients_of_one_row(
+def test_separate_documents_have_the_same_loss_and_gradients(
     geometry: Geometry, queries: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nsa, span = make_nsa(geometry), PACKED[3]
@@ -127,7 +127,7 @@ def test_documents_apart_have_the_loss_and_the_gradients_of_one_row(
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES[:2])
-def test_chunks_are_asked_alone(geometry: Geometry) -> None:
+def test_chunks_are_scored_like_full_sequences(geometry: Geometry) -> None:
     nsa, span = make_nsa(geometry), Span.chunk(21, 8)
     q, k_cmp, k_sel = draw_tensors(1, nsa, span)
     wanted = compute_expected_loss(q.numpy(), k_cmp.numpy(), k_sel.numpy(), geometry, list(range(8)), first=21) / (
@@ -137,7 +137,7 @@ def test_chunks_are_asked_alone(geometry: Geometry) -> None:
     torch.testing.assert_close(found.item(), wanted, rtol=1e-11, atol=1e-11)
 
 
-def test_gradients_reach_queries_and_compressed_keys_and_not_the_target() -> None:
+def test_gradients_reach_queries_and_compressed_keys_but_not_the_target() -> None:
     nsa = make_nsa(GEOMETRIES[0])
     q, k_cmp, k_sel = (x.requires_grad_() for x in draw_tensors(23, nsa, B=1))
 
@@ -155,7 +155,7 @@ def test_gradients_reach_queries_and_compressed_keys_and_not_the_target() -> Non
     torch.testing.assert_close(q.grad, by_hand)
 
 
-def test_falls_to_the_entropy_of_the_mass_when_the_choice_agrees() -> None:
+def test_minimum_is_the_entropy_of_the_target() -> None:
     """Blocks of one token: compressed keys that are the selected branch's keys make importance and mass the same."""
     nsa = NSAConfig(l=1, d=1, l_sel=1, n_sel=3, w=2)
     q, _, k_sel = draw_tensors(19, nsa, H=2)
@@ -174,7 +174,7 @@ def test_half_precision_is_scored_in_float32_under_autocast_too() -> None:
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
 
 
-def test_the_future_and_forced_blocks_do_not_enter() -> None:
+def test_future_and_forced_blocks_do_not_count() -> None:
     nsa = make_nsa(GEOMETRIES[0])
     q, k_cmp, k_sel = draw_tensors(31, nsa)
     (t,) = sample_rows(31, 1).tolist()
@@ -188,7 +188,7 @@ def test_the_future_and_forced_blocks_do_not_enter() -> None:
 
 
 @pytest.mark.parametrize("length", [65, 100, 2048, 32768])
-def test_queries_are_spread_over_the_text_and_over_places_in_a_block(length: int) -> None:
+def test_samples_are_spread_over_the_text_and_within_blocks(length: int) -> None:
     rows = sample_rows(length, 64).tolist()
     assert len(set(rows)) == 64 and rows == sorted(rows) and rows[0] >= 0 and rows[-1] < length
     for piece in range(4):
@@ -199,7 +199,7 @@ def test_queries_are_spread_over_the_text_and_over_places_in_a_block(length: int
 
 
 @pytest.mark.parametrize("span", [None, make_packed_span([101, 0, 29, 1])], ids=str)
-def test_sixty_four_queries_are_asked_unless_told(span: Span | None) -> None:
+def test_64_queries_are_sampled_by_default(span: Span | None) -> None:
     nsa = make_nsa(GEOMETRIES[0])
     q, k_cmp, k_sel = draw_tensors(131, nsa, span, B=1)
     assert torch.equal(
@@ -208,7 +208,7 @@ def test_sixty_four_queries_are_asked_unless_told(span: Span | None) -> None:
     assert get_sampled_queries(span or Span.full(131), nsa, q.device).query_rows.tolist() == sample_rows(131, 64).tolist()
 
 
-def test_queries_are_counted_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_fits_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As compiled kernels count them: a product past 2**31 does not compile there, or wraps around."""
     lengths = [*range(513, 3000, 97), 32768, 65536, 100_001, 2**20]
     wide = [sample_rows(length, count) for length in lengths for count in (64, 512)]
@@ -232,7 +232,7 @@ class RecordDeviceOps(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("span", [Span.full(37), Span.chunk(21, 8)], ids=str)
-def test_nothing_of_one_text_is_copied_from_the_host(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_document_needs_no_copy_from_the_host(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph would replay a copy from memory that is no longer there. A tensor of the CPU betrays one."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # there is none on this device
     nsa = make_nsa(GEOMETRIES[0])
@@ -242,7 +242,7 @@ def test_nothing_of_one_text_is_copied_from_the_host(span: Span, monkeypatch: py
     assert devices.seen == {"meta"}
 
 
-def test_refuses_what_does_not_go_together() -> None:
+def test_inconsistent_inputs_raise() -> None:
     nsa = make_nsa(GEOMETRIES[0])
     q, k_cmp, k_sel = draw_tensors(31, nsa)
     with pytest.raises(ValueError, match="k_cmp: expected shape"):
@@ -253,7 +253,7 @@ def test_refuses_what_does_not_go_together() -> None:
         selection_loss(q, k_cmp, k_sel, nsa, n_queries=0)
 
 
-def test_brute_force_and_library_agree_on_what_is_forced() -> None:
+def test_brute_force_and_library_agree_on_forced_blocks() -> None:
     geometry = GEOMETRIES[0]
     flat = np.zeros(12)
     assert select_by_importance(flat, 40, geometry) == [0, 9, 10]

@@ -57,10 +57,12 @@ def compute_gradients(inputs: Inputs, nsa: NSAConfig, backend: str) -> dict[str,
     return dict(zip(Inputs._fields, torch.autograd.grad(loss, leaves), strict=True))
 
 
-def assert_parity(call: Callable[..., dict[str, Tensor]], shape: Shape, dtype: torch.dtype, limit: float, arm: str) -> None:
+def assert_parity(
+    call: Callable[..., dict[str, Tensor]], shape: Shape, dtype: torch.dtype, limit: float, variant: str
+) -> None:
     inputs = shape.inputs(dtype)
     expected = call(inputs, shape.nsa, "reference")
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         actual = call(inputs, shape.nsa, backend)
     for name, x in expected.items():
         assert actual[name].dtype == x.dtype, name
@@ -98,12 +100,12 @@ def test_gradients_at_the_default_geometry(length: int, G: int, h: int, dtype: t
 @every_torch_variant
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("shape", CORNERS.values(), ids=CORNERS)
-def test_values_and_gradients_in_the_corners(shape: Shape, dtype: torch.dtype, arm: str) -> None:
-    assert_parity(compute_branches, shape, dtype, LIMITS[dtype], arm)
-    assert_parity(compute_gradients, shape, dtype, LIMITS[dtype], arm)
+def test_values_and_gradients_in_the_corners(shape: Shape, dtype: torch.dtype, variant: str) -> None:
+    assert_parity(compute_branches, shape, dtype, LIMITS[dtype], variant)
+    assert_parity(compute_gradients, shape, dtype, LIMITS[dtype], variant)
 
 
-def test_hundreds_of_blocks_gathered() -> None:
+def test_gathering_hundreds_of_blocks() -> None:
     """Token and block numbers past what small integers hold."""
     shape = Shape(NSAConfig(l=2, d=1, l_sel=1, n_sel=3, w=2), T=400, G=1, h=1, d_k=2, d_v=2)
     assert_parity(compute_gradients, shape, torch.float64, LIMITS[torch.float64], "torch")
@@ -112,8 +114,8 @@ def test_hundreds_of_blocks_gathered() -> None:
 @pytest.mark.slow
 @every_torch_variant
 @given(shape=random_shapes(max_tokens=60))
-def test_gradients_for_any_shape(arm: str, shape: Shape) -> None:
-    assert_parity(compute_gradients, shape, torch.float64, LIMITS[torch.float64], arm)
+def test_gradients_for_any_shape(variant: str, shape: Shape) -> None:
+    assert_parity(compute_gradients, shape, torch.float64, LIMITS[torch.float64], variant)
 
 
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
@@ -147,7 +149,7 @@ def test_every_variant_from_raw_keys_to_output(phi: str, gate: str, dtype: torch
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("length", [1, 5, 40])
-def test_compression_alike_in_half_precision(phi: str, dtype: torch.dtype, length: int) -> None:
+def test_compression_in_half_precision(phi: str, dtype: torch.dtype, length: int) -> None:
     nsa = NSAConfig(l=8, d=4, l_sel=8, n_sel=3, w=4, phi=phi)
     torch.manual_seed(0)
     module = make_phi(nsa, 6)
@@ -177,7 +179,7 @@ def test_a_mean_in_half_precision_is_rounded_once(
 
 @every_torch_variant
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_errs_no_more_than_rounding_the_result(arm: str, dtype: torch.dtype) -> None:
+def test_half_precision_errs_no_more_than_rounding_the_result(variant: str, dtype: torch.dtype) -> None:
     """Scores and sums are float32 inside: forward at most 2x, backward 3x the error of plain attention in `dtype`."""
     shape = Shape(NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=24), T=150, h=3, d_k=16, d_v=16)
     low = shape.inputs(dtype)
@@ -194,7 +196,7 @@ def test_half_precision_errs_no_more_than_rounding_the_result(arm: str, dtype: t
     def selected(backend: str) -> Callable[[Inputs], Tensor]:
         return lambda x: attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, shape.nsa, backend=backend)[0]
 
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         actual = run(low, selected(backend))
     true = run(exact, selected("reference"))
     allowed = mark_selected_tokens(blocks, shape)
@@ -209,12 +211,12 @@ def test_gradients_of_half_precision_do_not_depend_on_the_chunks(part: str) -> N
     """Those of keys and values are summed over all chunks in float32, and rounded at the end."""
     shape = Shape(NSAConfig(l=3, d=1, l_sel=5, n_sel=4, w=90), T=97, d_v=6)
     results = []
-    for arm in ("torch", "torch, one query a chunk"):
+    for variant in ("torch", "torch, one query a chunk"):
         x = shape.inputs(torch.bfloat16)
         keys = {"compressed": (x.k_cmp, x.v_cmp), "selected": (x.k_sel, x.v_sel), "window": (x.k_win, x.v_win)}[part]
         leaves = [y.detach().requires_grad_() for y in (x.q, *keys)]
         blocks = attention.score_and_select_blocks(x.q, x.k_cmp, shape.nsa, backend="torch")
-        with use_variant(arm) as backend:
+        with use_variant(variant) as backend:
             attend = getattr(attention, f"{part}_attention")
             out, _ = attend(*leaves, *([blocks] if part == "selected" else []), shape.nsa, backend=backend)
             results.append(torch.autograd.grad(out.float().square().sum(), leaves))
@@ -222,8 +224,8 @@ def test_gradients_of_half_precision_do_not_depend_on_the_chunks(part: str) -> N
         torch.testing.assert_close(many.float(), one.float(), rtol=2**-7, atol=1e-4)
 
 
-@pytest.mark.parametrize("arm", ["reference", "torch", "torch, gathering"])
-def test_a_query_that_is_given_no_block_reads_nothing_and_moves_nothing(arm: str) -> None:
+@pytest.mark.parametrize("variant", ["reference", "torch", "torch, gathering"])
+def test_a_query_without_blocks_has_no_output_and_no_gradient(variant: str) -> None:
     """Every second query here, and blocks that have not begun are none either."""
     shape = Shape(T=23)
     x = shape.inputs()
@@ -231,16 +233,16 @@ def test_a_query_that_is_given_no_block_reads_nothing_and_moves_nothing(arm: str
     blocks = torch.full((1, 23, shape.G, shape.nsa.n_sel), -1, dtype=torch.int32)
     blocks[:, ::2, :, 0] = 0
     blocks[:, 1, :, 0] = 23 // shape.nsa.l_sel
-    with use_variant(arm) as backend:
+    with use_variant(variant) as backend:
         out, lse = attention.selected_attention(q, k, v, blocks, shape.nsa, backend=backend)
     assert not out[:, 1::2].any() and torch.isneginf(lse[:, 1::2]).all() and lse[:, ::2].isfinite().all()
     grads = torch.autograd.grad(out.square().sum() + lse[:, ::2].sum(), (q, k, v))
     assert all(grad.isfinite().all() and grad.any() for grad in grads) and not grads[0][:, 1::2].any()
 
 
-@pytest.mark.parametrize("arm", ["reference", "torch", "torch, gathering"])
+@pytest.mark.parametrize("variant", ["reference", "torch", "torch, gathering"])
 @pytest.mark.parametrize("part", ["selected", "window"])
-def test_a_key_that_is_not_finite_reaches_no_gradient_of_who_does_not_read_it(part: str, arm: str) -> None:
+def test_a_nonfinite_key_reaches_only_gradients_of_its_queries(part: str, variant: str) -> None:
     """Of the queries before it, by their own outputs."""
     shape = Shape(T=23)
     x = shape.inputs()
@@ -250,7 +252,7 @@ def test_a_key_that_is_not_finite_reaches_no_gradient_of_who_does_not_read_it(pa
     for spoilt in (1.0, float("inf")):
         k[:, 13] *= spoilt
         leaves = [y.clone().requires_grad_() for y in (q, k, v)]
-        with use_variant(arm) as backend:
+        with use_variant(variant) as backend:
             attend = getattr(attention, f"{part}_attention")
             out, _ = attend(*leaves, *([blocks] if part == "selected" else []), shape.nsa, backend=backend)
         grads.append(torch.autograd.grad(out[:, :13].square().sum(), leaves[0])[0][:, :13])
@@ -258,7 +260,7 @@ def test_a_key_that_is_not_finite_reaches_no_gradient_of_who_does_not_read_it(pa
 
 
 @pytest.mark.parametrize("w", [3, 70])
-def test_a_window_costs_no_more_than_chunks_as_long_as_it(w: int) -> None:
+def test_window_chunks_are_bounded_by_the_window(w: int) -> None:
     """A longer chunk meets keys that none of its queries reads; one of 64 queries is short enough to be worth it."""
     T, chunk = 515, max(w, 64)
     x = Shape(NSAConfig(w=w), T=T, G=1, h=2, d_k=4, d_v=4).inputs()

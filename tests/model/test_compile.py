@@ -20,7 +20,7 @@ CONFIG = ModelConfig(
 @pytest.mark.filterwarnings("ignore")  # the compiler's own modules warn of each other
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_compiled_blocks_match_eager_ones(attention: str) -> None:
+def test_compiled_blocks_equal_eager_blocks(attention: str) -> None:
     model = NSATransformer(CONFIG.model_copy(update={"attention": attention}), seed=0)
     tokens = torch.randint(0, 256, (2, 53), generator=torch.Generator().manual_seed(1))
     eager = model(tokens)
@@ -63,7 +63,7 @@ def compile_and_run(model: NSATransformer, span: Span | None) -> tuple[int, torc
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("more", [{}, TRAINING_RECIPE], ids=["plain", "recipe"])
 @pytest.mark.parametrize("span", [None, DOCUMENTS, SHORT], ids=["one text", "documents", "short documents"])
-def test_a_layer_by_the_kernels_is_one_graph(more: dict[str, object], span: Span | None) -> None:
+def test_a_layer_on_the_kernels_is_one_graph(more: dict[str, object], span: Span | None) -> None:
     """A second one would write down what lies between them, and add up gradients apart."""
     config = ModelConfig.model_validate({**CONFIG.model_dump(), "d_k": 16, "d_v": 16, "n_layers": 1, **more})
     config = config.model_copy(update={"nsa": NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=10)})

@@ -17,7 +17,7 @@ def make_model(**changes: object) -> NSATransformer:
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_it_is_the_model_whose_branch_is_set_to_zero(branch: str) -> None:
+def test_disabling_a_branch_sets_its_gate_to_zero(branch: str) -> None:
     """Trained or not: the same weights, computed by parts, with that branch's output replaced by zeros."""
     heard, tokens = make_model(), make_tokens(make_config(), 61)
     silent = make_model(silent=[branch])
@@ -27,7 +27,7 @@ def test_it_is_the_model_whose_branch_is_set_to_zero(branch: str) -> None:
     )
 
 
-def test_the_window_alone_sees_the_window_alone() -> None:
+def test_with_only_the_window_outputs_depend_only_on_the_window() -> None:
     """Two layers of a window of 10: a token 19 back is out of reach, one 18 back is not."""
     model, tokens = make_model(silent=["cmp", "sel"]), make_tokens(make_config(), 61, batch=1)
     before = model(tokens)[0, 40]
@@ -37,7 +37,7 @@ def test_the_window_alone_sees_the_window_alone() -> None:
         assert torch.equal(model(other)[0, 40], before) != reached
 
 
-def test_gates_over_a_softmax_are_shared_among_the_others() -> None:
+def test_softmax_gates_are_normalized_over_the_other_branches() -> None:
     model = make_model(gate="softmax", silent=["sel"])
     layer = model.blocks[0].attention
     assert isinstance(layer, SparseAttention)
@@ -46,7 +46,7 @@ def test_gates_over_a_softmax_are_shared_among_the_others() -> None:
 
 
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
-def test_nothing_of_it_is_trained_and_all_of_the_others_is(gate: str) -> None:
+def test_only_the_enabled_branches_are_trained(gate: str) -> None:
     model = make_model(silent=["win"], gate=gate)
     compute_loss(model, make_tokens(model.config, 62)).backward()
     c = model.config
@@ -57,14 +57,14 @@ def test_nothing_of_it_is_trained_and_all_of_the_others_is(gate: str) -> None:
         assert (q != 0).any(1).all() and all((part.view(3, -1)[:2] != 0).any(1).all() for part in (k, v))
 
 
-def test_token_by_token_it_is_silent_too() -> None:
+def test_branches_are_disabled_in_decoding_too() -> None:
     model, tokens = make_model(silent=["sel"]).eval(), make_tokens(make_config(), 33)
     decoder = Decoder(model, 33, batch=2)
     told = torch.cat([decoder.append(part) for part in tokens.split([20, 1, 1, 11], dim=1)], dim=1)
     torch.testing.assert_close(told, model(tokens), rtol=0, atol=1e-10)
 
 
-def test_one_branch_is_left_and_a_dense_model_has_none() -> None:
+def test_invalid_disabled_branches_raise() -> None:
     for silent in (["cmp", "sel", "win"], ["cmp", "cmp"]):
         with pytest.raises(ConfigError, match="name a branch once, and leave one of cmp, sel and win"):
             ModelConfig(silent=silent)

@@ -21,7 +21,7 @@ def make_model(**changes: object) -> NSATransformer:
     return NSATransformer(make_config(**{**TRAINING_RECIPE, **changes}), dtype=torch.float64, seed=0).double()
 
 
-def test_what_is_not_turned_says_what_a_token_is_wherever_it_stands() -> None:
+def test_partial_rope_keeps_the_other_channels() -> None:
     x = torch.randn(1, 9, 3, 8, dtype=torch.float64)
     turned = rotate(x, compute_rotary(torch.arange(9), 4, 100.0))
     assert torch.equal(turned[..., 4:], x[..., 4:])
@@ -30,7 +30,7 @@ def test_what_is_not_turned_says_what_a_token_is_wherever_it_stands() -> None:
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_matching_heads_find_what_came_after_the_same_token_from_the_start(attention: str) -> None:
+def test_induction_heads_attend_to_the_token_after_a_match_at_initialization(attention: str) -> None:
     """One layer, nothing turned but two channels: of all tokens past the first, the best match follows the same token."""
     config = make_config(attention=attention, d_k=32, dim=64, rotary_share=1 / 16, matching_heads=2, n_layers=1)
     model = NSATransformer(config, dtype=torch.float64, seed=3).double()
@@ -51,7 +51,7 @@ def test_matching_heads_find_what_came_after_the_same_token_from_the_start(atten
     assert all(torch.equal(branch, keys[0]) for branch in keys)
 
 
-def test_a_document_does_not_hear_the_last_token_of_the_one_before() -> None:
+def test_shifted_keys_do_not_cross_documents() -> None:
     model = make_model()
     lengths = (5, 0, 17, 1, 30)
     tokens = make_tokens(model.config, sum(lengths), batch=1)
@@ -84,7 +84,7 @@ def test_the_auxiliary_loss_is_the_sum_over_layers_in_training_and_zero_otherwis
         assert other.auxiliary_loss() == 0.0 and not other.auxiliary_loss().requires_grad
 
 
-def test_the_auxiliary_loss_changes_no_logit_and_teaches_the_compressed_keys() -> None:
+def test_the_auxiliary_loss_changes_no_logit_and_trains_the_compressed_keys() -> None:
     model, plain = make_model(), make_model(selection_loss=0.0)
     tokens = make_tokens(model.config, 61)
     assert torch.equal(model(tokens), plain(tokens))
@@ -107,7 +107,7 @@ def test_recomputation_gives_the_same_gradients() -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
-def test_the_layer_by_itself_has_it_too() -> None:
+def test_the_stand_alone_layer_supports_it_too() -> None:
     torch.manual_seed(0)
     layer = NSAttention(32, 4, 2, nsa=NSAConfig(**TINY_NSA), rotary_share=0.5, matching_heads=1, selection_loss=0.5)
     layer(torch.randn(2, 50, 32))
@@ -127,6 +127,6 @@ def test_the_layer_by_itself_has_it_too() -> None:
         ({"selection_loss": -1.0}, "greater than or equal to 0"),
     ],
 )
-def test_shares_and_counts_that_do_not_fit_are_refused(wrong: dict[str, float], words: str) -> None:
+def test_invalid_options_raise(wrong: dict[str, float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ModelConfig(**wrong)

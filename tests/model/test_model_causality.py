@@ -22,7 +22,7 @@ def replace_future(tokens: torch.Tensor, last: int, vocabulary: int) -> torch.Te
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("precision", ["float64", "float32", "bf16 autocast"])
 @pytest.mark.parametrize("variant", [*VARIANTS[::3], NGRAMS], ids=format_variant)
-def test_logits(variant: dict[str, str], precision: str, backend: str) -> None:
+def test_logits_are_causal(variant: dict[str, str], precision: str, backend: str) -> None:
     config = make_config(**variant)
     model = NSATransformer(config, backend=backend, seed=0)
     if precision == "float64":
@@ -65,7 +65,7 @@ def test_sequences_of_a_batch_do_not_see_each_other(more: dict[str, int]) -> Non
 
 
 @pytest.mark.parametrize("kind", ["reference", "torch", "dense"])
-def test_a_prefix_gives_what_it_gives_inside_the_whole(kind: str) -> None:
+def test_a_prefix_equals_the_start_of_the_full_sequence(kind: str) -> None:
     """What token-by-token decoding rests on: cutting the tail changes nothing, for lengths around l, d, l_sel and w."""
     config = make_config(attention="dense" if kind == "dense" else "nsa", **NGRAMS)
     model = NSATransformer(config, backend="torch" if kind == "dense" else kind, dtype=torch.float64, seed=0).double()

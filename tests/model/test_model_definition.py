@@ -79,14 +79,14 @@ def test_logits_equal_brute_force(variant: dict[str, str], backend: str) -> None
 
 
 @pytest.mark.parametrize("width", [2, 6, 64])
-def test_rotation_is_of_every_head_by_itself(width: int) -> None:
+def test_every_head_is_rotated_separately(width: int) -> None:
     x = torch.randn(2, 11, 3, width, dtype=torch.float64)
     expected = brute_force.rotate(x.numpy(), 10000.0)
     np.testing.assert_allclose(rotate(x, get_rotary_table(11, width, 10000.0, CPU)).numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("width", [2, 4, 8])
-def test_every_nth_angle_is_the_table_of_an_nth_of_the_width(width: int) -> None:
+def test_every_nth_angle_is_the_table_of_the_smaller_width(width: int) -> None:
     for found, expected in zip(
         subsample_rotary(get_rotary_table(11, 8, 10000.0, CPU), width),
         get_rotary_table(11, width, 10000.0, CPU),
@@ -96,7 +96,7 @@ def test_every_nth_angle_is_the_table_of_an_nth_of_the_width(width: int) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_rotation_keeps_the_dtype_and_the_length(dtype: torch.dtype) -> None:
+def test_rotation_keeps_dtype_and_norm(dtype: torch.dtype) -> None:
     x = torch.randn(1, 9, 2, 8).to(dtype)
     turned = rotate(x, get_rotary_table(9, 8, 10000.0, CPU))
     assert turned.dtype == dtype
@@ -107,7 +107,7 @@ def make_layer(config: ModelConfig) -> SparseAttention:
     return NSATransformer(config, seed=0).blocks[0].attention
 
 
-def test_scores_depend_on_the_distance_alone_for_every_head_and_branch() -> None:
+def test_scores_depend_only_on_the_distance() -> None:
     """The same token everywhere: q at t and k at t - o have one product for all t, and another for another o."""
     config = make_config(dim=48, n_heads=6, d_k=8, d_v=8)
     layer, T = make_layer(config), 120
@@ -134,7 +134,7 @@ def test_compressed_keys_are_rotated_before_they_are_compressed() -> None:
     assert (products[:, -1, 0] - products[:, -1, -1]).abs().min() > 1e-4
 
 
-def test_the_window_branch_does_not_know_where_it_stands() -> None:
+def test_the_window_branch_is_translation_invariant() -> None:
     """Shift invariance of a full branch: the same last tokens behind another prefix, 13 positions later."""
     config = make_config(d_k=8, d_v=8, nsa={"w": 10})
     layer = make_layer(config)

@@ -22,7 +22,7 @@ def is_indexer_parameter(name: str) -> bool:
     return ".indexer." in name
 
 
-def test_the_selection_loss_moves_the_indexer_and_nothing_else() -> None:
+def test_the_selection_loss_trains_only_the_indexer() -> None:
     model = make_model()
     model(make_tokens(model.config, 61))
     model.auxiliary_loss().backward()
@@ -31,7 +31,7 @@ def test_the_selection_loss_moves_the_indexer_and_nothing_else() -> None:
         assert moved == is_indexer_parameter(name), name
 
 
-def test_the_text_moves_everything_but_the_indexer() -> None:
+def test_the_language_loss_trains_everything_except_the_indexer() -> None:
     model = make_model()
     compute_loss(model, make_tokens(model.config, 62)).backward()
     for name, p in model.named_parameters():
@@ -39,7 +39,7 @@ def test_the_text_moves_everything_but_the_indexer() -> None:
 
 
 @pytest.mark.parametrize("block", [1, 2])
-def test_every_weight_of_it_learns(block: int) -> None:
+def test_every_indexer_weight_gets_a_gradient(block: int) -> None:
     """Also where a key is of one token, which has nothing to be weighed against."""
     model = make_model(indexer_block=block)
     model(make_tokens(model.config, 61))
@@ -48,12 +48,12 @@ def test_every_weight_of_it_learns(block: int) -> None:
         assert p.grad is not None and p.grad.abs().max() > 0, name
 
 
-def test_a_pool_of_one_token_is_refused() -> None:
+def test_a_pool_of_one_token_raises() -> None:
     with pytest.raises(ConfigError, match=r"nsa.l = 1 is one; use nsa.phi = avg"):
         ModelConfig(nsa=NSAConfig(phi="pool", l=1, d=1))
 
 
-def test_blocks_are_those_of_its_queries_and_keys() -> None:
+def test_blocks_are_selected_by_its_queries_and_keys() -> None:
     model = make_model(nsa={"n_sel": 5})
     layer, tokens = model.blocks[1].attention, make_tokens(model.config, 61)
     assert isinstance(layer, SparseAttention)
@@ -73,7 +73,7 @@ def test_blocks_are_those_of_its_queries_and_keys() -> None:
 
 @pytest.mark.parametrize(("width", "channels"), [(0, [*range(8)]), (4, [0, 2, 4, 6])])
 @pytest.mark.parametrize("matching", [0, 1])
-def test_it_starts_as_the_first_head_of_its_group_looks(matching: int, width: int, channels: list[int]) -> None:
+def test_it_starts_with_weights_of_the_first_head_of_its_group(matching: int, width: int, channels: list[int]) -> None:
     """It asks with that head's queries and is found by the selected branch's keys; a narrow one with channels of theirs,
     the first of the two pairs that are turned, (0, 2) and (1, 3), and every second of those that are not."""
     model = make_model(matching_heads=matching, indexer_width=width)
@@ -85,7 +85,7 @@ def test_it_starts_as_the_first_head_of_its_group_looks(matching: int, width: in
     torch.testing.assert_close(index.k, heads.keys[1][..., channels])
 
 
-def test_it_goes_on_from_the_token_before() -> None:
+def test_it_continues_from_the_previous_token() -> None:
     """In two parts, of which the second is told the first one's last key, it gives what it gives of all."""
     model = make_model(matching_heads=1)
     layer, tokens = model.blocks[0].attention, make_tokens(model.config, 23)
@@ -99,7 +99,7 @@ def test_it_goes_on_from_the_token_before() -> None:
 
 
 @pytest.mark.parametrize("matching", [0, 1])
-def test_its_documents_are_alone(matching: int) -> None:
+def test_its_documents_are_separate(matching: int) -> None:
     """More blocks than are chosen, so that what it scores decides."""
     model = make_model(matching_heads=matching, nsa={"l_sel": 4, "n_sel": 4})
     for block in model.blocks:
@@ -118,7 +118,7 @@ def test_its_documents_are_alone(matching: int) -> None:
         torch.testing.assert_close(found[at], torch.cat([scoring[at] for scoring in each], 1), rtol=0, atol=1e-12)
 
 
-def test_the_loss_holds_its_scores_against_the_heads_own_attention() -> None:
+def test_the_loss_compares_its_scores_with_the_attention_of_the_heads() -> None:
     """By brute force: what the heads look at among the free blocks, against the importances of the indexer."""
     config = make_config(**TRAINING_RECIPE)
     nsa, generator = config.selection_nsa, torch.Generator().manual_seed(0)
@@ -147,7 +147,7 @@ def test_the_loss_holds_its_scores_against_the_heads_own_attention() -> None:
 
 @pytest.mark.filterwarnings("ignore:divide by zero encountered in log2:RuntimeWarning")  # of a row that sees no block
 @pytest.mark.parametrize("T", [17, pytest.param(97, marks=pytest.mark.slow)])
-def test_under_the_interpreter_blocks_from_outside_are_read(T: int) -> None:
+def test_the_kernels_use_given_blocks(T: int) -> None:
     """Forward and every gradient, against the definition."""
     pytest.importorskip("triton")
     sizes = {"dim": 32, "d_k": 16, "d_v": 16, "nsa": {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4}}
@@ -181,7 +181,7 @@ def test_under_the_interpreter_blocks_from_outside_are_read(T: int) -> None:
         ),
     ],
 )
-def test_what_no_indexer_can_be_is_refused(wrong: dict[str, float], words: str) -> None:
+def test_invalid_indexers_raise(wrong: dict[str, float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ModelConfig(**wrong)
 
@@ -191,7 +191,7 @@ def test_the_production_model_stays_under_80_million_parameters_with_it() -> Non
     assert 79_000_000 < NSATransformer(config, seed=0).parameter_count() <= 80_000_000
 
 
-def test_the_model_holds_it_against_the_heads_and_not_against_itself() -> None:
+def test_the_target_is_the_attention_of_the_heads() -> None:
     model = make_model()
     layer, tokens = model.blocks[0].attention, make_tokens(model.config, 61)
     torch.nn.init.normal_(layer.indexer.qk.weight)
@@ -204,7 +204,7 @@ def test_the_model_holds_it_against_the_heads_and_not_against_itself() -> None:
     assert (taught - selection_loss(q, k, inputs[3], nsa)).abs() > 1e-3
 
 
-def test_weights_that_are_reset_are_those_of_a_new_model() -> None:
+def test_reset_parameters_equals_a_new_model() -> None:
     """The pooling of an indexer's keys starts as the mean, whatever it had become, and the convolution as a shift."""
     model, new = (NSATransformer(make_config(**TRAINING_RECIPE), seed=0) for _ in range(2))
     assert not any(p.any() for name, p in model.named_parameters() if ".phi." in name)
@@ -217,27 +217,27 @@ def test_weights_that_are_reset_are_those_of_a_new_model() -> None:
 
 
 @pytest.mark.parametrize("block", [1, 2, 64])
-def test_the_kernels_take_its_blocks_of_any_length(block: int) -> None:
+def test_the_kernels_support_any_indexer_block(block: int) -> None:
     pytest.importorskip("triton")
     model = ModelConfig(selection_loss=0.05, indexer_block=block, indexer_width=16)
     assert set(resolve_backend("cpu", torch.float32, model.nsa, model, "triton")) == set(PARTS)
 
 
-def test_a_width_that_the_kernels_do_not_take_is_refused_by_name() -> None:
+def test_an_unsupported_index_width_raises() -> None:
     pytest.importorskip("triton")
     model = ModelConfig(selection_loss=0.05, indexer_block=1, indexer_width=8)
     with pytest.raises(NotImplementedError, match=r"multiples of 16 .* indexer_width = 8; the nearest is 16"):
         resolve_backend("cpu", torch.float32, model.nsa, model, "triton")
 
 
-def test_a_preset_whose_indexer_is_taken_away_has_no_width_of_one() -> None:
+def test_removing_a_presets_indexer_resets_its_width() -> None:
     narrow = ModelConfig(selection_loss=0.05, indexer_block=1, indexer_width=16)
     assert narrow.index_width == 16
     assert ModelConfig(**narrow.model_dump() | {"indexer_block": 0}) == ModelConfig(selection_loss=0.05)
 
 
 @pytest.mark.parametrize("width", [0, 4])
-def test_its_scores_are_counted(width: int) -> None:
+def test_its_scores_count_as_flops(width: int) -> None:
     """Of 61 tokens and 61 // 2 keys of two tokens, query t scores (t + 1) // 2, in 2 groups of 2 layers, 8 or 4 wide."""
     model = make_model(indexer_width=width)
     scores = sum((t + 1) // 2 for t in range(61)) / 61

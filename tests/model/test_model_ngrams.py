@@ -29,7 +29,7 @@ def compute_rows(tokens: list[int], **given: torch.Tensor) -> list[list[int]]:
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 @pytest.mark.parametrize("capacity", [None, 9])
-def test_packed_documents_are_documents_alone(attention: str, capacity: int | None) -> None:
+def test_packed_documents_equal_separate_documents(attention: str, capacity: int | None) -> None:
     model = make_model(attention=attention, matching_heads=1)
     tokens = make_tokens(model.config, sum(LENGTHS), batch=1)
     span = Span.packed(torch.tensor([0, *LENGTHS]).cumsum(0).int(), capacity)
@@ -37,7 +37,7 @@ def test_packed_documents_are_documents_alone(attention: str, capacity: int | No
     torch.testing.assert_close(model(tokens, span), torch.cat(alone, dim=1), rtol=1e-10, atol=1e-10)
 
 
-def test_a_row_is_of_the_last_tokens_and_of_no_other() -> None:
+def test_a_row_depends_only_on_the_last_tokens() -> None:
     here = compute_rows([5, 0, 7, 9, 3, 8])[-1]
     assert compute_rows([0, 5, 7, 9, 3, 8])[-1] == here
     for n, changed in ((2, [5, 0, 7, 9, 4, 8]), (3, [5, 0, 7, 8, 3, 8]), (4, [5, 0, 6, 9, 3, 8])):
@@ -46,20 +46,20 @@ def test_a_row_is_of_the_last_tokens_and_of_no_other() -> None:
     assert compute_rows([5, 0, 7, 9, 8, 3])[-1][0] != here[0], "the order counts"
 
 
-def test_a_token_0_is_another_than_none() -> None:
+def test_token_0_differs_from_no_token() -> None:
     """What begins with tokens 0 is not what begins later."""
     first, second, third = (compute_rows([0] * count + [7])[-1] for count in (0, 1, 2))
     assert first[0] != second[0] and second[0] == third[0]
     assert second[1] != third[1]
 
 
-def test_every_length_has_a_table_of_its_own() -> None:
+def test_every_length_has_its_own_table() -> None:
     for row in compute_rows([3, 1, 4, 1, 5, 9, 2, 6]):
         assert [place // ROWS for place in row] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("rows", [37, 60_000])
-def test_rows_are_where_a_saved_model_has_them(rows: int) -> None:
+def test_rows_equal_those_of_saved_models(rows: int) -> None:
     """The hash of a text, in Python's integers: another one would read a saved table at random."""
     text = [9, 250, 0, 4, 255, 255, 1, 77]
 
@@ -90,7 +90,7 @@ def test_hashes_fill_a_table_evenly() -> None:
 
 
 @pytest.mark.parametrize("tokens", [[1, 0, 0, 2], [255] * 9])
-def test_tokens_before_are_those_that_came_before(tokens: list[int]) -> None:
+def test_previous_tokens_continue_a_sequence(tokens: list[int]) -> None:
     text = [9, 250, 0, 4, *tokens]
     whole = compute_rows(text)
     for cut in range(1, len(text)):
@@ -100,7 +100,7 @@ def test_tokens_before_are_those_that_came_before(tokens: list[int]) -> None:
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_tables_cost_parameters_and_no_products(attention: str) -> None:
+def test_tables_add_parameters_but_no_flops(attention: str) -> None:
     with_tables, without = make_model(attention=attention), NSATransformer(make_config(attention=attention), seed=0)
     more = with_tables.parameter_count() - without.parameter_count()
     mapped = 3 * 5 * 24
@@ -111,7 +111,7 @@ def test_tables_cost_parameters_and_no_products(attention: str) -> None:
         assert dearer == 3 * 2 * mapped
 
 
-def test_the_rows_that_were_looked_up_learn_and_no_others() -> None:
+def test_only_looked_up_rows_get_a_gradient() -> None:
     model = make_model()
     tokens = make_tokens(model.config, 12)
     compute_loss(model, tokens).backward()
@@ -120,7 +120,7 @@ def test_the_rows_that_were_looked_up_learn_and_no_others() -> None:
     assert moved == set(model.ngrams.compute_rows(tokens[:, :-1]).flatten().tolist())
 
 
-def test_it_is_a_function_of_the_seed() -> None:
+def test_initialization_depends_only_on_the_seed() -> None:
     one, other = make_model(), make_model()
     for name, weight in one.state_dict().items():
         assert torch.equal(weight, other.state_dict()[name]), name

@@ -20,7 +20,7 @@ def model() -> NSATransformer:
     return NSATransformer(make_config(), seed=0)
 
 
-def test_what_is_observed_is_what_the_layer_computes(model: NSATransformer) -> None:
+def test_observed_values_equal_the_forward_pass(model: NSATransformer) -> None:
     """Gated and projected, the observed branches are the layer's own output."""
     tokens = make_tokens(model.config, T)
     inside = []
@@ -47,7 +47,7 @@ def test_statistics_are_in_range_and_per_layer(model: NSATransformer) -> None:
     assert all((stats[f"norm_{b}"] > 0).all() for b in BRANCHES)
 
 
-def test_statistics_of_the_choice_are_what_counting_gives(model: NSATransformer) -> None:
+def test_selection_statistics_equal_counting(model: NSATransformer) -> None:
     tokens = make_tokens(model.config, T)
     stats, nsa = model.statistics(tokens), model.config.nsa
     for layer, seen in enumerate(model.observe(tokens)):
@@ -82,7 +82,7 @@ def test_a_query_selects_752_5_keys_of_2048_on_average_and_1024_at_most() -> Non
     assert stats["sel_keys_most"].tolist() == [1024.0] * config.n_layers
 
 
-def test_the_shares_are_those_of_the_branches_they_are_named_for(
+def test_gate_shares_have_the_right_branch_names(
     model: NSATransformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gates in the order of the definition (`reference.combine`), each of another height."""
@@ -96,7 +96,7 @@ def test_the_shares_are_those_of_the_branches_they_are_named_for(
         assert stats[f"gate_share_{name}"].tolist() == pytest.approx([weight] * 2)
 
 
-def test_the_share_of_the_sink_is_the_attention_that_the_first_block_holds(model: NSATransformer) -> None:
+def test_the_sink_share_is_the_attention_to_the_first_block(model: NSATransformer) -> None:
     tokens = make_tokens(model.config, T, batch=1)
     x, rotary = model.prepare_inputs(tokens)
     layer = model.blocks[0]
@@ -118,7 +118,7 @@ def test_short_sequences_have_statistics_too(model: NSATransformer, length: int)
 
 
 @pytest.mark.parametrize("length", [1, 7, 8])
-def test_a_text_within_the_first_block_gives_it_all_attention(model: NSATransformer, length: int) -> None:
+def test_a_text_within_the_first_block_has_a_sink_share_of_1(model: NSATransformer, length: int) -> None:
     """No query stands past the block, and the last one speaks for them."""
     assert model.statistics(make_tokens(model.config, length))["sel_sink_share"].tolist() == pytest.approx([1.0, 1.0])
 
@@ -141,7 +141,7 @@ def test_equal_gates_have_an_entropy_of_ln_3(model: NSATransformer, monkeypatch:
     assert (pinned["gate_entropy"].abs() < 1e-6).all() and (pinned["gate_saturation"] == 1).all()
 
 
-def test_a_gate_is_saturated_within_a_hundredth_of_its_ends(model: NSATransformer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gate_within_a_hundredth_of_its_ends_is_saturated(model: NSATransformer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of these three the first alone, of those the last."""
     for gates in ([0.009, 0.011, 0.5], [0.5, 0.989, 0.991]):
         monkeypatch.setattr(
@@ -162,7 +162,7 @@ LENGTHS = (31, 0, 1, 9, 29)
 PACKED = Span.packed(torch.tensor([0, *LENGTHS]).cumsum(0).int(), capacity=7)
 
 
-def test_what_is_observed_of_packed_documents_is_what_each_of_them_shows_alone(model: NSATransformer) -> None:
+def test_observed_values_of_packed_documents_equal_separate_ones(model: NSATransformer) -> None:
     tokens = make_tokens(model.config, T, batch=1)
     together = model.observe(tokens, PACKED)
     alone = [model.observe(part) for part in tokens.split(LENGTHS, 1) if part.numel()]

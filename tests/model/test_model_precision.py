@@ -17,7 +17,7 @@ EDGES = sorted({1, TINY_NSA["l"] - 1, TINY_NSA["l"], TINY_NSA["l_sel"], TINY_NSA
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 @pytest.mark.parametrize("length", EDGES)
-def test_bf16_autocast_is_finite_at_every_edge(length: int, attention: str) -> None:
+def test_bf16_autocast_is_finite_at_edge_lengths(length: int, attention: str) -> None:
     """Values and gradients of the first step; weights and gradients stay float32."""
     config = make_config(attention=attention)
     model = NSATransformer(config, dtype=torch.bfloat16, seed=0)
@@ -46,7 +46,7 @@ def test_bf16_autocast_stays_near_float32(variant: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)], ids=str)
-def test_what_is_turned_or_normed_in_half_precision_is_rounded_once(dtype: torch.dtype, unit: float) -> None:
+def test_rope_and_norm_in_half_precision_round_once(dtype: torch.dtype, unit: float) -> None:
     """Angles, sums of squares and weights keep float32; one rounding errs by `unit` of the result at most."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(2, 31, 3, 10, generator=draw).to(dtype)
@@ -65,7 +65,7 @@ def test_what_is_turned_or_normed_in_half_precision_is_rounded_once(dtype: torch
 
 
 @pytest.mark.parametrize("position", [2049, 4097, 65_535, 131_071])
-def test_angles_of_far_positions_are_those_of_the_position(position: int) -> None:
+def test_rope_angles_are_exact_at_far_positions(position: int) -> None:
     """Half precision would turn neighbours alike; float32 is off by its rounding of the largest angle."""
     cos, sin = compute_rotary(torch.tensor([position]), 8, 10000.0)
     for i in range(4):
@@ -89,7 +89,7 @@ def test_autocast_reaches_attention_in_bf16(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_matching_heads_stay_near_float32_under_autocast(attention: str) -> None:
+def test_induction_heads_stay_near_float32_under_autocast(attention: str) -> None:
     """The convolution of their keys has weights in float32, and attention takes one dtype."""
     indexer = {"indexer_block": 2, "selection_loss": 0.05} if attention == "nsa" else {}
     config = make_config(attention=attention, d_k=8, rotary_share=0.5, matching_heads=2, **indexer)
@@ -130,7 +130,7 @@ def test_gradient_checkpointing_changes_no_bit(attention: str, autocast: bool) -
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_gradient_checkpointing_saves_what_it_promises() -> None:
+def test_gradient_checkpointing_saves_memory() -> None:
     """It stores less for the backward pass, and nothing changes in eval mode."""
     config = make_config(n_layers=4)
     model = NSATransformer(config, seed=0)
@@ -159,7 +159,7 @@ def test_backends_agree_through_the_whole_model() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_the_dense_twin_shares_all_but_attention() -> None:
+def test_the_dense_baseline_shares_everything_except_attention() -> None:
     nsa, dense = (NSATransformer(make_config(attention=kind), seed=0) for kind in ("nsa", "dense"))
     names = {kind: {n for n, _ in model.named_parameters()} for kind, model in (("nsa", nsa), ("dense", dense))}
     assert {n.rsplit(".attention.")[-1] for n in names["nsa"] - names["dense"]} == {"gate.weight"}
@@ -167,7 +167,7 @@ def test_the_dense_twin_shares_all_but_attention() -> None:
     assert set(dense.backends) == {"dense"}
 
 
-def test_nsa_of_full_coverage_computes_the_dense_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nsa_with_full_coverage_equals_the_dense_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Selection alone, gate 1, over a budget that holds the sequence, with the twin's weights: the twin's logits."""
     config = make_config(nsa={"l_sel": 16, "n_sel": 4})
     nsa, dense = NSATransformer(config, seed=0), NSATransformer(config.model_copy(update={"attention": "dense"}), seed=1)

@@ -62,7 +62,7 @@ def test_the_signature_is_the_public_one() -> None:
 
 @pytest.mark.parametrize("phi", PHIS)
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
-def test_it_is_the_definition(phi: str, gate: str) -> None:
+def test_it_equals_the_definition(phi: str, gate: str) -> None:
     """Against brute force, up to the float32 of the rotary table."""
     layer = make_layer(phi, gate).double()
     c, n = layer.config, layer.config.nsa
@@ -77,7 +77,7 @@ def test_it_is_the_definition(phi: str, gate: str) -> None:
 
 
 @pytest.mark.parametrize("phi", PHIS)
-def test_it_runs_what_the_reference_says_bit_for_float64_bit(phi: str) -> None:
+def test_it_equals_the_reference_bitwise_in_float64(phi: str) -> None:
     """From its own projections on, for a whole sequence and for documents."""
     layer = make_layer(phi).double()
     inner, c = layer.attention, layer.config
@@ -95,7 +95,7 @@ def check_packed_equals_separate(call: Callable[..., torch.Tensor], x: torch.Ten
 
 @pytest.mark.parametrize("phi", PHIS)
 @pytest.mark.parametrize("capacity", [None, 8])
-def test_packed_documents_are_documents_alone(phi: str, capacity: int | None) -> None:
+def test_packed_documents_equal_separate_documents(phi: str, capacity: int | None) -> None:
     layer = make_layer(phi).double()
     check_packed_equals_separate(layer, draw_rows(sum(LENGTHS), batch=1), capacity)
 
@@ -119,7 +119,7 @@ def test_packed_documents_through_the_whole_model(attention: str, checkpointing:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-def test_a_document_does_not_see_its_neighbour() -> None:
+def test_a_document_does_not_affect_its_neighbor() -> None:
     model = NSATransformer(make_config(), seed=0)
     tokens, span = make_tokens(model.config, sum(LENGTHS), batch=1), make_packed_span(*LENGTHS)
     before = model(tokens, span)
@@ -137,7 +137,7 @@ def test_positions_restart_in_every_document() -> None:
 
 
 @pytest.mark.parametrize("build", [make_layer, lambda: NSATransformer(make_config(), seed=0)], ids=["layer", "model"])
-def test_a_chunk_without_a_cache_is_refused(build: Callable[[], torch.nn.Module]) -> None:
+def test_a_chunk_without_a_cache_raises(build: Callable[[], torch.nn.Module]) -> None:
     module = build()
     x = draw_rows(7, dtype=torch.float32) if isinstance(module, NSAttention) else make_tokens(module.config, 7)
     assert torch.equal(module(x, Span.chunk(0, 7)), module(x))
@@ -147,7 +147,7 @@ def test_a_chunk_without_a_cache_is_refused(build: Callable[[], torch.nn.Module]
 
 @pytest.mark.parametrize("phi", PHIS)
 @pytest.mark.parametrize("span", [None, make_packed_span(*LENGTHS, capacity=8)], ids=["full", "packed"])
-def test_a_step_moves_every_parameter(phi: str, span: Span | None) -> None:
+def test_a_step_changes_every_parameter(phi: str, span: Span | None) -> None:
     layer = make_layer(phi)
     before = {name: p.detach().clone() for name, p in layer.named_parameters()}
     x = draw_rows(sum(LENGTHS), batch=1, dtype=torch.float32)
@@ -172,7 +172,7 @@ def test_it_starts_as_the_transformer_does() -> None:
         torch.testing.assert_close(weight.std(), expected, rtol=0.15, atol=0.0)
 
 
-def test_autocast_is_what_the_backend_is_resolved_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_is_resolved_for_the_autocast_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     real = layers_module.resolve_backend
     monkeypatch.setattr(layers_module, "resolve_backend", lambda *a, **k: asked.append(a[:2]) or real(*a, **k))
@@ -190,7 +190,7 @@ def test_autocast_is_what_the_backend_is_resolved_for(monkeypatch: pytest.Monkey
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in layer.parameters())
 
 
-def test_it_is_copied_and_loaded_like_any_module(tmp_path) -> None:
+def test_it_can_be_copied_and_loaded(tmp_path) -> None:
     layer, x = make_layer("mlp"), draw_rows(30, dtype=torch.float32)
     out = layer(x)
     assert torch.equal(copy.deepcopy(layer)(x), out)
@@ -202,7 +202,7 @@ def test_it_is_copied_and_loaded_like_any_module(tmp_path) -> None:
     assert {name.split(".")[0] for name in layer.state_dict()} == {"attention"}
 
 
-def test_the_layer_of_a_transformer_keeps_its_names() -> None:
+def test_state_dict_keys_of_a_transformer_layer() -> None:
     """Checkpoints written before there was a layer by itself load."""
     names = set(NSATransformer(make_config(n_layers=1), seed=0).state_dict())
     inside = {f"blocks.0.attention.{name}.weight" for name in ("qkv", "gate", "out")}
@@ -216,7 +216,7 @@ def test_the_layer_of_a_transformer_keeps_its_names() -> None:
     assert type(NSATransformer(make_config(), seed=0).blocks[0].attention) is SparseAttention
 
 
-def test_widths_follow_from_the_model_width() -> None:
+def test_default_head_widths() -> None:
     assert (make_layer(value_dim=None).config.d_k, make_layer(value_dim=None).config.d_v) == (6, 6)
     layer = NSAttention(25, 4, 2, head_dim=8, value_dim=3, nsa=NSAConfig(**TINY_NSA))
     assert layer(torch.randn(1, 9, 25)).shape == (1, 9, 25)
@@ -224,7 +224,7 @@ def test_widths_follow_from_the_model_width() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_autocast_takes_what_it_casts(dtype: torch.dtype) -> None:
+def test_autocast_accepts_dtypes_that_it_casts(dtype: torch.dtype) -> None:
     x = draw_rows(33, dtype=torch.float32).to(dtype)
     with torch.autocast("cpu", torch.bfloat16):
         found, expected = make_layer()(x), make_layer()(x.float())
@@ -232,7 +232,7 @@ def test_autocast_takes_what_it_casts(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 
-def test_its_loss_is_that_of_the_last_pass_alone() -> None:
+def test_its_loss_belongs_to_the_last_pass() -> None:
     """A copy has none, and neither has a pass that failed."""
     layer = make_layer(selection_loss=0.5)
     layer(draw_rows(41, dtype=torch.float32))
@@ -300,7 +300,7 @@ def test_every_argument_reaches_the_layer() -> None:
         (lambda: make_layer()(torch.randn(1, 9, 24), make_packed_span(4, 4)), r"Span.packed\(2 documents, 8 tokens\)"),
     ],
 )
-def test_what_does_not_go_together_is_refused(build: Callable[[], object], words: str) -> None:
+def test_inconsistent_arguments_raise(build: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         build()
 
@@ -326,7 +326,7 @@ def test_padded_documents_train_as_unpadded_ones() -> None:
     [None, pytest.param(make_packed_span(*LENGTHS), marks=pytest.mark.soak), make_packed_span(*LENGTHS, capacity=9)],
     ids=["full", "packed", "padded"],
 )
-def test_compiled_it_computes_what_it_does_eagerly(span: Span | None) -> None:
+def test_the_compiled_layer_equals_the_eager_layer(span: Span | None) -> None:
     layer, x = make_layer(matching_heads=1, selection_loss=0.5), draw_rows(sum(LENGTHS), batch=1, dtype=torch.float32)
 
     def gradients(out: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -343,7 +343,7 @@ def test_compiled_it_computes_what_it_does_eagerly(span: Span | None) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler's own modules warn of each other
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_compiled_blocks_take_any_documents_without_being_compiled_anew(attention: str) -> None:
+def test_compiled_blocks_support_any_documents_without_recompiling(attention: str) -> None:
     """Their bounds are data: as constants of a trace, every batch would be compiled, and from the eighth on none."""
     config = make_config(attention=attention, matching_heads=1, **({"selection_loss": 0.1} if attention == "nsa" else {}))
     model = NSATransformer(config, seed=0)
@@ -396,7 +396,7 @@ class CountOps(TorchDispatchMode):
 
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("taught", [False, True])
-def test_a_step_launches_as_much_for_forty_documents_as_for_two(
+def test_the_number_of_launches_does_not_depend_on_the_documents(
     monkeypatch: pytest.MonkeyPatch, phi: str, taught: bool
 ) -> None:
     """Forward and backward, with all that is made once per span. The attention itself is one operator of a backend."""
@@ -417,6 +417,6 @@ def test_a_step_launches_as_much_for_forty_documents_as_for_two(
 
 
 @pytest.mark.parametrize("tokens", [10, 30])
-def test_a_span_of_another_input_is_refused(tokens: int) -> None:
+def test_a_layout_of_another_input_raises(tokens: int) -> None:
     with pytest.raises(ValueError, match="give the span of this input"):
         check_span(Span.full(tokens), 20)

@@ -38,7 +38,7 @@ def test_every_parameter_gets_a_gradient(variant: dict[str, str], length: int) -
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_normed_embeddings_enter_the_first_layer_at_one_size(attention: str) -> None:
+def test_normalized_embeddings_have_unit_rms(attention: str) -> None:
     config = make_config(attention=attention, embedding_norm=True)
     model, entered = NSATransformer(config, seed=0), []
     plain = NSATransformer(make_config(attention=attention), seed=0)
@@ -52,7 +52,7 @@ def test_normed_embeddings_enter_the_first_layer_at_one_size(attention: str) -> 
     assert model.embedding.weight.grad.abs().max() > 0
 
 
-def test_every_branch_moves_its_own_rows_of_the_projection() -> None:
+def test_every_branch_uses_its_own_rows_of_the_projection() -> None:
     """Queries, and the keys and values of all three branches: each row of the one weight, not just some."""
     config = make_config()
     model = NSATransformer(config, seed=0)
@@ -81,7 +81,7 @@ def test_the_first_loss_is_ln_v(config: ModelConfig, length: int) -> None:
 
 
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
-def test_gates_start_apart_and_pass_a_gradient_to_their_input(gate: str) -> None:
+def test_gates_start_different_and_have_a_gradient_for_their_input(gate: str) -> None:
     """A last layer of zeros gives flat gates, and what feeds it no gradient at all."""
     config = make_config(gate=gate, dim=64)
     layer = NSATransformer(config, seed=0).blocks[0].attention
@@ -94,7 +94,7 @@ def test_gates_start_apart_and_pass_a_gradient_to_their_input(gate: str) -> None
     assert (grad != 0).any(-1).all()
 
 
-def test_activations_keep_their_size_through_the_layers() -> None:
+def test_activations_keep_their_scale_through_the_layers() -> None:
     """The residual stream grows by about as much with twelve layers as with one."""
     growth = []
     for layers in (1, 12):
@@ -106,7 +106,7 @@ def test_activations_keep_their_size_through_the_layers() -> None:
     assert growth[1] < 2 * growth[0]
 
 
-def test_one_seed_one_model() -> None:
+def test_equal_seeds_give_equal_models() -> None:
     one, same, other = (NSATransformer(make_config(phi="mlp"), seed=seed) for seed in (3, 3, 4))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
@@ -129,7 +129,7 @@ def test_without_a_seed_weights_follow_the_global_generator_and_leave_it_seeded(
     assert torch.equal(next_one, next_other), "what else is drawn is not drawn anew"
 
 
-def test_a_model_is_laid_out_without_weights_and_given_them_later() -> None:
+def test_a_model_on_the_meta_device_gets_weights_later() -> None:
     with torch.device("meta"):
         model = NSATransformer(make_config(phi="mlp"))
     assert all(p.is_meta for p in model.parameters())
@@ -146,13 +146,13 @@ def test_a_model_is_laid_out_without_weights_and_given_them_later() -> None:
         (torch.zeros(1, 4), "got torch.float32"),
     ],
 )
-def test_tokens_of_another_kind_are_refused(tokens: torch.Tensor, words: str) -> None:
+def test_tokens_of_another_dtype_or_shape_raise(tokens: torch.Tensor, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         NSATransformer(make_config())(tokens)
 
 
 @pytest.mark.parametrize(("attention", "mlp"), [("nsa", "plain"), ("nsa", "gated"), ("dense", "plain")])
-def test_flops_of_the_weights_are_what_torch_counts(attention: str, mlp: str) -> None:
+def test_weight_flops_equal_torchs_count(attention: str, mlp: str) -> None:
     """Forward and backward of every matrix; 0.1 % apart, which is the norms, counted here as if they were matrices."""
     config = make_config(dim=96, attention=attention, mlp=mlp, vocab_size=256)
     model = NSATransformer(config, seed=0)
@@ -180,7 +180,7 @@ def test_flops_of_documents_are_the_mean_over_their_tokens() -> None:
 
 
 @pytest.mark.parametrize("length", [17, 40])
-def test_flops_of_a_key_are_what_torch_counts(length: int) -> None:
+def test_key_flops_equal_torchs_count(length: int) -> None:
     """The reference forms every score: T keys per query."""
     q, k, v = torch.randn(1, length, 4, 6), torch.randn(1, length, 2, 6), torch.randn(1, length, 2, 5)
     with FlopCounterMode(display=False) as counter:
@@ -188,7 +188,7 @@ def test_flops_of_a_key_are_what_torch_counts(length: int) -> None:
     assert counter.get_total_flops() == 2 * 4 * (6 + 5) * length * length
 
 
-def test_sparse_flops_pass_dense_ones_where_arithmetic_says() -> None:
+def test_sparse_flops_cross_dense_flops_at_the_computed_length() -> None:
     """At 2048 tokens NSA reads 1.26 times as many keys as dense attention does, and far fewer at 64 k."""
     nsa = NSAConfig()
     ratio = {}
@@ -199,7 +199,7 @@ def test_sparse_flops_pass_dense_ones_where_arithmetic_says() -> None:
     assert ratio[65536] < 0.12
 
 
-def test_describe_holds_the_real_counts() -> None:
+def test_describe_has_the_real_counts() -> None:
     model = NSATransformer(make_config(), seed=0)
     line = model.describe(64)
     assert f"{model.parameter_count():,} parameters" in line and "compressed torch" in line and "\n" not in line
@@ -234,7 +234,7 @@ def test_hidden_width_of_the_mlp(kind: str) -> None:
     assert MLP(make_config(mlp=kind)).down.in_features == 96
 
 
-def test_operations_of_a_forward_pass_do_not_grow_with_every_token() -> None:
+def test_the_number_of_operations_is_sublinear_in_tokens() -> None:
     """No Python per token: as many operations for 48 tokens as for 24 where one chunk holds either."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -261,7 +261,7 @@ def test_any_depth_trains(layers: int) -> None:
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_gates_start_as_xavier_has_it() -> None:
+def test_gates_use_xavier_initialization() -> None:
     model = NSATransformer(ModelConfig(dim=512, n_layers=1, n_heads=16, d_k=16, d_v=16), seed=0)
     weight = model.blocks[0].attention.gate.weight
     assert weight.std().item() == pytest.approx((2 / sum(weight.shape)) ** 0.5, rel=0.05)

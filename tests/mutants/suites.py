@@ -57,25 +57,25 @@ FILLING = cases(
 # Without the kernels under the interpreter, which take long.
 GRAPHS = cases(
     "train/test_cuda_graph.py",
-    "steps_of_graphs_are_those_without",
-    "a_graph_serves_long_documents_of_any_lengths",
-    "another_stage_has_graphs_of_its_own",
-    "a_stage_may_have_no_graphs",
-    "gradients_may_scatter_as_those_of_plain_passes_do",
-    "a_part_that_asks_the_host_where_documents_begin_is_found",
-    "what_is_not_a_number_is_no_proof",
-    "a_gradient_that_a_replay_does_not_repeat_is_found",
-    "moments_are_made_before_the_first_capture_alone",
+    "steps_with_graphs_equal_those_without",
+    "a_graph_replays_long_documents_of_any_length",
+    "each_stage_has_its_own_graphs",
+    "a_stage_may_disable_graphs",
+    "gradients_may_differ_as_much_as_two_passes_without_graph",
+    "a_model_that_reads_document_starts_on_the_host_is_rejected",
+    "nan_fails_the_replay_check",
+    "a_gradient_that_a_replay_does_not_reproduce_is_rejected",
+    "moments_are_allocated_before_the_first_capture_only",
     "micro_batches_of_a_step_have_one_capacity",
-    "other_documents_are_others_where_there_can_be_any",
-    "other_documents_differ_in_much_of_the_text",
+    "the_different_span_differs_as_much_as_possible",
+    "the_different_span_differs_in_many_tokens",
 )
 MASKED = cases(
     "train/test_packed_run.py",
-    "a_step_is_that_of_the_documents_alone",
-    "an_evaluation_is_that_of_the_documents_alone",
-    "preflight_finds_what_leaks_into_a_neighbour",
-    "preflight_finds_tokens_that_reach_a_neighbour_before_any_layer",
+    "a_step_equals_that_of_separate_documents",
+    "an_evaluation_equals_that_of_separate_documents",
+    "preflight_detects_a_leak_between_documents",
+    "preflight_detects_tokens_that_leak_before_any_layer",
 )
 SUITES = {
     "attention.layout": [*attention_tests("take_over", "span", "dense_limit"), *MODEL],
@@ -103,11 +103,11 @@ OTHERS = {
     "runs.resolve": ["tests/runs/test_resolve.py"],
     "config.run_config": [
         "tests/test_config.py",
-        *cases("train/test_stages.py", "a_stage_says_itself_whether_its_steps_are_graphs"),
+        *cases("train/test_stages.py", "a_stage_overrides_cuda_graph"),
     ],
     "config.train_config": [
         "tests/test_config.py",
-        *cases("train/test_stages.py", "a_budget_of_tokens_is_as_many_whole_steps_as_it_pays_for"),
+        *cases("train/test_stages.py", "a_token_budget_is_rounded_down_to_whole_steps"),
     ],
     "config.model_config": ["tests/test_config.py", *MODEL],
     **{f"attention.{part}": ["tests/attention/test_dense_limit.py"] for part in ("dense", "flash")},
@@ -139,7 +139,7 @@ OTHERS = {
     "workbook.run_explorer": ["tests/workbook/test_run_explorer.py"],
     "workbook.beside": ["tests/workbook/test_samples.py"],
     "report.header": cases(
-        "train/test_validation_loss.py", "the_record_says_what_was_evaluated_and_different_texts_are_not_compared"
+        "train/test_validation_loss.py", "evaluations_record_their_text_and_different_texts_are_not_compared"
     ),
     "report": cases("report/test_report.py", "the_first_screen_says_what_happened"),
     "figures.query_plot": cases("workbook/test_query_attention.py", "the_bar_of_a_token_stands_inside_its_block"),
@@ -168,9 +168,9 @@ OTHERS = {
     "train.muon": ["tests/train/test_muon.py"],
     "train.checkpoint_state": [
         "tests/train/test_resume_rules.py",
-        *cases("train/test_training_run.py", "a_run_without_a_word_of_its_optimiser_goes_on_with_adamw_alone"),
+        *cases("train/test_training_run.py", "a_run_without_an_optimizer_setting_resumes_only_with_adamw"),
     ],
-    "train.packing": [*GRAPHS, *MASKED, *cases("train/test_stage_switch.py", "the_first_step_of_each_room")],
+    "train.packing": [*GRAPHS, *MASKED, *cases("train/test_stage_switch.py", "steps_with_new_capacity_match_a_full_scan")],
     "train.preflight.leakage": MASKED,
     "attention.kernels.block_topk": cases(
         "kernels/test_block_topk.py",
@@ -190,7 +190,7 @@ OTHERS = {
     "attention.kernels.tiles": ["tests/kernels/test_tiles.py", *SELECTED, *BAND],
     "attention.kernels.selected.forward": SELECTED,
     "attention.kernels.selected.backward": SELECTED,
-    **{f"attention.kernels.decoding.{part}": DECODING for part in ("keys", "attend", "choose", "merge")},
+    **{f"attention.kernels.decoding.{part}": DECODING for part in ("kv_tiles", "split_kv_attention", "decode_topk")},
     "attention.kernels.decoding.rope_kv_append": ["tests/kernels/decoding/test_rope_kv_append.py"],
     "attention.kernels.decoding.compress_update": ["tests/kernels/decoding/test_rope_kv_append.py"],
     "attention.kernels.decoding.decode_linear": ["tests/kernels/decoding/test_decode_linear.py"],
@@ -202,7 +202,7 @@ OTHERS = {
         "model/test_model_indexer.py", "under_the_interpreter_blocks_from_outside_are_read"
     ),
     "train.preflight.startup_checks": ["tests/train/test_preflight.py"],
-    "train.preflight.kernel_parity": ["tests/train/test_preflight.py"],
+    "train.preflight.branch_parity": ["tests/train/test_preflight.py"],
     "attention.cached_attention": attention_tests("decoding", "narrow"),
     "attention.fp32_selection": ["tests/attention/test_fp32_selection.py"],
     **{f"inference.{part}": ["tests/inference/test_decode.py"] for part in ("decode", "fused_linear", "kv_cache_size", "decode_graph")},
@@ -218,7 +218,7 @@ OTHERS = {
         for part in ("batches", "sequence_packing")
     },
     "data.document_starts": ["tests/data/test_sequence_packing.py"],
-    "data.build_shards": [*FILLING, *cases("train/test_packed_run.py", "short_documents_are_left_out_of_both_parts")],
+    "data.build_shards": [*FILLING, *cases("train/test_packed_run.py", "short_documents_are_excluded_from_both_splits")],
     "data.shards": ["tests/data/test_batches.py", "tests/data/test_stage_batches.py", *FILLING],
     "data.tokenizer": ["tests/data/test_tokenizer.py"],
     "data.sources.local": ["tests/data/test_sources.py"],
@@ -237,10 +237,10 @@ OTHERS = {
     ),
     "workbook.notebook": ["tests/workbook/test_notebook.py"],
     "train.build": [
-        *cases("train/test_stage_switch.py", "blocks_keep_what_every_stage_compiles"),
+        *cases("train/test_stage_switch.py", "compiled_blocks_serve_every_stage"),
         "tests/train/test_stages.py",
     ],
-    "inference.load": cases("train/test_stages.py", "a_checkpoint_computes_with_the_rotary_base_of_its_stage"),
+    "inference.load": cases("train/test_stages.py", "a_checkpoint_uses_the_rotary_base_of_its_stage"),
     "data.stage_batches": [
         "tests/data/test_stage_batches.py",
         "tests/data/test_sequence_packing.py",
@@ -267,12 +267,12 @@ OTHERS = {
         "tests/train/test_trainer.py",
         "tests/train/test_validation_loss.py",
         "tests/train/test_training_run.py",
-        *cases("train/test_stage_switch.py", "every_number_of_documents_is_rehearsed_where_blocks_are_compiled"),
+        *cases("train/test_stage_switch.py", "every_document_capacity_is_compiled_ahead"),
     ],
     "train.checkpoint_manager": cases(
         "train/test_training_run.py",
         "a_run_whose_last_save_failed_is_not_done",
-        "one_failed_save_is_recorded_and_the_next_one_tried",
+        "one_failed_save_is_recorded_and_the_next_one_is_tried",
     ),
     "train.checkpoint": [
         "tests/crash/test_full_disk.py",
@@ -301,11 +301,11 @@ OTHERS = {
     ],
     "train.attempt": [
         "tests/train/test_resume_rules.py",
-        "tests/train/test_training_run.py::test_a_run_resumes_without_its_source_where_the_cache_holds_it_all",
+        "tests/train/test_training_run.py::test_a_run_resumes_without_its_source_if_the_cache_is_complete",
         "tests/train/test_training_run.py::test_the_window_of_the_spike_rule_outlives_a_resume",
     ],
     "train.launcher": [
-        "tests/train/test_multi_rank.py::test_the_rank_that_a_signal_ended_is_blamed_before_those_that_fell_after_it"
+        "tests/train/test_multi_rank.py::test_the_rank_ended_by_a_signal_is_reported_before_later_failures"
     ],
     "train.telemetry.event_log": ["tests/crash/test_full_disk.py"],
     "train.telemetry.heartbeat": ["tests/train/test_telemetry.py"],
