@@ -116,7 +116,7 @@ def build_context(
     use_masking, separator = config.data.documents == "mask", dataset.tokenizer.separator
     batches = StagedBatches(dataset.train, train, config.data, separator)
     evaluations = make_validation_batches(dataset.validation, train, separator if use_masking else None)
-    world = replace(world, sharded=config.runtime.parallel == "fsdp" and world.size > 1)
+    world = replace(world, is_sharded=config.runtime.parallel == "fsdp" and world.size > 1)
     model = builders.model(config, device)
     if config.runtime.compile:
         compile_blocks(model, len(train.plan))

@@ -72,4 +72,4 @@ def compute_matched_hidden(config: RunConfig) -> int:
 
 def _make_dense_config(config: RunConfig, hidden: int) -> RunConfig:
     model = config.model.model_copy(update={"attention": "dense", "mlp_hidden": hidden})
-    return config.model_copy(update={"name": f"{config.name}_twin", "model": model})
+    return config.model_copy(update={"name": f"{config.name}_dense", "model": model})

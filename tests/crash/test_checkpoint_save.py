@@ -1,4 +1,4 @@
-"""Whatever happens during a save, or to its files later, loading gives a complete state or says why not."""
+"""After a save that fails at any point, or after damage to files, loading gives a complete state or an explanation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from nsa_lab.train.checkpoint import LATEST, MANIFEST, CheckpointStore, Filesyst
 
 
 class Crash(BaseException):
-    """The process is gone: nothing that the code under test does afterwards may count."""
+    """The process is gone: the code under test must have no further effect."""
 
 
 class FailingFilesystem(Filesystem):
-    """Performs `survives` calls, half of the next one, and is gone."""
+    """Performs `survives` calls and half of the next one, then crashes."""
 
     def __init__(self, survives: int) -> None:
         self.left = survives
@@ -58,7 +58,7 @@ def save(store: CheckpointStore, step: int) -> None:
 
 
 def loaded(folder: Path) -> int | None:
-    """Step of the state that loading gives; its every byte is checked."""
+    """Return the step of the state that loading gives, after checking every byte of it."""
     path, _ = CheckpointStore(folder).load_latest()
     if path is None:
         return None
@@ -69,7 +69,7 @@ def loaded(folder: Path) -> int | None:
 
 @pytest.fixture
 def filled(tmp_path: Path) -> Path:
-    """Checkpoints of steps 1 to 3, of which 2 and 3 were kept, and the fourth save would prune again."""
+    """A store with checkpoints of steps 1 to 3; 2 and 3 are retained, and a fourth save prunes again."""
     store = CheckpointStore(tmp_path, keep_last=2)
     for step in (1, 2, 3):
         save(store, step)
@@ -77,7 +77,7 @@ def filled(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_crash_at_any_call_of_the_first_save_leaves_nothing_or_all(tmp_path: Path) -> None:
+def test_a_crash_at_any_call_of_the_first_save_leaves_nothing_or_a_complete_state(tmp_path: Path) -> None:
     seen = []
     for survives in range(100):
         folder = tmp_path / str(survives)
@@ -94,7 +94,7 @@ def test_a_crash_at_any_call_of_the_first_save_leaves_nothing_or_all(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_crash_at_any_call_of_a_save_that_prunes_leaves_the_old_state_or_the_new(filled: Path) -> None:
+def test_a_crash_at_any_call_of_a_pruning_save_leaves_the_old_or_the_new_state(filled: Path) -> None:
     seen, survives = [], 0
     while True:
         store = CheckpointStore(filled, keep_last=2, fs=FailingFilesystem(survives))
@@ -130,7 +130,7 @@ def damages() -> list[Any]:
 
 @pytest.mark.parametrize("damage", damages())
 @pytest.mark.parametrize("name", [*content(1), MANIFEST])
-def test_a_damaged_checkpoint_is_quarantined_and_the_one_before_it_used(filled: Path, name: str, damage: Any) -> None:
+def test_a_damaged_checkpoint_is_quarantined_and_the_previous_one_loaded(filled: Path, name: str, damage: Any) -> None:
     damage(filled / "step-00000003" / name)
     path, moved = CheckpointStore(filled).load_latest()
     assert path.name == "step-00000002"
@@ -140,13 +140,13 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_one_before_it_used(filled: 
     assert loaded(filled) == 3
 
 
-def test_what_is_damaged_meanwhile_is_saved_again_and_each_damage_kept(filled: Path) -> None:
+def test_a_checkpoint_damaged_later_is_saved_again_and_quarantined(filled: Path) -> None:
     for number in range(3):
         (filled / "step-00000003" / "state.json").write_bytes(b"%d" % number)
         save(CheckpointStore(filled), 3)
         assert loaded(filled) == 3
-    kept = [filled / "quarantine" / f"step-00000003-{number}" / "state.json" for number in range(3)]
-    assert [path.read_bytes() for path in kept] == [b"0", b"1", b"2"]
+    retained = [filled / "quarantine" / f"step-00000003-{number}" / "state.json" for number in range(3)]
+    assert [path.read_bytes() for path in retained] == [b"0", b"1", b"2"]
 
 
 def test_every_flipped_bit_of_a_manifest_is_noticed_or_harmless(filled: Path) -> None:
@@ -160,7 +160,7 @@ def test_every_flipped_bit_of_a_manifest_is_noticed_or_harmless(filled: Path) ->
             assert whole[index : index + 1].isspace(), "only the space between values may differ"
 
 
-def test_when_all_are_damaged_it_stops_and_explains(filled: Path) -> None:
+def test_loading_with_all_checkpoints_damaged_explains(filled: Path) -> None:
     for step in (2, 3):
         (filled / f"step-0000000{step}" / "model.safetensors").write_bytes(b"")
     with pytest.raises(NoValidCheckpoint, match="not started over"):
@@ -172,7 +172,7 @@ def test_when_all_are_damaged_it_stops_and_explains(filled: Path) -> None:
         CheckpointStore(filled).load_latest()
 
 
-def test_a_lost_pointer_or_a_missing_folder_of_checkpoints_is_not_a_fresh_start(filled: Path) -> None:
+def test_a_missing_latest_file_or_checkpoint_folder_is_not_a_new_run(filled: Path) -> None:
     (filled / LATEST).unlink()
     assert loaded(filled) == 3
     for step in (2, 3):
@@ -182,7 +182,7 @@ def test_a_lost_pointer_or_a_missing_folder_of_checkpoints_is_not_a_fresh_start(
         loaded(filled)
 
 
-def test_pruning_keeps_the_last_and_the_permanent_ones(tmp_path: Path) -> None:
+def test_pruning_retains_the_last_and_the_permanent_checkpoints(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=2, keep_every=4)
     for step in range(1, 12):
         save(store, step)

@@ -1,4 +1,4 @@
-"""A run whose newest checkpoint was damaged on disk goes on from the one before it, and its record says so."""
+"""A run whose newest checkpoint is damaged resumes from the previous one and records it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nsa_lab.train.attempt import run
 
 
 @pytest.fixture(scope="module")
-def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = RunConfig.from_dict(
         {
             "name": "damaged",
@@ -30,9 +30,9 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def finished(trained_once: Path, tmp_path: Path) -> Path:
-    """A finished run in a directory of the test's own."""
-    return shutil.copytree(trained_once, tmp_path / trained_once.name)
+def finished_run(trained_run: Path, tmp_path: Path) -> Path:
+    """A finished run in a temporary directory, for this test only."""
+    return shutil.copytree(trained_run, tmp_path / trained_run.name)
 
 
 def weights(run_dir: Path, step: int) -> bytes:
@@ -41,24 +41,24 @@ def weights(run_dir: Path, step: int) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "state.json", "probe.safetensors", "MANIFEST.json"])
-def test_a_flipped_byte_in_any_file_costs_one_checkpoint_and_no_accuracy(finished: Path, name: str) -> None:
-    expected = weights(finished, 6)
-    path = finished / "checkpoints/step-00000006" / name
+def test_a_flipped_byte_in_any_file_costs_one_checkpoint_and_no_accuracy(finished_run: Path, name: str) -> None:
+    expected = weights(finished_run, 6)
+    path = finished_run / "checkpoints/step-00000006" / name
     data = bytearray(path.read_bytes())
     data[len(data) // 3] ^= 0x04
     path.write_bytes(data)
-    assert run(finished) == 0
-    assert weights(finished, 6) == expected
-    record = events.read_events(finished)
+    assert run(finished_run) == 0
+    assert weights(finished_run, 6) == expected
+    record = events.read_events(finished_run)
     guard = next(e for e in record if e["kind"] == "guard")
     assert guard["rule"] == "checkpoint" and guard["action"] == "quarantined" and name in guard["value"]
     assert [e["from_step"] for e in record if e["kind"] == "resume"] == [4]
 
 
-def test_with_no_valid_checkpoint_left_the_run_halts_and_is_not_started_over(finished: Path) -> None:
-    for path in finished.glob("checkpoints/step-*/model.safetensors"):
+def test_with_no_valid_checkpoint_left_the_run_halts_and_is_not_started_over(finished_run: Path) -> None:
+    for path in finished_run.glob("checkpoints/step-*/model.safetensors"):
         path.write_bytes(b"")
-    assert run(finished) == directory.EXIT_HALTED
-    assert "not started over" in directory.read_status(finished)["reason"]
-    shutil.rmtree(finished / "checkpoints")
-    assert run(finished) == directory.EXIT_HALTED, "the record remembers that there were checkpoints"
+    assert run(finished_run) == directory.EXIT_HALTED
+    assert "not started over" in directory.read_status(finished_run)["reason"]
+    shutil.rmtree(finished_run / "checkpoints")
+    assert run(finished_run) == directory.EXIT_HALTED, "the record remembers that there were checkpoints"

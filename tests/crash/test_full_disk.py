@@ -1,4 +1,4 @@
-"""A disk that fills ends a run with a sentence and a state, whatever was being written, and leaves room to say so."""
+"""A full disk ends a run with an error message and a status, whichever file was being written."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def config(**train: Any) -> RunConfig:
 
 
 class FullDisk:
-    """Takes `room` writes of any kind, and then says that it is full, whoever asks."""
+    """Allows `room` writes of any kind, then raises ENOSPC for every write."""
 
     def __init__(self, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.room, self.refused = room, 0
@@ -69,13 +69,13 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def test_an_event_that_fits_in_part_is_cut_off_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partly_written_event_is_truncated_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = EventLog(tmp_path, "r", 1)
     log.append("heartbeat", n=1)
     left = [7]
 
     def write(descriptor: int, data: bytes) -> int:
-        """A short write first, as a disk does that has a few bytes left, and then none."""
+        """Write a few bytes at first, as a nearly full disk does, then none."""
         if not left[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
         taken, left[0] = os.write(descriptor, data[: left[0]]), 0
@@ -92,7 +92,7 @@ def test_an_event_that_fits_in_part_is_cut_off_and_counted(tmp_path: Path, monke
     log.close()
     first, lost, *others = events.read_events(tmp_path)
     assert first["n"] == 1 and [event.get("n") for event in others] == [4, 5], "what is missing is said once"
-    assert lost["where"] == "events" and lost["message"].startswith("2 events before this one could not be written")
+    assert lost["where"] == "events" and lost["message"].startswith("the 2 events before this one could not be written")
 
 
 def test_a_short_write_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,26 +105,27 @@ def test_a_short_write_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [e["n"] for e in events.read_events(tmp_path)] == [1, 2]
 
 
-# The writes of the whole run are about 70: the first are those of the checks before it.
+# The run makes about 70 writes; the first ones are made by preflight.
 @pytest.mark.parametrize("room", [1, *(pytest.param(room, marks=pytest.mark.slow) for room in (12, 25, 33, 48)), 60])
-def test_whichever_write_finds_the_disk_full_the_run_halts_and_says_so(
+def test_the_run_halts_with_a_message_whichever_write_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     run_dir = lifecycle.create_run(config(), tmp_path)
     disk = FullDisk(room, monkeypatch)
     assert run(run_dir) == directory.EXIT_HALTED
     assert disk.refused > 2
-    said = directory.read_status(run_dir)
-    assert said["status"] == lifecycle.get_state(run_dir) == directory.HALTED and said["exit_code"] == directory.EXIT_HALTED
-    assert "the disk is full: " in said["reason"] and " bytes were needed, " in said["reason"]
+    message = directory.read_status(run_dir)
+    assert (
+        message["status"] == lifecycle.get_state(run_dir) == directory.HALTED
+        and message["exit_code"] == directory.EXIT_HALTED
+    )
+    assert "the disk is full: " in message["reason"] and " a checkpoint needs " in message["reason"]
     assert not [*run_dir.glob("checkpoints/.saving-*"), *run_dir.glob(".status*")]
 
 
 @pytest.mark.slow
-def test_a_run_whose_disk_was_full_for_a_while_ends_well_and_says_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Full at one save and the events around it; then somebody makes room, and the same run goes on."""
+def test_a_temporarily_full_disk_costs_events_that_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full during one save and the events around it; then there is space, and the run continues."""
     run_dir = lifecycle.create_run(config(), tmp_path)
     disk = FullDisk(10**9, monkeypatch)
     saves = 0
@@ -133,7 +134,7 @@ def test_a_run_whose_disk_was_full_for_a_while_ends_well_and_says_what_is_missin
     def save(*arguments: Any) -> Any:
         nonlocal saves
         saves += 1
-        # The first is that of the checks.
+        # The first save is part of preflight.
         if saves == 2:
             disk.room = 1
         try:
@@ -151,9 +152,7 @@ def test_a_run_whose_disk_was_full_for_a_while_ends_well_and_says_what_is_missin
 
 
 @pytest.mark.slow
-def test_a_folder_of_checkpoints_that_is_removed_meanwhile_is_made_again_and_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removed_checkpoint_folder_is_created_again_and_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = lifecycle.create_run(config(), tmp_path)
     write = checkpoint.CheckpointStore.save
 
@@ -173,11 +172,11 @@ def test_a_folder_of_checkpoints_that_is_removed_meanwhile_is_made_again_and_sai
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 30 MB, which only root can make."""
+    """A 30 MB file system; mounting it needs root."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=30m", "none", folder], capture_output=True, check=False)
-    if made.returncode:
+    created = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=30m", "none", folder], capture_output=True, check=False)
+    if created.returncode:
         pytest.skip("a file system of 30 MB can be mounted by root only")
     yield folder
     subprocess.run(["umount", folder], check=True)
@@ -185,8 +184,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spare", [0, 4096])
-def test_a_disk_of_thirty_megabytes_that_fills(small_disk: Path, monkeypatch: pytest.MonkeyPatch, spare: int) -> None:
-    """Another program takes all that is left, to the byte; the run gets its state down, and goes on when there is room."""
+def test_a_run_on_a_30_mb_disk_halts_and_resumes(small_disk: Path, monkeypatch: pytest.MonkeyPatch, spare: int) -> None:
+    """Another program fills the disk completely. The run saves its state, and resumes when there is space."""
     run_dir, other = lifecycle.create_run(config(), small_disk), small_disk / "other"
     write = checkpoint.CheckpointStore.save
 
@@ -201,11 +200,11 @@ def test_a_disk_of_thirty_megabytes_that_fills(small_disk: Path, monkeypatch: py
     with monkeypatch.context() as filled:
         filled.setattr(checkpoint.CheckpointStore, "save", save)
         assert run(run_dir) == directory.EXIT_HALTED
-    said = directory.read_status(run_dir)
+    message = directory.read_status(run_dir)
     assert lifecycle.get_state(run_dir) == directory.HALTED
-    # The run's own record goes on meanwhile, into what was left.
-    free = re.search(r"the disk is full: [\d,]+ bytes were needed, ([\d,]+) are free", said["reason"])
-    assert free and int(free[1].replace(",", "")) <= spare, said["reason"]
+    # Meanwhile the run's events use the remaining space.
+    free = re.search(r"the disk is full: [\d,]+ bytes were needed, ([\d,]+) are free", message["reason"])
+    assert free and int(free[1].replace(",", "")) <= spare, message["reason"]
     assert not [*run_dir.glob("checkpoints/.saving-*"), *run_dir.glob(".status*")]
     other.unlink()
     assert run(run_dir) == 0

@@ -1,4 +1,4 @@
-"""Killed at any moment, any number of times in a row, a run ends with the weights of the uninterrupted one, bit for bit."""
+"""A run that is killed at any moment, any number of times, ends with the weights of an uninterrupted run, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from nsa_lab.runs import directory, events, lifecycle
 
 STEPS, KILLS = 100, 20
 
-# The same steps as one stage, and as three of different lengths, batches and rates, with Muon; and steps that one process
-# and two ranks compute alike to the bit: two sequences, forward and backward one by one, so that there is one sum and one
-# order.
+# The same steps as one stage, and as three stages with other lengths, batches and learning rates, with Muon. Also steps
+# that one process and two ranks compute bit for bit alike: two sequences in separate micro-batches, so that there is one
+# sum in one order.
 PLANS: dict[str, dict[str, Any]] = {
     "one": {"steps": STEPS, "seq_len": 32, "batch_size": 2, "accumulate_grad_batches": 2, "lr": 1e-2},
     "stages": {
@@ -36,14 +36,14 @@ PLANS: dict[str, dict[str, Any]] = {
     "ranks": {"steps": STEPS, "seq_len": 32, "batch_size": 2, "micro_batch_size": 1, "lr": 1e-2},
 }
 TABLES = {"ngrams": 3, "ngram_rows": 50, "ngram_width": 4}
-# Of the plan that ranks can share, these kills hit the supervisor of two ranks.
+# Indices of the kills that hit the supervisor of two ranks.
 SUPERVISOR_KILLS = (7, 15)
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("forked")]
 
 
 def start(run_dir: Path) -> subprocess.Popen:
-    """An attempt at a run, in a process of its own."""
+    """Start an attempt at a run in a new process."""
     return subprocess.Popen([sys.executable, "-m", "nsa_lab.train", run_dir], start_new_session=True)
 
 
@@ -80,25 +80,25 @@ def uninterrupted(forker: Forker, config: RunConfig, tmp_path_factory: pytest.Te
 
 
 def final_files(run_dir: Path) -> dict[str, str]:
-    """sha256 of the weights and the probe of the last checkpoint."""
+    """Return sha256 of the weights and of the probe of the last checkpoint."""
     manifest = json.loads((run_dir / f"checkpoints/step-{STEPS:08d}/MANIFEST.json").read_text())
     return {name: manifest["files"][name]["sha256"] for name in ("model.safetensors", "probe.safetensors")}
 
 
-def kill_supervisor(run_dir: Path, attempts: int, dice: random.Random) -> None:
-    """Two ranks train a few steps more, as launched by a user, and their supervisor alone is killed."""
+def kill_supervisor(run_dir: Path, attempts: int, rng: random.Random) -> None:
+    """Train a few steps with two ranks, launched as a user would, and kill only their supervisor."""
     supervisor = lifecycle.start(run_dir, ranks=2)
-    wait_for_steps(run_dir, attempts, dice.randint(2, 8))
+    wait_for_steps(run_dir, attempts, rng.randint(2, 8))
     ranks = [rank["pid"] for rank in json.loads((run_dir / directory.LOCK).read_text())["ranks"]]
     started = next(e for e in reversed(events.read_events(run_dir)) if e["kind"] in ("start", "resume"))
     os.kill(supervisor, signal.SIGKILL)
     assert len(ranks) == started["ranks"] == 2 and started["attempt"] == attempts + 1
-    # The lock is theirs as well, so it is free only when both are gone.
+    # The ranks hold the lock too, so it is free only when both are gone.
     assert lifecycle.wait(run_dir, 10)
 
 
 def wait_for_steps(run_dir: Path, before: int, count: int) -> None:
-    """Until an attempt after number `before` has begun and logged `count` steps."""
+    """Wait until an attempt after attempt `before` has logged `count` steps."""
     tail, seen, deadline = events.Tail(run_dir), -1, time.monotonic() + 60
     while seen < count and time.monotonic() < deadline:
         for event in tail.read():
@@ -108,23 +108,24 @@ def wait_for_steps(run_dir: Path, before: int, count: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_chain_of_kills_ends_with_the_weights_of_the_uninterrupted_run(
+def test_a_run_killed_many_times_ends_with_the_weights_of_the_uninterrupted_run(
     config: RunConfig, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    run_dir, dice = lifecycle.create_run(config, tmp_path), random.Random(20)
+    run_dir, rng = lifecycle.create_run(config, tmp_path), random.Random(20)
     for kill in range(KILLS):
         attempts = max((e["attempt"] for e in events.read_events(run_dir)), default=0)
         if kill in SUPERVISOR_KILLS and config.train.micro_batch_size:
-            kill_supervisor(run_dir, attempts, dice)
+            kill_supervisor(run_dir, attempts, rng)
             continue
         trainer = start(run_dir)
-        # One in four dies before or while it restores; the others a few steps on, in a step, an evaluation or a save.
-        if dice.random() < 0.25:
-            time.sleep(dice.uniform(0, 0.1))
+        # One in four is killed before or during the restore; the others a few steps later, in a step, an evaluation or a
+        # save.
+        if rng.random() < 0.25:
+            time.sleep(rng.uniform(0, 0.1))
         else:
-            wait_for_steps(run_dir, attempts, dice.randint(0, 11))
-            time.sleep(dice.uniform(0, 0.02))
+            wait_for_steps(run_dir, attempts, rng.randint(0, 11))
+            time.sleep(rng.uniform(0, 0.02))
         trainer.kill()
         if trainer.wait() != -signal.SIGKILL:
             pytest.fail(f"the run ended before kill {kill + 1} of {KILLS}; give it more steps")
@@ -135,16 +136,16 @@ def test_a_chain_of_kills_ends_with_the_weights_of_the_uninterrupted_run(
 
 
 def assert_one_story(run_dir: Path, uninterrupted: Path) -> None:
-    """Each step is told once, with the very numbers of the uninterrupted run."""
-    told, whole = (events.get_step_events(events.read_events(d)) for d in (run_dir, uninterrupted))
+    """Assert that every step is recorded exactly once, with the numbers of the uninterrupted run."""
+    steps_recorded, whole = (events.get_step_events(events.read_events(d)) for d in (run_dir, uninterrupted))
     keys = ("step", "tokens", "loss", "lr", "grad_norm")
-    assert [[e[k] for k in keys] for e in told] == [[e[k] for k in keys] for e in whole]
-    told, whole = (events.get_eval_events(events.read_events(d)) for d in (run_dir, uninterrupted))
-    assert [(e["step"], e["loss"]) for e in told] == [(e["step"], e["loss"]) for e in whole]
+    assert [[e[k] for k in keys] for e in steps_recorded] == [[e[k] for k in keys] for e in whole]
+    steps_recorded, whole = (events.get_eval_events(events.read_events(d)) for d in (run_dir, uninterrupted))
+    assert [(e["step"], e["loss"]) for e in steps_recorded] == [(e["step"], e["loss"]) for e in whole]
 
 
 @pytest.mark.slow
-def test_each_stop_request_saves_and_the_run_goes_on_bit_for_bit(
+def test_each_stop_request_saves_and_the_run_resumes_bit_for_bit(
     config: RunConfig, uninterrupted: Path, tmp_path: Path
 ) -> None:
     run_dir, names = lifecycle.create_run(config, tmp_path), ["SIGTERM", "SIGINT", "SIGUSR1"]

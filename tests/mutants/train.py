@@ -46,7 +46,7 @@ MUTANTS = [
         "graphs: a plain stage keeps those before it",
         "train.step",
         "            self._graphs.release()\n",
-        "            self._graphs._clear()\n",
+        "            self._graphs._clear_gradients()\n",
     ),
     Mutant(
         "graphs: the gradients of the graph before",
@@ -58,7 +58,7 @@ MUTANTS = [
         "graphs: one for documents of any number",
         "train.cuda_graph",
         "layout = tuple(span and span.graph_key for span in spans)",
-        "layout = tuple(span and span.queries for span in spans)",
+        "layout = tuple(span and span.n_queries for span in spans)",
     ),
     Mutant(
         "graphs: those of the stage before",
@@ -104,7 +104,7 @@ MUTANTS = [
     ),
     Mutant(
         "preflight: an indexer's choice is not compared",
-        "train.preflight.kernel_parity",
+        "train.preflight.branch_parity",
         "if model.has_indexer:",
         "if False:",
     ),
@@ -484,6 +484,6 @@ MUTANTS = [
         "self._stop_requested_at is not None\n                and",
     ),
     Mutant(
-        "preflight: NaN is no error", "train.preflight.kernel_parity", "math.inf if math.isnan(ratio) else ratio", "ratio"
+        "preflight: NaN is no error", "train.preflight.branch_parity", "math.inf if math.isnan(ratio) else ratio", "ratio"
     ),
 ]

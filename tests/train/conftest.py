@@ -1,4 +1,4 @@
-"""Tiny runs: a real model and real batches that take milliseconds a step."""
+"""Fixtures for tiny runs: a real model and real batches that take milliseconds per step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ Make = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
-def tiny() -> Callable[..., RunConfig]:
-    """A run of 12 steps of 4 x 32 synthetic tokens; `tiny(steps=3)` changes train, `tiny(runtime={...})` a section."""
+def make_tiny_config() -> Callable[..., RunConfig]:
+    """`tiny(**changes)`: config of 12 steps of 4 x 32 synthetic tokens; `steps=3` changes train, `runtime={...}` a
+    section.
+    """
 
     def make(**changes: Any) -> RunConfig:
         sections: dict[str, Any] = {
@@ -62,7 +64,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def builders(shards: Path) -> Builders:
-    """The real builders, with a shard cache that the tests share."""
+    """The real builders, with a shard cache that all tests share."""
 
     def data(*arguments: Any) -> Dataset:
         return prepare(*arguments, cache=shards)
@@ -71,26 +73,26 @@ def builders(shards: Path) -> Builders:
 
 
 @pytest.fixture(scope="session")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Documents of 1 to 90 letters, one a line."""
-    dice, path = random.Random(7), tmp_path_factory.mktemp("texts") / "short.jsonl"
-    lines = ["".join(dice.choices("abcdefgh", k=dice.choice([1, 5, 12, 30, 90]))) for _ in range(300)]
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Path of a file with documents of 1 to 90 letters, one per line."""
+    rng, path = random.Random(7), tmp_path_factory.mktemp("texts") / "short.jsonl"
+    lines = ["".join(rng.choices("abcdefgh", k=rng.choice([1, 5, 12, 30, 90]))) for _ in range(300)]
     path.write_text("\n".join(f'{{"text": "{line}"}}' for line in lines))
     return str(path)
 
 
 @pytest.fixture
-def new_run(tiny: Callable[..., RunConfig], tmp_path: Path) -> Make:
-    """`new_run(**changes)`: the directory of a run that has not started."""
-    return lambda **changes: lifecycle.create_run(tiny(**changes), tmp_path / "outputs")
+def new_run(make_tiny_config: Callable[..., RunConfig], tmp_path: Path) -> Make:
+    """`new_run(**changes)`: directory of a run that has not started."""
+    return lambda **changes: lifecycle.create_run(make_tiny_config(**changes), tmp_path / "outputs")
 
 
 @pytest.fixture(scope="session")
 def train(builders: Builders) -> Callable[..., int]:
-    """`train(run_dir)`: one attempt in this process; its exit code."""
+    """`train(run_dir)`: run one attempt in this process and return its exit code."""
 
     def attempt(run_dir: Path, **other: Any) -> int:
-        # A trainer looks through all that there is for garbage once; what the tests before it left takes long.
+        # A trainer runs a full garbage collection once, which is slow with the objects of earlier tests.
         gc.freeze()
         return run(run_dir, builders=other.get("builders", builders))
 
@@ -98,16 +100,16 @@ def train(builders: Builders) -> Callable[..., int]:
 
 
 @pytest.fixture(scope="session")
-def trained_once(
-    tiny: Callable[..., RunConfig], train: Callable[..., int], tmp_path_factory: pytest.TempPathFactory
+def trained_run(
+    make_tiny_config: Callable[..., RunConfig], train: Callable[..., int], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The tiny run as it comes, trained to its end. Not for tests to write to."""
-    run_dir = lifecycle.create_run(tiny(), tmp_path_factory.mktemp("trained"))
+    """The tiny run, trained to its end. Tests must not write to it."""
+    run_dir = lifecycle.create_run(make_tiny_config(), tmp_path_factory.mktemp("trained"))
     assert train(run_dir) == 0
     return run_dir
 
 
 @pytest.fixture
-def finished(trained_once: Path, tmp_path: Path) -> Path:
-    """That run in a directory of the test's own."""
-    return shutil.copytree(trained_once, tmp_path / "finished" / trained_once.name)
+def finished_run(trained_run: Path, tmp_path: Path) -> Path:
+    """A copy of that run for this test only."""
+    return shutil.copytree(trained_run, tmp_path / "finished" / trained_run.name)

@@ -1,4 +1,4 @@
-"""Batches whose documents have lengths of the test's choosing, for steps that are taken without a data set."""
+"""Batches with documents of given lengths, for steps without a data set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SEP = 255
 
 
 def make_document_batch(lengths: list[list[int]], seed: int) -> Batch:
-    """A row of documents for each list, a separator at the beginning of each; some tokens have no weight."""
+    """Return one row per list of document lengths; each document begins with a separator, and some tokens have weight 0."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(SEP, (len(lengths), sum(lengths[0]) + 1), generator=generator)
     rows = tuple(torch.tensor([*accumulate(row, initial=0)], dtype=torch.int32) for row in lengths)

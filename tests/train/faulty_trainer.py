@@ -1,10 +1,10 @@
-"""A trainer with a fault planted in it, for tests that need a process of its own: `python faulty_trainer.py <run dir> <fault>`.
+"""A trainer with a planted fault, for tests that need a separate process: `python faulty_trainer.py RUN_DIR FAULT`.
 
-A number after the fault makes it the supervisor of that many ranks.
+A number after the fault makes the process the supervisor of that many ranks.
 
-Faults: `slow_data`, `slow_eval`, `slow_compile`, `slow_step` take for ever in that phase; `deaf` does so in a call that
-never returns to Python; `nan_on_rank_1` gives NaN from step 4 on, on the second rank only; `none`.
-The word `judged` after a fault makes a stall of three seconds in data, eval and step, and gives the trainer ten to answer.
+Faults: `slow_data`, `slow_eval`, `slow_compile`, `slow_step` never finish that phase; `deaf` hangs in a call that never
+returns to Python; `nan_on_rank_1` gives NaN from step 4 on the second rank; `none`. The word `judged` after a fault sets
+a stall limit of three seconds in data, eval and step, and gives the trainer ten seconds to respond.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def make_faulty_builders(fault: str) -> Builders:
         model, calls = build_model(config, device), []
 
         def before(module: nn.Module, inputs: object) -> None:
-            # Only calls within training proper count: preflight makes its own.
+            # Count only calls during training, not those of preflight.
             if not is_training:
                 return
             calls.append(module.training)
@@ -49,7 +49,7 @@ def make_faulty_builders(fault: str) -> Builders:
                 time.sleep(0.3)
             elif fault == "deaf" and steps > 2:
                 os.write(1, b"deaf\n")
-                # With the signals left to other threads, nothing wakes this one.
+                # The signals go to other threads, so nothing interrupts this one.
                 signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
                 ctypes.CDLL(None).pause()
 
@@ -71,7 +71,7 @@ has_waited: list[bool] = []
 
 
 def wait_forever() -> None:
-    """For ever, the first time; the save that follows a stop looks at the model as well."""
+    """Never return, the first time; the save after a stop request calls the model too."""
     if has_waited:
         return
     has_waited.append(True)
@@ -94,7 +94,7 @@ def train_with_fault(run_dir: str, fault: str, *options: str) -> int:
 
     trainer.Trainer.run = run
     if options == ("judged",):
-        # Not so where every phase is slow at times: on a machine that others use as well.
+        # Wide enough for a machine that other processes use too, where any phase may be slow.
         attempt.StallRule = lambda floors_s: StallRule(factor=2.0, floors_s=dict.fromkeys(("data", "eval", "step"), 3.0))
         heartbeat.STOP_TIMEOUT_S, options = 10.0, ()
     if fault == "slow_data":

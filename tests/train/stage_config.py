@@ -1,4 +1,4 @@
-"""A run made one of stages."""
+"""Configurations with several stages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nsa_lab.config import RunConfig, StageConfig
 
 
 def make_staged_config(config: RunConfig, stages: list[dict[str, Any]], **train: Any) -> RunConfig:
-    """`config` with these stages in place of its one, and with other settings of `train`."""
+    """Return `config` with `stages` instead of its single stage, and with other settings of `train`."""
     sections = config.to_dict()
-    kept = {key: value for key, value in sections["train"].items() if key not in StageConfig.model_fields}
-    return RunConfig.from_dict({**sections, "train": {**kept, "stages": stages, **train}})
+    retained = {key: value for key, value in sections["train"].items() if key not in StageConfig.model_fields}
+    return RunConfig.from_dict({**sections, "train": {**retained, "stages": stages, **train}})

@@ -1,4 +1,4 @@
-"""The planner: counts of the real model, one arithmetic for time, and a comparison with what was measured."""
+"""Resource estimates: counts equal those of the real model, one formula for durations, comparison with measurements."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ PRODUCTION = RunConfig.from_dict(
 
 
 @pytest.mark.parametrize(("attention", "unlike"), [("nsa", "dense"), ("dense", "NSA")])
-def test_the_flops_of_the_other_attention_are_told_to_be_of_the_same_weights(attention: Any, unlike: str) -> None:
-    """Those of a dense twin are fewer: it has no weights of branches and gates."""
+def test_the_flops_of_the_other_attention_are_labelled(attention: Any, unlike: str) -> None:
+    """The dense baseline has fewer FLOPs, because it has no branches and gates."""
     planned = estimate_resources(PRODUCTION.model_copy(update={"model": ModelConfig(attention=attention)}))
     rows = {name: value for name, value in planned.format_rows() if name.startswith("MFLOPs per token, ")}
     assert len(rows) == 2
     for kind, flops in (("NSA", planned.flops_per_token_nsa), ("dense", planned.flops_per_token_dense)):
-        value = f"{flops / 1e6:,.1f}" + (", by the same weights" if kind == unlike else "")
+        value = f"{flops / 1e6:,.1f}" + (", with the same weights" if kind == unlike else "")
         assert rows[f"MFLOPs per token, {kind}"] == value
 
 
 @pytest.mark.slow
-def test_counts_are_those_of_the_model() -> None:
+def test_counts_equal_those_of_the_model() -> None:
     small = RunConfig(model=ModelConfig(dim=64, n_layers=2, n_heads=4))
     model = NSATransformer(small.model)
     planned = estimate_resources(small)
@@ -70,13 +70,13 @@ def test_the_production_model_is_78_million_parameters_and_6_55_billion_tokens()
 
 
 def test_time_counts_tokens_of_all_micro_batches() -> None:
-    # A known mistake: 50 000 steps of 2 x 2048 tokens in two micro-batches at 39 tokens/s are 2918 hours, not 73.
+    # A known mistake: 50,000 steps of 2 x 2,048 tokens in two micro-batches at 39 tokens/s are 2,918 hours, not 73.
     assert compute_hours(50_000 * 2 * 2 * 2048, 39.0) == pytest.approx(1458.8 * 2, rel=1e-3)
     assert estimate_resources(PRODUCTION, 120_000).hours == pytest.approx(15.17, rel=1e-3)
     assert estimate_resources(PRODUCTION).hours is None
 
 
-def test_the_gate_is_the_speed_to_reckon_with() -> None:
+def test_min_tokens_per_s_is_the_default_speed() -> None:
     gated = RunConfig.from_dict({"train": {"min_tokens_per_s": 5000.0, "steps": 10}})
     assert estimate_resources(gated).tokens_per_s == 5000.0 and estimate_resources(gated, 8000.0).tokens_per_s == 8000.0
 
@@ -93,11 +93,11 @@ def test_memory_falls_with_checkpointing_and_smaller_micro_batches() -> None:
     assert whole.state_bytes == 16 * whole.params and whole.memory_bytes > whole.state_bytes
 
 
-def test_looking_n_grams_up_holds_what_is_planned() -> None:
-    """Between forward and backward, what a model with n-grams holds more than one without."""
+def test_n_gram_lookups_save_the_estimated_bytes() -> None:
+    """Compare the tensors saved between forward and backward with and without n-grams."""
     shape: dict[str, Any] = {"dim": 32, "n_layers": 1, "n_heads": 2, "n_kv_groups": 1, "d_k": 16, "d_v": 16}
     tables = {"ngrams": 4, "ngram_rows": 50, "ngram_width": 21}
-    planned, held = [], []
+    planned, saved_bytes = [], []
     for model in (shape, shape | tables):
         config = RunConfig.from_dict({"model": model, "train": {"seq_len": 40, "batch_size": 3}})
         planned.append(estimate_resources(config).activation_bytes)
@@ -112,14 +112,14 @@ def test_looking_n_grams_up_holds_what_is_planned() -> None:
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             logits = built(torch.zeros(3, 40, dtype=torch.int64))
-        held.append(sum(saved.values()))
+        saved_bytes.append(sum(saved.values()))
         del logits
-    assert planned[1] - planned[0] == 3 * 40 * 3 * (21 * 4 + 8) == held[1] - held[0]
+    assert planned[1] - planned[0] == 3 * 40 * 3 * (21 * 4 + 8) == saved_bytes[1] - saved_bytes[0]
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_state_is_what_weights_gradients_and_the_optimiser_hold_after_a_step(kind: str) -> None:
-    """But for the counters: one number for every tensor of AdamW's."""
+def test_state_bytes_are_those_after_a_step(kind: str) -> None:
+    """The step counters, one number per tensor of AdamW, are not counted."""
     shape = {"dim": 24, "n_layers": 2, "n_heads": 2, "n_kv_groups": 1, "d_k": 10, "d_v": 6, "mlp": "gated"}
     config = RunConfig.from_dict({"model": shape, "train": {"optimizer": kind}})
     model = NSATransformer(config.model)
@@ -135,7 +135,7 @@ def test_state_is_what_weights_gradients_and_the_optimiser_hold_after_a_step(kin
     assert planned.checkpoint_bytes == 4 * (numbers + moments)
 
 
-def test_disk_is_what_retention_keeps_and_the_one_being_written() -> None:
+def test_disk_space_covers_retained_checkpoints_and_the_one_being_written() -> None:
     assert count_retained_checkpoints(PRODUCTION) == 3 + 5 + 1
     planned = estimate_resources(PRODUCTION)
     assert planned.disk_bytes == 9 * planned.checkpoint_bytes + 6_553_600_000
@@ -145,21 +145,21 @@ CPU = torch.device("cpu")
 
 
 def allow(monkeypatch: pytest.MonkeyPatch, folder: Path, limit: int | str) -> None:
-    """This process may use so many bytes of the machine's memory."""
+    """Limit the memory of this process, as a control group does."""
     (folder / "memory.max").write_text(f"{limit}\n")
     monkeypatch.setattr(system_metrics, "CGROUP_LIMIT", folder / "memory.max")
 
 
-def test_memory_is_that_of_the_machine_or_what_is_granted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_memory_capacity_respects_the_control_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(system_metrics, "CGROUP_LIMIT", tmp_path / "is not there")
     installed = system_metrics.get_memory_capacity(CPU)
     assert installed > 2**28
-    for limit, there in (("max", installed), (2**20, 2**20), (2**60, installed)):
+    for limit, capacity in (("max", installed), (2**20, 2**20), (2**60, installed)):
         allow(monkeypatch, tmp_path, limit)
-        assert system_metrics.get_memory_capacity(CPU) == there
+        assert system_metrics.get_memory_capacity(CPU) == capacity
 
 
-def test_a_model_that_fits_with_muon_may_be_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_that_fits_only_with_muon_is_accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     muon = RunConfig.from_dict({"train": {"optimizer": "muon"}})
     needed = estimate_resources(muon).state_bytes
     assert needed < estimate_resources(RunConfig()).state_bytes
@@ -172,7 +172,7 @@ def test_a_model_that_fits_with_muon_may_be_built(monkeypatch: pytest.MonkeyPatc
         check_state_fits(muon, CPU)
 
 
-def test_a_model_that_is_all_tables_is_told_which_to_make_smaller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_error_for_a_model_of_large_tables_names_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     allow(monkeypatch, tmp_path, 2**30)
     with pytest.raises(ConfigError, match=r"Lower model\.ngram_rows or model\.ngram_width"):
         check_state_fits(RunConfig.from_dict({"model": {"ngrams": 9, "ngram_rows": 2**20}}), CPU)
@@ -184,10 +184,10 @@ def test_a_model_that_is_all_tables_is_told_which_to_make_smaller(monkeypatch: p
 @pytest.mark.parametrize(
     ("parallel", "ranks", "state"), [("ddp", 1, 16), ("ddp", 4, 16), ("fsdp", 1, 16), ("fsdp", 2, 8), ("fsdp", 8, 4)]
 )
-def test_a_model_that_fits_to_the_byte_may_be_built_and_one_that_does_not_is_refused(
+def test_a_model_that_fits_exactly_is_accepted_and_one_byte_less_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parallel: str, ranks: int, state: int
 ) -> None:
-    """Sharding divides the state among the ranks, but each builds the weights whole."""
+    """Sharding divides the state among ranks, but each rank builds the full weights."""
     shape: dict[str, Any] = {"dim": 32, "n_layers": 1, "n_heads": 2, "n_kv_groups": 1, "d_k": 16, "d_v": 16}
     config = RunConfig.from_dict({"model": shape, "runtime": {"parallel": parallel}})
     needed = NSATransformer(config.model).parameter_count() * state
@@ -196,12 +196,12 @@ def test_a_model_that_fits_to_the_byte_may_be_built_and_one_that_does_not_is_ref
     allow(monkeypatch, tmp_path, needed - 1)
     with pytest.raises(ConfigError) as caught:
         check_state_fits(config, CPU, ranks)
-    said = str(caught.value)
-    assert f"take {needed:,} bytes" in said and f"this machine has {needed - 1:,} " in said
-    assert (f" on each of {ranks} ranks" in said) is (ranks > 1)
+    message = str(caught.value)
+    assert f"take {needed:,} bytes" in message and f"this machine has {needed - 1:,} " in message
+    assert (f" on each of {ranks} ranks" in message) is (ranks > 1)
 
 
-def test_the_plan_reads_as_a_table_and_as_a_mapping() -> None:
+def test_the_estimate_prints_as_a_table_and_converts_to_a_dict() -> None:
     text = str(estimate_resources(PRODUCTION, 120_000))
     assert "78,6" in text and "15 h 10 min" in text and "GB" in text and "dense" in text
     assert estimate_resources(PRODUCTION).to_dict()["steps"] == 50_000
@@ -210,45 +210,45 @@ def test_the_plan_reads_as_a_table_and_as_a_mapping() -> None:
 def test_comparison_with_measurement() -> None:
     planned = estimate_resources(PRODUCTION, 100_000.0)
     measured = [{"mem_peak_bytes": planned.memory_bytes // 2, "tokens_per_s": 80_000.0 + n} for n in (0, 1, 2)]
-    (memory, *_, ratio), (time, *_, slower) = compare_with_measured(planned, reference_throughput)
+    (memory, *_, ratio), (time, *_, slower) = compare_with_measured(planned, measured)
     assert (memory, time) == ("memory_bytes", "hours")
     assert ratio == pytest.approx(0.5) and slower == pytest.approx(1.25, rel=1e-3)
     assert compare_with_measured(planned, []) == []
 
 
-def test_the_speeds_that_ship_are_those_of_the_benchmark_that_they_name() -> None:
-    """After a new `nsa-lab bench train`, its record's numbers are copied into the package: field by field as here."""
+def test_reference_throughput_equals_the_benchmark_that_it_names() -> None:
+    """After a new `nsa-lab bench train`, copy the numbers of its record into the package, field by field as here."""
     root = Path(__file__).parents[2]
     shipped = reference_throughput.load_reference_throughput()
     record = json.loads((root / shipped["record"].split(",")[0]).read_text(encoding="utf-8"))
     assert {key: shipped[key] for key in ("when", "device", "gemm_flops_per_s", "model")} == {
         key: record[key] for key in ("when", "device", "gemm_flops_per_s", "model")
     }
-    for ours, theirs in zip(shipped["rows"], record["rows"], strict=True):
-        assert all(ours[key] == theirs[key] for key in ("seq_len", "micro_batch"))
+    for shipped_row, recorded_row in zip(shipped["rows"], record["rows"], strict=True):
+        assert all(shipped_row[key] == recorded_row[key] for key in ("seq_len", "micro_batch"))
         for kind in ("nsa", "dense"):
-            assert ours[kind] == {key: theirs[kind][key] for key in ours[kind]}
+            assert shipped_row[kind] == {key: recorded_row[kind][key] for key in shipped_row[kind]}
 
 
 def train(**settings: object) -> RunConfig:
     return RunConfig.from_dict({"train": {"seq_len": 64, **settings}})
 
 
-def test_the_last_step_is_saved_whatever_save_every_is() -> None:
-    # 4, 8 and 10, and the one being written.
+def test_the_last_step_is_saved_for_any_save_every() -> None:
+    # Steps 4, 8 and 10, and the one being written.
     assert count_retained_checkpoints(train(steps=10, save_every=4, keep_last=5)) == 4
     assert count_retained_checkpoints(train(steps=10, save_every=0, keep_every=2)) == 2
 
 
-def test_ranks_share_what_a_forward_pass_would_hold() -> None:
-    alone, shared = (estimate_activation_bytes(train(batch_size=8), ranks) for ranks in (1, 4))
-    assert alone == 4 * shared
+def test_ranks_share_the_activation_memory() -> None:
+    expected, shared = (estimate_activation_bytes(train(batch_size=8), ranks) for ranks in (1, 4))
+    assert expected == 4 * shared
     assert estimate_activation_bytes(train(batch_size=2, accumulate_grad_batches=4), 4) == shared, (
         "never more than a micro-batch"
     )
 
 
-def test_a_gated_mlp_holds_as_much_again() -> None:
+def test_a_gated_mlp_needs_twice_the_activation_memory() -> None:
     model = {"dim": 64, "n_layers": 3, "n_heads": 4, "mlp_hidden": 100}
     plain, gated = (
         estimate_activation_bytes(
@@ -259,11 +259,11 @@ def test_a_gated_mlp_holds_as_much_again() -> None:
     assert gated - plain == 2 * 100 * 4 * 3 * (2 * 64)
 
 
-def test_memory_is_that_of_the_stage_that_holds_most() -> None:
+def test_activation_memory_is_that_of_the_largest_stage() -> None:
     small, large = ({"steps": 1, "seq_len": n, "batch_size": 1, "lr": 1e-3} for n in (64, 256))
-    alone = estimate_activation_bytes(train(seq_len=256, batch_size=1))
+    expected = estimate_activation_bytes(train(seq_len=256, batch_size=1))
     for stages in ([small, large], [large, small]):
-        assert estimate_activation_bytes(RunConfig.from_dict({"train": {"stages": stages}})) == alone
+        assert estimate_activation_bytes(RunConfig.from_dict({"train": {"stages": stages}})) == expected
 
 
 def test_flops_are_a_mean_over_tokens() -> None:
@@ -274,13 +274,13 @@ def test_flops_are_a_mean_over_tokens() -> None:
     assert compute_flops_per_token(model, config.train)["dense"] == pytest.approx(one / 4 + other * 3 / 4)
 
 
-def test_a_run_is_held_against_the_highest_of_its_peaks() -> None:
+def test_an_estimate_is_compared_with_the_highest_peak() -> None:
     planned = estimate_resources(train(steps=4), 10.0)
     rows = compare_with_measured(planned, [{"mem_peak_bytes": n, "tokens_per_s": 10.0} for n in (10, 30, 20)])
-    assert [(name, found) for name, _, found, _ in rows] == [("memory_bytes", 30.0), ("hours", planned.hours)]
+    assert [(name, result) for name, _, result, _ in rows] == [("memory_bytes", 30.0), ("hours", planned.hours)]
 
 
-def test_shards_hold_no_more_than_is_filled_nor_than_is_read() -> None:
+def test_shard_size_is_limited_by_max_tokens_and_by_tokens_read() -> None:
     tokens = train(steps=2, batch_size=1).train.tokens
     for most, bytes_ in ((None, tokens), (tokens - 1, tokens - 1), (tokens + 1, tokens)):
         config = RunConfig.from_dict({"train": {"seq_len": 64, "steps": 2, "batch_size": 1}, "data": {"max_tokens": most}})

@@ -1,4 +1,4 @@
-"""The presets of long texts: twins of one size, on one text; and that a run like theirs goes on as the same run."""
+"""The presets for long texts: NSA and dense baseline match in size and text, and a similar run resumes as the same run."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from nsa_lab.train.trainer import Trainer
 
 PARAMS = Path(__file__).parents[2] / "params"
 NSA, DENSE = (RunConfig.from_yaml(PARAMS / f"long_64k{kind}.yaml") for kind in ("", "_dense"))
-# What a run of a minute on a CPU takes in place of the presets' sizes; everything else is theirs.
+# Sizes for a run of one minute on a CPU; all other settings are those of the presets.
 SHRUNK = [(3, 320, 2), (2, 640, 2), (4, 1280, 1)]
 SMALL = {"dim": 24, "n_layers": 1, "d_k": 4, "d_v": 4, "mlp_hidden": 32, "ngram_rows": 500, "ngram_width": 4}
 
 
-def test_the_dense_preset_is_the_twin_with_as_many_parameters() -> None:
-    """At the next multiple of 8 of the width that `nsa-lab plan --twin` finds."""
+def test_the_dense_preset_is_the_matched_baseline() -> None:
+    """The MLP width is the next multiple of 8 of the width that `nsa-lab plan --twin` prints."""
     assert DENSE.model.hidden_width == 8 * -(-compute_matched_hidden(NSA) // 8) == 2456
     counts = [build_meta_model(config.model).parameter_count() for config in (NSA, DENSE)]
     assert counts == [78_397_184, 78_447_872] and counts[1] / counts[0] - 1 < 0.001
@@ -37,7 +37,7 @@ def test_the_dense_preset_is_the_twin_with_as_many_parameters() -> None:
     assert NSA.model_copy(update={"name": DENSE.name, "model": NSA.model.model_copy(update=model)}) == DENSE
 
 
-def test_they_grow_to_64k_on_documents_told_apart_and_on_long_ones_at_the_end() -> None:
+def test_the_presets_grow_to_64k_with_masking_and_end_on_long_documents() -> None:
     stages = NSA.train.plan
     assert [stage.seq_len for stage in stages] == [2048, 8192, 65536] and NSA.data.documents == "mask"
     assert [stage.min_document_tokens for stage in stages] == [0, 0, 32768]
@@ -46,48 +46,48 @@ def test_they_grow_to_64k_on_documents_told_apart_and_on_long_ones_at_the_end() 
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Documents of 300 to 3,000 letters, one a line; a third of them have 1,500 and more."""
-    dice, path = random.Random(3), tmp_path_factory.mktemp("texts") / "some.jsonl"
-    lines = ["".join(dice.choices("abcdefgh ", k=dice.choice([300, 900, 3000]))) for _ in range(120)]
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Documents of 300 to 3,000 letters, one per line; a third of them have 1,500 or more."""
+    rng, path = random.Random(3), tmp_path_factory.mktemp("texts") / "some.jsonl"
+    lines = ["".join(rng.choices("abcdefgh ", k=rng.choice([300, 900, 3000]))) for _ in range(120)]
     path.write_text("\n".join(f'{{"text": "{line}"}}' for line in lines))
     return str(path)
 
 
-def shrunk(config: RunConfig, texts: str) -> RunConfig:
+def shrunk(config: RunConfig, text_file: str) -> RunConfig:
     stages = [
         {**stage.model_dump(), "steps": steps, "seq_len": length, "batch_size": size, "warmup_steps": 1}
         for stage, (steps, length, size) in zip(config.train.plan, SHRUNK, strict=True)
     ]
     stages[2]["min_document_tokens"] = 1500
     sections = config.to_dict()
-    kept = {"log_every": 1, "stats_every": 3, "eval_every": 4, "eval_batches": 1, "save_every": 2}
+    retained = {"log_every": 1, "stats_every": 3, "eval_every": 4, "eval_batches": 1, "save_every": 2}
     return RunConfig.from_dict(
         {
             **sections,
             "model": sections["model"] | SMALL,
             "nsa": sections["nsa"] | {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4, "w": 32},
             "runtime": {"device": "cpu", "heartbeat_s": 60.0},
-            "train": sections["train"] | kept | {"stages": stages},
-            "data": sections["data"] | {"path": texts, "val_fraction": 0.3, "bytes_per_fact": 260},
+            "train": sections["train"] | retained | {"stages": stages},
+            "data": sections["data"] | {"path": text_file, "val_fraction": 0.3, "bytes_per_fact": 260},
         }
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [NSA, DENSE], ids=lambda config: config.name)
-def test_a_run_like_theirs_that_is_killed_goes_on_as_the_same_run(
-    config: RunConfig, texts: str, train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_similar_run_that_is_killed_resumes_as_the_same_run(
+    config: RunConfig, text_file: str, train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the second stage, and in the last, whose text and planting are its own."""
+    """Killed in the second stage, and in the last, which has its own text and needles."""
 
     class Killed(BaseException):
         pass
 
-    # Two facts of the sixteen at every evaluation: whether selection finds is not what is asked here, and takes longest.
+    # Two facts instead of sixteen per evaluation: retrieval is not tested here, and takes most of the time.
     monkeypatch.setattr(validation, "measure_selection_benefit", partial(measure_selection_benefit, sequences=2))
     after = Trainer._finish_step
-    whole, parted = (lifecycle.create_run(shrunk(config, texts), tmp_path / name) for name in ("whole", "parted"))
+    whole, parted = (lifecycle.create_run(shrunk(config, text_file), tmp_path / name) for name in ("whole", "parted"))
     assert train(whole) == 0
     for cut in (5, 7):
 
@@ -102,12 +102,12 @@ def test_a_run_like_theirs_that_is_killed_goes_on_as_the_same_run(
     assert train(parted) == 0
     ours, theirs = (load_file(run_dir / "checkpoints/step-00000009/model.safetensors") for run_dir in (parted, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    told = [
+    recorded = [
         [_numbers(event) for event in events.get_step_events(events.read_events(run_dir))] for run_dir in (whole, parted)
     ]
-    assert told[0] == told[1]
-    # Half of the last stage's sequences have answers, one in every two; all of the others do.
-    assert ["marked_loss" in event for event in told[0]] == [True] * 5 + [False, True, False, True]
+    assert recorded[0] == recorded[1]
+    # In the last stage every second sequence has answers; in other stages all have.
+    assert ["marked_loss" in event for event in recorded[0]] == [True] * 5 + [False, True, False, True]
 
 
 def _numbers(event: dict[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ Tiny = Callable[..., RunConfig]
 
 def test_a_table_of_rates() -> None:
     train = TrainConfig(steps=110, warmup_steps=10, lr=1e-3, min_lr=1e-4)
-    found = {step: compute_learning_rate(step, train) for step in (1, 5, 10, 60, 110)}
-    assert found == pytest.approx({1: 1e-4, 5: 5e-4, 10: 1e-3, 60: 5.5e-4, 110: 1e-4}, rel=1e-12)
+    result = {step: compute_learning_rate(step, train) for step in (1, 5, 10, 60, 110)}
+    assert result == pytest.approx({1: 1e-4, 5: 5e-4, 10: 1e-3, 60: 5.5e-4, 110: 1e-4}, rel=1e-12)
 
 
 def test_the_end_of_warm_up_is_the_peak_and_the_last_step_the_minimum_exactly() -> None:
@@ -25,7 +25,7 @@ def test_the_end_of_warm_up_is_the_peak_and_the_last_step_the_minimum_exactly() 
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 8])
-def test_a_step_is_an_optimiser_step_whatever_the_accumulation(accumulate: int) -> None:
+def test_a_step_is_an_optimizer_step_with_any_accumulation(accumulate: int) -> None:
     one = TrainConfig(steps=40, warmup_steps=4)
     many = TrainConfig(steps=40, warmup_steps=4, accumulate_grad_batches=accumulate)
     assert [compute_learning_rate(s, one) for s in range(1, 41)] == [compute_learning_rate(s, many) for s in range(1, 41)]
@@ -37,7 +37,7 @@ def test_constant_stays_at_the_peak() -> None:
 
 
 def test_wsd_at_its_corners() -> None:
-    """Warm-up to step 4, stable to step 32 of 40, and a straight line to `min_lr` over the last fifth."""
+    """Warm-up to step 4, stable to step 32 of 40, then linear to `min_lr` over the last fifth."""
     train = TrainConfig(steps=40, warmup_steps=4, lr=1e-3, min_lr=2e-4, lr_schedule="wsd")
     rates = {step: compute_learning_rate(step, train) for step in range(1, 41)}
     assert rates[1] == 2.5e-4 and rates[3] == 7.5e-4
@@ -46,10 +46,10 @@ def test_wsd_at_its_corners() -> None:
     assert rates[40] == 2e-4
 
 
-def test_wsd_falls_over_the_share_that_it_is_given() -> None:
+def test_wsd_decays_over_decay_share() -> None:
     half = TrainConfig(steps=10, lr=1.0, lr_schedule="wsd", decay_share=0.5)
     assert [compute_learning_rate(step, half) for step in range(4, 11)] == pytest.approx([1, 1, 0.8, 0.6, 0.4, 0.2, 0])
-    # Without warm-up the first step is at the peak, whatever the share; and a fall takes one step at least.
+    # Without warm-up the first step is at the peak for every share, and a decay takes at least one step.
     whole = TrainConfig(steps=5, lr=1.0, lr_schedule="wsd", decay_share=1.0)
     assert [compute_learning_rate(step, whole) for step in range(1, 6)] == [1, 0.75, 0.5, 0.25, 0]
     short = TrainConfig(steps=3, lr=1.0, lr_schedule="wsd", decay_share=0.01)
@@ -57,7 +57,7 @@ def test_wsd_falls_over_the_share_that_it_is_given() -> None:
     assert compute_learning_rate(1, TrainConfig(steps=1, lr=1.0, lr_schedule="wsd")) == 1
 
 
-def test_every_stage_has_a_decay_of_its_own() -> None:
+def test_every_stage_has_its_own_decay() -> None:
     stage = {"steps": 10, "seq_len": 32, "batch_size": 1, "lr": 1.0, "lr_schedule": "wsd"}
     train = RunConfig.from_dict({"train": {"stages": [stage, {**stage, "lr": 0.5, "decay_share": 0.5}]}}).train
     assert [compute_learning_rate(s, train) for s in (8, 9, 10, 11, 15, 16, 20)] == pytest.approx(
@@ -75,14 +75,14 @@ def test_every_stage_has_a_decay_of_its_own() -> None:
         ({"lr_schedule": "linear"}, ["train.lr_schedule = 'linear'", "'wsd'"]),
     ],
 )
-def test_a_decay_that_cannot_be_is_refused(train: dict[str, Any], words: list[str]) -> None:
+def test_an_invalid_decay_is_refused(train: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         RunConfig.from_dict({"train": train})
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_a_configuration_from_before_wsd_has_the_hash_that_it_had() -> None:
-    """With stages and without; and one that has the new key keeps it."""
+def test_a_configuration_from_before_wsd_keeps_its_hash() -> None:
+    """With and without stages. A configuration that sets the new key keeps it."""
     stage = {"steps": 10, "seq_len": 32, "batch_size": 1, "lr": 1.0}
     for train in ({"steps": 10}, {"stages": [stage, stage]}):
         config = RunConfig.from_dict({"train": train})

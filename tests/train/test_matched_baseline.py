@@ -1,4 +1,4 @@
-"""The dense twin with as many parameters: its width, what still differs, and what has none."""
+"""The dense baseline matched in parameters: its width, the remaining differences, and configurations without one."""
 
 from __future__ import annotations
 
@@ -15,49 +15,53 @@ SMALL = RunConfig.from_dict({"model": {"dim": 64, "n_layers": 2, "n_heads": 4, "
 
 
 def changed(**sections: dict) -> RunConfig:
-    known = SMALL.to_dict()
-    return RunConfig.from_dict({**known, **{name: known[name] | values for name, values in sections.items()}})
+    sections_before = SMALL.to_dict()
+    return RunConfig.from_dict(
+        {**sections_before, **{name: sections_before[name] | values for name, values in sections.items()}}
+    )
 
 
 @pytest.mark.parametrize("sections", [{"nsa": {"phi": "mlp"}}, {"nsa": {"phi": "linear"}}, {"model": {"mlp": "gated"}}])
-def test_no_width_comes_nearer_whatever_nsa_has_become(sections: dict) -> None:
+def test_the_matched_width_is_the_closest_one(sections: dict) -> None:
     config = changed(**sections)
     nsa = build_meta_model(config.model).parameter_count()
     best = build_matched_baseline(config).config.model
-    away = [
+    distances = [
         abs(build_meta_model(best.model_copy(update={"mlp_hidden": best.hidden_width + by})).parameter_count() - nsa)
         for by in (-1, 0, 1)
     ]
-    assert min(away) == away[1] and away[1] * 2 <= away[0] + away[1]
+    assert min(distances) == distances[1] and distances[1] * 2 <= distances[0] + distances[1]
 
 
 @pytest.mark.slow
-def test_the_production_model_has_a_twin_of_exactly_its_size_and_what_differs_is_said() -> None:
-    told = CliRunner().invoke(app, ["plan", "production_50k", "--twin"])
-    assert told.exit_code == 0
+def test_the_production_model_has_a_baseline_of_equal_size() -> None:
+    result = CliRunner().invoke(app, ["plan", "production_50k", "--twin"])
+    assert result.exit_code == 0
     lines = {
         line[:22].strip(): line[22:].split()
-        for line in told.output.split("the dense twin of production_50k")[1].splitlines()
+        for line in result.output.split("dense baseline of production_50k")[1].splitlines()
     }
     assert lines["parameters"] == ["78,600,960", "78,600,960", "+0.00%"]
-    assert lines["MFLOPs per token"] == ["610.1", "583.7", "+4.52%"], "as many parameters, and more FLOPs all the same"
-    assert "-p model.attention=dense -p model.mlp_hidden=3346 -p name=production_50k_twin" in told.output
+    assert lines["MFLOPs per token"] == ["610.1", "583.7", "+4.52%"], "equal parameters, but more FLOPs"
+    assert "-p model.attention=dense -p model.mlp_hidden=3346 -p name=production_50k_dense" in result.output
 
 
-def test_a_dense_configuration_has_no_twin() -> None:
-    with pytest.raises(ConfigError, match="is dense: a twin is made of an NSA configuration"):
+def test_a_dense_configuration_has_no_matched_baseline() -> None:
+    with pytest.raises(ConfigError, match="expected model.attention = nsa, got dense"):
         build_matched_baseline(changed(model={"attention": "dense"}))
 
 
 @pytest.mark.parametrize(("sweep", "nsa"), [("reference_50k", "recipe"), ("fast_twins", "nsa")])
-def test_the_twins_of_sweeps_have_the_width_that_is_computed(sweep: str, nsa: str) -> None:
-    asked = SweepConfig.from_yaml(resolve.find_sweep_file(sweep))
-    first = {run.variant: run.config for run in reversed(asked.build_runs(resolve.find_params_file(asked.preset)))}
+def test_dense_variants_of_sweeps_have_the_matched_width(sweep: str, nsa: str) -> None:
+    sweep_config = SweepConfig.from_yaml(resolve.find_sweep_file(sweep))
+    first = {
+        run.variant: run.config for run in reversed(sweep_config.build_runs(resolve.find_params_file(sweep_config.preset)))
+    }
     assert first["dense"].model.hidden_width == build_matched_baseline(first[nsa]).config.model.hidden_width
     assert first["dense"].train == first[nsa].train and first["dense"].data == first[nsa].data
 
 
-def test_the_fast_preset_is_evaluated_on_the_windows_of_the_long_run_and_is_no_larger_than_the_recipe() -> None:
+def test_the_fast_preset_has_the_evaluation_windows_of_the_long_run_and_a_smaller_model_than_the_training_recipe() -> None:
     fast, long, recipe = (
         RunConfig.from_yaml(resolve.find_params_file(n)) for n in ("production_fast", "production_50k", "recall_taught")
     )

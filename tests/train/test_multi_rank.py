@@ -1,4 +1,4 @@
-"""Ranks that share a batch compute what one rank computes, and halt together."""
+"""Several ranks that share a batch compute the same as one rank, and halt together."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ CHANGES = {
     "save_every": 10,
     "eval_every": 10,
 }
-# Blocks of four, so that 32 tokens have some to choose from.
+# Blocks of four tokens, so that selection has a choice among 32 tokens.
 RECALL = {"model": {"rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.1}, "nsa": {"l_sel": 4}}
 
 
 @pytest.fixture(autouse=True)
 def _nobody_stays(tmp_path: Path) -> Iterator[None]:
-    """A test that fails half-way leaves no trainer behind."""
+    """Kill the trainers that a failed test left running."""
     yield
     for lock in tmp_path.glob(f"outputs/*/{directory.LOCK}"):
         if owner := lock_owner(lock.parent):
@@ -65,7 +65,7 @@ def losses(run_dir: Path) -> list[float]:
 
 
 def statistics_of(run_dir: Path) -> dict[int, dict[str, list[float]]]:
-    """By step and name, what was recorded layer by layer."""
+    """Return the per-layer statistics in the events, by step and name."""
     record = events.get_step_events(events.read_events(run_dir))
     return {
         event["step"]: {name: value for name, value in event.items() if isinstance(value, list)}
@@ -77,55 +77,55 @@ def statistics_of(run_dir: Path) -> dict[int, dict[str, list[float]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_the_same_global_batch_gives_the_same_losses(new_run: Make, train: Callable[..., int], count: int) -> None:
-    alone, shared = new_run(**CHANGES), new_run(**CHANGES)
-    assert train(alone) == 0
+    single_rank, shared = new_run(**CHANGES), new_run(**CHANGES)
+    assert train(single_rank) == 0
     assert run_with(shared, count) == 0
-    assert len(losses(alone)) == 23
-    assert losses(shared) == pytest.approx(losses(alone), abs=1e-6)
+    assert len(losses(single_rank)) == 23
+    assert losses(shared) == pytest.approx(losses(single_rank), abs=1e-6)
     start = next(e for e in events.read_events(shared) if e["kind"] == "start")
     assert start["ranks"] == count
 
 
 @pytest.mark.slow
 def test_two_ranks_with_muon_end_with_the_weights_of_one_bit_for_bit(new_run: Make, train: Callable[..., int]) -> None:
-    """Of two sequences taken one by one there is one sum, in whatever order."""
+    """With two sequences in separate micro-batches there is only one sum, in any order."""
     two = {"steps": 10, "batch_size": 2, "accumulate_grad_batches": 1, "micro_batch_size": 1, "save_every": 0}
-    alone, shared = (new_run(**two, optimizer="muon") for _ in range(2))
-    assert train(alone) == 0
+    single_rank, shared = (new_run(**two, optimizer="muon") for _ in range(2))
+    assert train(single_rank) == 0
     assert run_with(shared, 2) == 0
-    weights = [(run / "checkpoints/step-00000010/model.safetensors").read_bytes() for run in (alone, shared)]
-    assert weights[0] == weights[1] and losses(alone) == losses(shared)
+    weights = [(run / "checkpoints/step-00000010/model.safetensors").read_bytes() for run in (single_rank, shared)]
+    assert weights[0] == weights[1] and losses(single_rank) == losses(shared)
 
 
 @pytest.mark.slow
-def test_sharded_ranks_compute_the_same_and_their_checkpoint_is_anybodys(new_run: Make, train: Callable[..., int]) -> None:
-    alone, shared = new_run(**CHANGES, **RECALL), new_run(**CHANGES, **RECALL, runtime={"parallel": "fsdp"})
-    assert train(alone) == 0
+def test_sharded_ranks_compute_the_same_and_their_checkpoint_is_portable(new_run: Make, train: Callable[..., int]) -> None:
+    single_rank, shared = new_run(**CHANGES, **RECALL), new_run(**CHANGES, **RECALL, runtime={"parallel": "fsdp"})
+    assert train(single_rank) == 0
     assert run_with(shared, 2) == 0
-    assert len(losses(alone)) == 43 and losses(alone)[-1] > 0
-    assert losses(shared) == pytest.approx(losses(alone), abs=1e-5)
-    # What the layers and branches do is recorded of them, too, and it is what one rank sees on the same sequences.
-    one, two = (statistics_of(run_dir) for run_dir in (alone, shared))
+    assert len(losses(single_rank)) == 43 and losses(single_rank)[-1] > 0
+    assert losses(shared) == pytest.approx(losses(single_rank), abs=1e-5)
+    # Statistics of layers and branches are recorded too, and equal those of one rank on the same sequences.
+    one, two = (statistics_of(run_dir) for run_dir in (single_rank, shared))
     assert list(one) == list(two) == [4, 8, 12, 16, 20] and two[4].keys() == one[4].keys() >= set(
         LAYER_STATISTICS + BRANCH_STATISTICS
     )
-    for step, told in one.items():
-        for name, values in told.items():
+    for step, recorded in one.items():
+        for name, values in recorded.items():
             assert two[step][name] == pytest.approx(values, rel=1e-3, abs=1e-4), (step, name)
     start, halves = (
-        next(e for e in events.get_step_events(events.read_events(run)) if e["step"] == 1) for run in (alone, shared)
+        next(e for e in events.get_step_events(events.read_events(run)) if e["step"] == 1) for run in (single_rank, shared)
     )
     assert 0 < halves["weight_bytes"]["float32"] < 0.7 * start["weight_bytes"]["float32"], "a rank holds its shard"
     shutil.rmtree(shared / "checkpoints/step-00000020")
     assert run_with(shared, 2) == 0, "sharded ranks resume"
     shutil.rmtree(shared / "checkpoints/step-00000020")
     assert train(shared) == 0, "and so does one rank, from what they saved"
-    assert losses(shared) == pytest.approx(losses(alone), abs=1e-5)
+    assert losses(shared) == pytest.approx(losses(single_rank), abs=1e-5)
 
 
 @pytest.mark.slow
 def test_weights_and_stages_are_shared_like_any_batch(new_run: Make, train: Callable[..., int], tmp_path: Path) -> None:
-    """What all tokens weigh is known to no rank alone."""
+    """No rank knows the total weight of all tokens without a reduction."""
     (tmp_path / "texts").mkdir()
     for number in range(30):
         (tmp_path / "texts" / f"{number}.txt").write_text(f"{number} bottles of beer on the wall, and one to go. " * 20)
@@ -136,32 +136,34 @@ def test_weights_and_stages_are_shared_like_any_batch(new_run: Make, train: Call
         {"steps": 5, "seq_len": 270, "batch_size": 2, "lr": 1e-3},
     ]
     sections = {"data": recall | short, "train": {"stages": stages, "log_every": 1, "eval_every": 5, "save_every": 0}}
-    alone, shared = (lifecycle.create_run(staged(new_run(), sections), tmp_path / name) for name in ("alone", "shared"))
-    assert train(alone) == 0
+    single_rank, shared = (
+        lifecycle.create_run(staged(new_run(), sections), tmp_path / name) for name in ("alone", "shared")
+    )
+    assert train(single_rank) == 0
     assert run_with(shared, 2) == 0
-    assert losses(shared) == pytest.approx(losses(alone), abs=1e-6)
-    apart = [
+    assert losses(shared) == pytest.approx(losses(single_rank), abs=1e-6)
+    by_ranks = [
         [(e["bpb"], e["marked_loss"]) for e in events.get_step_events(events.read_events(run_dir))]
-        for run_dir in (alone, shared)
+        for run_dir in (single_rank, shared)
     ]
-    assert len(apart[0]) == 10 and np.array(apart[1]) == pytest.approx(np.array(apart[0]), abs=1e-5)
+    assert len(by_ranks[0]) == 10 and np.array(by_ranks[1]) == pytest.approx(np.array(by_ranks[0]), abs=1e-5)
 
 
 def staged(run_dir: Path, sections: dict) -> RunConfig:
-    """The tiny run's model, with data and training of another kind."""
+    """Write the configuration of the run with other sections."""
     return RunConfig.from_dict({**RunConfig.from_yaml(run_dir / directory.CONFIG).to_dict(), **sections})
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("count", [1, 2, 5, 6])
-def test_every_held_out_batch_is_one_ranks_and_all_ranks_read_as_many(count: int, size: int) -> None:
+def test_every_held_out_batch_has_one_rank_and_all_ranks_read_the_same_number(count: int, size: int) -> None:
     shares = [_assign_batches(count, SimpleNamespace(world=World(rank, size))) for rank in range(size)]
     assert {len(share) for share in shares} == {-(-count // size)}
     assert sorted(index for share in shares for index, weight in share if weight) == list(range(count))
     assert {weight for share in shares for _, weight in share} <= {0.0, 1.0}
 
 
-def test_what_the_first_rank_says_is_all_that_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broadcast_from_first_ignores_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda values: None)
     assert [World(rank, 3).broadcast_from_first(5.0, torch.device("cpu")) for rank in range(3)] == [5.0, 0.0, 0.0]
 
@@ -202,9 +204,7 @@ def wait_for(what: Callable[[], object], run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_die_with_their_supervisor_and_no_trainer_starts_beside_one(
-    new_run: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_die_with_their_supervisor_and_exclude_other_trainers(new_run: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     run_dir = new_run(**LONG)
     supervisor = lifecycle.start(run_dir, ranks=2)
@@ -229,7 +229,7 @@ def gone(pid: int) -> bool:
 
 @pytest.fixture
 def family(new_run: Make) -> Iterator[tuple[Path, subprocess.Popen]]:
-    """A run whose lock is held by a rank that outlived its supervisor: it holds the descriptor and is bound to nobody."""
+    """A run whose lock is held by a rank that outlived its supervisor and is bound to no other."""
     run_dir = new_run()
     lock = take_lock(run_dir)
     rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=[lock])
@@ -254,28 +254,28 @@ def test_resume_refuses_while_a_rank_lives_and_names_it(family: tuple[Path, subp
 
 
 @pytest.mark.parametrize("way", ["the kernel", "the pipe"])
-def test_a_rank_ends_with_its_supervisor_in_either_way(tmp_path: Path, way: str) -> None:
-    """A process that supervises one rank, in Python that does nothing but live; one of the two ways is taken away."""
+def test_a_rank_ends_with_its_supervisor_through_either_mechanism(tmp_path: Path, way: str) -> None:
+    """A process supervises one rank that only waits. One of the two mechanisms is disabled."""
     without = {
-        "the kernel": "ranks._end_with = lambda pipe: None",
-        "the pipe": "ranks.sys.platform = 'another system'",
+        "the kernel": "launcher._kill_when_supervisor_ends = lambda pipe: None",
+        "the pipe": "launcher.sys.platform = 'another system'",
     }[way]
     rank = (
-        "import sys, time; from nsa_lab.train import ranks\n"
+        "import sys, time; from nsa_lab.train import launcher\n"
         f"{without}\n"
-        "ranks.live_and_die_with(sys.argv[2]); print('bound', flush=True); time.sleep(60)"
+        "launcher.bind_to_supervisor(sys.argv[2]); print('bound', flush=True); time.sleep(60)"
     )
     supervisor = (
-        "import os, sys; from pathlib import Path; from nsa_lab.train import ranks\n"
+        "import os, sys; from pathlib import Path; from nsa_lab.train import launcher\n"
         f"lock = os.open({str(tmp_path / 'lock')!r}, os.O_CREAT | os.O_RDWR)\n"
-        f"ranks.supervise([sys.executable, '-c', {rank!r}], Path({str(tmp_path)!r}), 1, lock)"
+        f"launcher.supervise([sys.executable, '-c', {rank!r}], Path({str(tmp_path)!r}), 1, lock)"
     )
     parent = subprocess.Popen([sys.executable, "-c", supervisor], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert parent.stdout.readline() == "bound\n"
     (pid,) = (r["pid"] for r in json.loads((tmp_path / "lock").read_text())["ranks"])
     parent.kill()
     parent.wait()
-    # The pipe to us ends with the last process that holds it: the rank.
+    # Our pipe ends when the last process that holds it, the rank, ends.
     assert parent.stdout.read() == ""
     parent.stdout.close()
     wait_for(lambda: gone(pid), tmp_path)
@@ -288,22 +288,22 @@ def test_a_rank_that_was_killed_is_named_by_its_signal(new_run: Make, monkeypatc
     run_dir = new_run(**LONG)
     with monkeypatch.context() as patch:
         if rank == 1:
-            # Once as users start them, in interpreters of their own.
+            # One case starts them as users do, each in a new interpreter.
             patch.setattr(subprocess, "_fork_exec", start_anew)
         lifecycle.start(run_dir, ranks=2)
     wait_for(lambda: events.get_step_events(events.read_events(run_dir)), run_dir)
     os.kill(signed_ranks(run_dir)[rank], signal.SIGKILL)
     assert lifecycle.wait(run_dir, 40)
-    said = directory.read_status(run_dir)
-    assert said["status"] == directory.HALTED and said["exit_code"] == directory.EXIT_BUG
-    assert said["reason"].startswith(f"rank {rank} was killed (signal 9)")
+    message = directory.read_status(run_dir)
+    assert message["status"] == directory.HALTED and message["exit_code"] == directory.EXIT_BUG
+    assert message["reason"].startswith(f"rank {rank} was killed (signal 9)")
     last = events.read_events(run_dir)[-1]
-    assert last["kind"] == "halt" and last["reason"] == said["reason"] and last["step"] == said["step"] > 0
+    assert last["kind"] == "halt" and last["reason"] == message["reason"] and last["step"] == message["step"] > 0
     (cause,) = [e for e in events.read_events(run_dir) if e["kind"] == "error" and e.get("cause")]
-    assert (cause["where"], cause["type"], cause["message"]) == (f"rank {rank}", "SIGKILL", said["reason"])
+    assert (cause["where"], cause["type"], cause["message"]) == (f"rank {rank}", "SIGKILL", message["reason"])
 
 
-def test_the_rank_that_a_signal_ended_is_blamed_before_those_that_fell_after_it() -> None:
+def test_the_rank_ended_by_a_signal_is_reported_before_later_failures() -> None:
     ends = ["sys.exit(1)", "os.kill(os.getpid(), 6)", "os.kill(os.getpid(), 9)", "sys.exit(0)"]
     processes = [subprocess.Popen([sys.executable, "-c", f"import os, sys; {end}"]) for end in ends]
     for process in processes:

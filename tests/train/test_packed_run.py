@@ -1,4 +1,4 @@
-"""Runs whose documents are told apart: each is trained on, evaluated and looked at as if it were alone."""
+"""Runs with document masking: training, evaluation and statistics treat each document as if alone."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ SEP = 0xFF
 
 
 @pytest.fixture
-def masked(texts: str) -> Callable[..., dict[str, Any]]:
-    """Changes that make the tiny run one on those documents, told apart."""
+def masked_changes(text_file: str) -> Callable[..., dict[str, Any]]:
+    """Changes that give the tiny run these documents, with masking."""
 
     def changes(**data: Any) -> dict[str, Any]:
-        section = {"source": "local", "path": texts, "max_tokens": None, "documents": "mask", **data}
+        section = {"source": "local", "path": text_file, "max_tokens": None, "documents": "mask", **data}
         return {
             "data": section,
             "steps": 6,
@@ -47,19 +47,19 @@ def masked(texts: str) -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
-def parts(
-    tiny: Callable[..., RunConfig], builders: Builders, masked: Callable[..., dict[str, Any]]
+def make_context(
+    make_tiny_config: Callable[..., RunConfig], builders: Builders, masked_changes: Callable[..., dict[str, Any]]
 ) -> Callable[..., TrainContext]:
     def make(packing: str = "stream", **changes: Any) -> TrainContext:
-        config = tiny(**masked(packing=packing), **changes)
+        config = make_tiny_config(**masked_changes(packing=packing), **changes)
         dataset = builders.data(config.data, 256, config.train.seq_len, None)
         return build_context(config, World(), torch.device("cpu"), dataset, builders)
 
     return make
 
 
-def alone(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses of all tokens, document by document in calls of their own; their weights; and which are a document's first."""
+def compute_separately(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return losses of all tokens, one document per call; their weights; and a mask of the first tokens of documents."""
     losses, weights, firsts = [], [], []
     for row, bounds in enumerate(batch.documents.row_bounds):
         for begin, end in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
@@ -73,14 +73,14 @@ def alone(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("packing", "micro", "attention"), [("stream", 4, "nsa"), ("best_fit", 2, "nsa"), ("stream", 1, "dense")]
 )
-def test_a_step_is_that_of_the_documents_alone(
-    parts: Callable[..., TrainContext], packing: str, micro: int, attention: str
+def test_a_step_equals_that_of_separate_documents(
+    make_context: Callable[..., TrainContext], packing: str, micro: int, attention: str
 ) -> None:
-    """Loss, gradient and what is told of first tokens, however the rows are grouped; padding counts for nothing."""
-    built = parts(packing, micro_batch_size=micro, model={"attention": attention})
+    """Loss, gradient and loss of first tokens, for every grouping of rows; padding does not count."""
+    built = make_context(packing, micro_batch_size=micro, model={"attention": attention})
     batch = built.batches.weighted_batch(2)
     assert (batch.weights.sum() < batch.weights.numel()) == (packing == "best_fit")
-    losses, weights, firsts = alone(built.model, batch)
+    losses, weights, firsts = compute_separately(built.model, batch)
     loss = (losses * weights).sum() / weights.sum()
     norm = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(built.model.parameters()))]).norm()
     result = built.stepper.step(*batch[:2], 1e-3, lambda: None, weights=batch.weights, documents=batch.documents)
@@ -91,27 +91,29 @@ def test_a_step_is_that_of_the_documents_alone(
     assert firsts.sum() > 2 and result[AUXILIARY] == 0
 
 
-def test_an_evaluation_is_that_of_the_documents_alone(parts: Callable[..., TrainContext]) -> None:
-    built = parts()
+def test_an_evaluation_equals_that_of_separate_documents(make_context: Callable[..., TrainContext]) -> None:
+    built = make_context()
     held_out = built.get_evaluation(0)
     found = validation.evaluate_held_out(built, held_out, lambda: None)
-    told = []
+    recorded = []
     with torch.no_grad():
         for inputs, targets in held_out:
-            told.append(
-                alone(built.model, Batch(inputs, targets, torch.ones(inputs.shape), held_out.find_documents(inputs)))
+            recorded.append(
+                compute_separately(
+                    built.model, Batch(inputs, targets, torch.ones(inputs.shape), held_out.find_documents(inputs))
+                )
             )
-    losses, firsts = torch.cat([t[0] for t in told]), torch.cat([t[2] for t in told])
+    losses, firsts = torch.cat([t[0] for t in recorded]), torch.cat([t[2] for t in recorded])
     assert found.loss == pytest.approx(losses.mean().item(), rel=1e-5)
     assert found.first_token_loss == pytest.approx(losses[firsts].mean().item(), rel=1e-5)
-    cross = parts()
+    cross = make_context()
     cross.evaluations[0]._separator = None
     assert validation.evaluate_held_out(cross, cross.evaluations[0], lambda: None).first_token_loss is None
     assert validation.evaluate_loss(cross, cross.evaluations[0], lambda: None) != pytest.approx(found.loss, rel=1e-6)
 
 
-def test_statistics_are_of_documents(parts: Callable[..., TrainContext]) -> None:
-    built = parts()
+def test_statistics_are_of_documents(make_context: Callable[..., TrainContext]) -> None:
+    built = make_context()
     batch = built.batches.weighted_batch(0)
     seen = validation.compute_branch_statistics(built, batch)
     whole = validation.compute_branch_statistics(built, batch._replace(documents=None))
@@ -119,11 +121,11 @@ def test_statistics_are_of_documents(parts: Callable[..., TrainContext]) -> None
     assert (seen["sel_keys"] < whole["sel_keys"]).all() and (seen["sel_distance"] < whole["sel_distance"]).all()
 
 
-def test_preflight_finds_what_leaks_into_a_neighbour(parts: Callable[..., TrainContext]) -> None:
-    """So little of it that only poison makes it large enough to see."""
-    built = parts()
+def test_preflight_detects_a_leak_between_documents(make_context: Callable[..., TrainContext]) -> None:
+    """The leak is so small that only poison makes it visible."""
+    built = make_context()
     check = startup_checks.check_documents(built)
-    assert check.ok and "move by 0" in check.value and "rows, at most" in check.value
+    assert check.ok and "change by 0" in check.value and "rows, at most" in check.value
     built.model.blocks[1].attention.out.register_forward_hook(
         lambda module, inputs, output: output + 1e-10 * inputs[0].abs().mean()
     )
@@ -137,27 +139,27 @@ def test_preflight_finds_what_leaks_into_a_neighbour(parts: Callable[..., TrainC
         pytest.param(lambda x: x.flip(1).cumsum(1).flip(1), id="the one before it"),
     ],
 )
-def test_preflight_finds_what_leaks_into_either_neighbour(
-    parts: Callable[..., TrainContext], reach: Callable[[Tensor], Tensor]
+def test_preflight_detects_a_leak_in_either_direction(
+    make_context: Callable[..., TrainContext], reach: Callable[[Tensor], Tensor]
 ) -> None:
-    built = parts()
+    built = make_context()
     built.model.blocks[1].attention.out.register_forward_hook(
         lambda module, inputs, output: output + 1e-10 * reach(inputs[0].abs().sum(-1, keepdim=True))
     )
     assert not startup_checks.check_documents(built).ok
 
 
-def test_logits_that_are_not_finite_are_no_proof_that_nothing_leaks(parts: Callable[..., TrainContext]) -> None:
-    built = parts()
+def test_non_finite_logits_fail_the_leakage_check(make_context: Callable[..., TrainContext]) -> None:
+    built = make_context()
     built.model.register_forward_hook(
         lambda module, inputs, out: out.index_fill(1, torch.tensor(out.shape[1] - 1), torch.nan)
     )
     assert not startup_checks.check_documents(built).ok
 
 
-def test_what_turns_a_neighbour_into_no_number_has_leaked(parts: Callable[..., TrainContext]) -> None:
-    """Where the poisoned document is read, the last one of the row is nan; the first does not move."""
-    built, calls = parts(), []
+def test_a_document_that_becomes_nan_is_a_leak(make_context: Callable[..., TrainContext]) -> None:
+    """A document that reads the poisoned one becomes NaN; the first document does not change."""
+    built, calls = make_context(), []
 
     def spoil(module: Any, inputs: Any, out: Tensor) -> Tensor:
         calls.append(1)
@@ -167,10 +169,10 @@ def test_what_turns_a_neighbour_into_no_number_has_leaked(parts: Callable[..., T
     assert not startup_checks.check_documents(built).ok
 
 
-def test_preflight_finds_tokens_that_reach_a_neighbour_before_any_layer(
-    parts: Callable[..., TrainContext], monkeypatch: pytest.MonkeyPatch
+def test_preflight_detects_tokens_that_leak_before_any_layer(
+    make_context: Callable[..., TrainContext], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built = parts()
+    built = make_context()
     model, config = built.model, built.config.model.model_copy(update={"ngrams": 3})
     model.config, model.ngrams = config, NgramEmbedding(config)
     assert startup_checks.check_documents(built).ok
@@ -182,13 +184,13 @@ def test_preflight_finds_tokens_that_reach_a_neighbour_before_any_layer(
     assert not startup_checks.check_documents(built).ok
 
 
-def test_a_backend_that_takes_no_documents_is_refused_before_anything_is_trained(
-    parts: Callable[..., TrainContext], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_backend_without_packed_documents_is_refused_before_training(
+    make_context: Callable[..., TrainContext], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*x: Any, **how: Any) -> Tensor:
+    def refuse(*x: Any, **kwargs: Any) -> Tensor:
         raise NotImplementedError("backend = 'triton' (window) takes a full span only; use backend='torch'")
 
-    built = parts()
+    built = make_context()
     monkeypatch.setattr("nsa_lab.model.attention_layers.nsa_attention", refuse)
     found = list(startup_checks.run_preflight(built, tmp_path))
     assert [check.name for check in found] == ["profile", "units", "disk", "data", "documents"] and not found[-1].ok
@@ -196,8 +198,8 @@ def test_a_backend_that_takes_no_documents_is_refused_before_anything_is_trained
 
 
 @pytest.mark.slow
-def test_a_masked_run_that_is_killed_goes_on_as_the_same_run_and_as_no_other(
-    new_run: Make, masked: Callable[..., dict[str, Any]], train: Train, monkeypatch: pytest.MonkeyPatch
+def test_a_killed_masked_run_resumes_only_as_the_same_run(
+    new_run: Make, masked_changes: Callable[..., dict[str, Any]], train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Killed(BaseException):
         pass
@@ -209,7 +211,7 @@ def test_a_masked_run_that_is_killed_goes_on_as_the_same_run_and_as_no_other(
         if step == 3:
             raise Killed
 
-    whole, parted = (new_run(**masked(packing="best_fit")) for _ in range(2))
+    whole, parted = (new_run(**masked_changes(packing="best_fit")) for _ in range(2))
     assert train(whole) == 0
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Trainer, "_finish_step", die)
@@ -236,8 +238,8 @@ def test_a_masked_run_that_is_killed_goes_on_as_the_same_run_and_as_no_other(
     assert "data.documents: 'mask' then, 'cross' now" in directory.read_status(parted)["reason"]
 
 
-def test_a_token_costs_what_documents_of_its_length_cost(parts: Callable[..., TrainContext]) -> None:
-    built = parts()
+def test_flops_per_token_depend_on_document_lengths(make_context: Callable[..., TrainContext]) -> None:
+    built = make_context()
     (lengths,) = built.batches.count_document_lengths()
     tokens = sum(length * count for length, count in lengths.items())
     mean = sum(length * count * built.model.flops_per_token(length)["nsa"] for length, count in lengths.items()) / tokens
@@ -246,28 +248,28 @@ def test_a_token_costs_what_documents_of_its_length_cost(parts: Callable[..., Tr
     assert mean < compute_flops_per_token(built.model, train)["nsa"] == built.model.flops_per_token(32)["nsa"]
 
 
-def test_short_documents_are_left_out_of_both_parts(
-    tiny: Callable[..., RunConfig], builders: Builders, masked: Callable[..., dict[str, Any]]
+def test_short_documents_are_excluded_from_both_splits(
+    make_tiny_config: Callable[..., RunConfig], builders: Builders, masked_changes: Callable[..., dict[str, Any]]
 ) -> None:
-    data = tiny(**masked(min_document_bytes=12)).data
-    kept = builders.data(data, 256, 32, None)
+    data = make_tiny_config(**masked_changes(min_document_bytes=12)).data
+    retained = builders.data(data, 256, 32, None)
     whole = builders.data(data.model_copy(update={"min_document_bytes": 0}), 256, 32, None)
-    assert kept.identity != whole.identity and kept.folder != whole.folder
-    assert kept.manifest["short_documents"] > 50 and "short_documents" not in whole.manifest
-    for split in (kept.train, kept.validation):
+    assert retained.identity != whole.identity and retained.folder != whole.folder
+    assert retained.manifest["short_documents"] > 50 and "short_documents" not in whole.manifest
+    for split in (retained.train, retained.validation):
         ends = split.find(SEP)
         assert (torch.tensor(ends).diff() > 12).all() and len(ends) > 20
     with pytest.raises(ValueError, match=r"all 300 documents are shorter than data\.min_document_bytes = 91; lower it"):
         builders.data(data.model_copy(update={"min_document_bytes": 91}), 256, 32, None)
 
 
-def test_flops_of_a_masked_run_are_those_of_its_documents(
-    new_run: Make, train: Train, masked: Callable[..., dict[str, Any]]
+def test_flops_of_a_masked_run_follow_its_documents(
+    new_run: Make, train: Train, masked_changes: Callable[..., dict[str, Any]]
 ) -> None:
-    told = {}
+    recorded = {}
     for documents in ("mask", "cross"):
-        run_dir = new_run(**masked(documents=documents))
+        run_dir = new_run(**masked_changes(documents=documents))
         assert train(run_dir) == 0
         (start,) = [event for event in events.read_events(run_dir) if event["kind"] == "start"]
-        told[documents] = start["flops_per_token"]
-    assert all(told["mask"][kind] < told["cross"][kind] for kind in ("nsa", "dense"))
+        recorded[documents] = start["flops_per_token"]
+    assert all(recorded["mask"][kind] < recorded["cross"][kind] for kind in ("nsa", "dense"))

@@ -1,4 +1,4 @@
-"""What `nsa-lab warmup` sends through a model, so that its kernels are compiled (tests/kernels/test_compiling.py)."""
+"""The dry runs of `nsa-lab warmup` that compile its kernels (see also tests/kernels/test_compiling.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STAGES = [
 
 
 @pytest.mark.parametrize("documents", ["cross", "mask"])
-def test_every_shape_of_the_plan_once_forward_and_backward(documents: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_stage_shape_runs_once_forward_and_backward(documents: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig.from_dict(
         {
             "name": "tiny",
@@ -34,7 +34,7 @@ def test_every_shape_of_the_plan_once_forward_and_backward(documents: str, monke
     gradients: list[bool] = []
     forward, zero = NSATransformer.forward, torch.optim.Optimizer.zero_grad
 
-    def told(self: NSATransformer, tokens: torch.Tensor, span: Span | None = None) -> torch.Tensor:
+    def recorded(self: NSATransformer, tokens: torch.Tensor, span: Span | None = None) -> torch.Tensor:
         seen.append((tokens.shape, span and tuple(document.end for document in span.documents)))
         return forward(self, tokens, span)
 
@@ -42,7 +42,7 @@ def test_every_shape_of_the_plan_once_forward_and_backward(documents: str, monke
         gradients.append(all(p.grad is not None for p in model.parameters()))
         zero(self, set_to_none)
 
-    monkeypatch.setattr(NSATransformer, "forward", told)
+    monkeypatch.setattr(NSATransformer, "forward", recorded)
     monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", cleared)
     model = build_model(config, torch.device("cpu"))
     dry_run_stages(model, config)

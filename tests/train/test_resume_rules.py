@@ -1,4 +1,4 @@
-"""What may change when a run goes on, and what it goes on from."""
+"""Rules for resuming: settings that may change, and the state that is restored."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def goes_on(before: RunConfig, after: RunConfig, identity: str = "text") -> bool
         ("runtime.compile", True),
     ],
 )
-def test_what_only_watches_may_change(tiny: Callable[..., RunConfig], key: str, value: Any) -> None:
+def test_monitoring_settings_may_change(make_tiny_config: Callable[..., RunConfig], key: str, value: Any) -> None:
     section, name = key.split(".")
-    sections = tiny().to_dict()
+    sections = make_tiny_config().to_dict()
     sections[section] = {**sections[section], name: value}
-    assert goes_on(tiny(), RunConfig.from_dict(sections))
+    assert goes_on(make_tiny_config(), RunConfig.from_dict(sections))
 
 
 @pytest.mark.parametrize(
@@ -61,42 +61,44 @@ def test_what_only_watches_may_change(tiny: Callable[..., RunConfig], key: str, 
         *[("train.lr", 1e-3), ("train.seed", 1), ("train.batch_size", 4), ("train.steps", 13)],
     ],
 )
-def test_what_decides_where_training_goes_may_not(tiny: Callable[..., RunConfig], key: str, value: Any) -> None:
+def test_trajectory_settings_may_not_change(make_tiny_config: Callable[..., RunConfig], key: str, value: Any) -> None:
     section, name = key.split(".")
-    sections = tiny().to_dict()
+    sections = make_tiny_config().to_dict()
     sections[section] = {**sections[section], name: value}
-    assert not goes_on(tiny(), RunConfig.from_dict(sections))
+    assert not goes_on(make_tiny_config(), RunConfig.from_dict(sections))
 
 
-def test_other_data_is_another_run(tiny: Callable[..., RunConfig]) -> None:
-    assert goes_on(tiny(), tiny()) and not goes_on(tiny(), tiny(), identity="another")
+def test_other_data_is_another_run(make_tiny_config: Callable[..., RunConfig]) -> None:
+    assert goes_on(make_tiny_config(), make_tiny_config()) and not goes_on(
+        make_tiny_config(), make_tiny_config(), identity="another"
+    )
 
 
-def test_the_probe_is_held_against_its_largest_logit_and_nan_is_no_agreement(tmp_path: Path) -> None:
+def test_the_probe_difference_is_relative_and_nan_is_refused(tmp_path: Path) -> None:
     logits = torch.tensor([[[100.0, -1.0]]])
     save_file({"logits": logits}, tmp_path / checkpoint_state.PROBE)
-    ask: dict[str, Any] = {"exact": False, "precision": "bf16"}
+    ask: dict[str, Any] = {"require_equal": False, "precision": "bf16"}
     assert checkpoint_state.check_probe(tmp_path, logits + torch.tensor([1.0, 0.0]), **ask) == pytest.approx(0.01)
     for bad in (logits + 6.0, logits * float("nan")):
         with pytest.raises(checkpoint_state.ResumeRefused, match="other logits"):
             checkpoint_state.check_probe(tmp_path, bad, **ask)
-    ask["exact"] = True
+    ask["require_equal"] = True
     assert checkpoint_state.check_probe(tmp_path, logits, **ask) == 0.0
     with pytest.raises(checkpoint_state.ResumeRefused, match="allowed 0"):
         checkpoint_state.check_probe(tmp_path, logits + 1e-4, **ask)
 
 
-def test_random_states_come_back() -> None:
+def test_random_states_are_restored() -> None:
     def draw() -> tuple[float, ...]:
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 
     states = checkpoint_state.get_rng_states()
-    drawn = draw()
+    values = draw()
     checkpoint_state.restore_rng(states)
-    assert draw() == drawn
+    assert draw() == values
 
 
-def test_a_run_goes_on_with_the_random_states_of_its_checkpoint(
+def test_a_run_resumes_with_the_random_states_of_its_checkpoint(
     new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = new_run(steps=2, warmup_steps=1, save_every=1, eval_every=0)
@@ -110,33 +112,35 @@ def test_a_run_goes_on_with_the_random_states_of_its_checkpoint(
 
 
 @pytest.mark.parametrize("other", [None, "versions", "device", "backend", "threads", "ranks", "code"])
-def test_equal_bits_are_owed_where_nothing_else_changed(tiny: Callable[..., RunConfig], other: str | None) -> None:
+def test_equal_bits_are_required_if_nothing_else_changed(
+    make_tiny_config: Callable[..., RunConfig], other: str | None
+) -> None:
     alike = {"versions": {}, "device": "cpu", "backend": {}, "threads": 1, "ranks": 1, "code": {"source": "a"}}
     state = alike | ({} if other is None else {other: {"source": "b"}})
     here = object.__new__(attempt._Attempt)
-    here.config = tiny()
+    here.config = make_tiny_config()
     assert here._requires_equal_bits(state, alike) == (other is None)
 
 
-def test_data_may_be_waited_for_as_long_as_the_configuration_says(
+def test_the_stall_limit_of_data_is_the_configured_timeout(
     new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rules, heartbeat = [], attempt.Heartbeat
     monkeypatch.setattr(attempt, "Heartbeat", lambda *a, rule, **k: rules.append(rule) or heartbeat(*a, rule=rule, **k))
     run_dir = new_run(steps=1, warmup_steps=0, data={"timeout_s": 333.0})
     assert train(run_dir) == 0
-    assert rules[0].limit_s("data", None) == 333.0 and rules[0].limit_s("step", None) == 120.0
+    assert rules[0].get_limit_s("data", None) == 333.0 and rules[0].get_limit_s("step", None) == 120.0
 
 
-def test_a_save_that_fails_after_one_that_did_not_is_the_first_to_fail(
+def test_a_successful_save_resets_the_count_of_failures(
     new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_dir, asked = Filesystem.make_dir, []
+    make_dir, calls = Filesystem.make_dir, []
 
     def failing(self: Filesystem, path: Path) -> None:
-        if path.parent.name == "checkpoints":  # and not where preflight saves one
-            asked.append(path.name)
-            if len(asked) in (1, 3):
+        if path.parent.name == "checkpoints":  # and not the save of preflight
+            calls.append(path.name)
+            if len(calls) in (1, 3):
                 raise OSError(28, "No space left on device")
         make_dir(self, path)
 
@@ -146,7 +150,7 @@ def test_a_save_that_fails_after_one_that_did_not_is_the_first_to_fail(
     assert [e["step"] for e in events.read_events(run_dir) if e["kind"] == "checkpoint"] == [6, 12]
 
 
-def test_what_a_killed_preflight_left_is_removed(new_run: Make, train: Train) -> None:
+def test_files_of_a_killed_preflight_are_removed(new_run: Make, train: Train) -> None:
     run_dir = new_run(steps=1, warmup_steps=0)
     left = run_dir / ".preflight-killed"
     left.mkdir()

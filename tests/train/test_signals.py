@@ -1,4 +1,4 @@
-"""A trainer that is asked to stop does so wherever it is, and one that cannot listen still ends at the second request."""
+"""Stop requests: a trainer stops in every phase, and one that is stuck ends at the second request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Trainer(subprocess.Popen):
-    """A live trainer with a fault in it."""
+    """A running trainer with a planted fault."""
 
     def __init__(self, run_dir: Path, fault: str) -> None:
         super().__init__([sys.executable, SCRIPT, run_dir, *fault.split()], stdout=subprocess.PIPE, text=True)
@@ -34,13 +34,13 @@ class Trainer(subprocess.Popen):
 
 @pytest.fixture
 def scripted(new_run: Make, forked: None) -> Iterator[Callable[..., tuple[Path, Trainer]]]:
-    """`scripted(fault, **changes)`: a run and its live trainer with that fault."""
+    """`scripted(fault, **changes)`: a run and its running trainer with that fault."""
     with contextlib.ExitStack() as trainers:
 
         def start(fault: str, **changes: object) -> tuple[Path, Trainer]:
             run_dir = new_run(**changes)
             trainer = trainers.enter_context(Trainer(run_dir, fault))
-            # What a failed test leaves.
+            # Clean up after a failed test.
             trainers.callback(trainer.kill)
             return run_dir, trainer
 
@@ -60,14 +60,14 @@ def steps_done(run_dir: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "done"), [("slow_data", 3), ("slow_eval", 6), ("slow_compile", 0)])
-def test_a_stop_is_heard_while_waiting(scripted: Callable, fault: str, done: int) -> None:
+def test_a_stop_request_is_handled_while_waiting(scripted: Callable, fault: str, done: int) -> None:
     run_dir, trainer = scripted(fault)
     assert trainer.says("waiting")
     wait_until(lambda: steps_done(run_dir) == done)
-    asked = time.monotonic()
+    calls = time.monotonic()
     trainer.send_signal(signal.SIGTERM)
     assert trainer.wait() == directory.EXIT_STOPPED
-    assert time.monotonic() - asked < 5
+    assert time.monotonic() - calls < 5
     saved = [e["step"] for e in events.read_events(run_dir) if e["kind"] == "checkpoint"]
     assert max(saved, default=0) == done
     status = directory.read_status(run_dir)
@@ -78,10 +78,10 @@ def test_a_stop_is_heard_while_waiting(scripted: Callable, fault: str, done: int
 def test_a_stop_takes_effect_between_micro_batches(scripted: Callable) -> None:
     run_dir, trainer = scripted("slow_step", batch_size=1, accumulate_grad_batches=8)
     wait_until(lambda: steps_done(run_dir) >= 1)
-    asked = time.monotonic()
+    calls = time.monotonic()
     trainer.send_signal(signal.SIGUSR1)
     assert trainer.wait() == directory.EXIT_STOPPED
-    assert time.monotonic() - asked < 2.0, "a step takes 2.4 seconds"
+    assert time.monotonic() - calls < 2.0, "a step takes 2.4 seconds"
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_the_second_request_ends_even_a_trainer_that_never_returns_to_python(scr
 
 
 @pytest.mark.slow
-def test_sigusr2_dumps_the_stacks_and_the_run_goes_on(scripted: Callable) -> None:
+def test_sigusr2_writes_the_stacks_and_the_run_continues(scripted: Callable) -> None:
     run_dir, trainer = scripted("none", steps=60, save_every=0)
     wait_until(lambda: steps_done(run_dir) >= 1)
     trainer.send_signal(signal.SIGUSR2)
@@ -104,7 +104,7 @@ def test_sigusr2_dumps_the_stacks_and_the_run_goes_on(scripted: Callable) -> Non
     assert "trainer.py" in (run_dir / "stacks.txt").read_text()
 
 
-def test_handlers_are_put_back(new_run: Make, train: Callable[..., int]) -> None:
+def test_signal_handlers_are_restored(new_run: Make, train: Callable[..., int]) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
     assert train(new_run(steps=3)) == 0
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
@@ -129,14 +129,14 @@ JUDGED = {"stall_action": "halt", "runtime": {"heartbeat_s": 0.1}}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "phase", "done"), [("slow_data", "data", 3), ("slow_eval", "eval", 6)])
-def test_a_stall_halts_a_run_that_is_told_to_and_saves_what_is_done(
-    scripted: Callable, fault: str, phase: str, done: int
-) -> None:
+def test_a_stall_with_stall_action_halt_saves_and_halts(scripted: Callable, fault: str, phase: str, done: int) -> None:
     run_dir, trainer = scripted(f"{fault} judged", **JUDGED)
     assert trainer.says("waiting")
     assert trainer.wait() == directory.EXIT_HALTED
-    said, record = directory.read_status(run_dir), events.read_events(run_dir)
-    assert said["status"] == "HALTED" and said["exit_code"] == 3 and f"the phase {phase} has lasted" in said["reason"]
+    message, record = directory.read_status(run_dir), events.read_events(run_dir)
+    assert (
+        message["status"] == "HALTED" and message["exit_code"] == 3 and f"the phase {phase} has lasted" in message["reason"]
+    )
     assert [e["phase"] for e in record if e["kind"] == "stall"] == [phase]
     (guard,) = [e for e in record if e["kind"] == "guard"]
     assert (guard["rule"], guard["action"], guard["step"]) == ("stall", "halt", done)
@@ -149,15 +149,15 @@ def test_a_stall_halts_even_a_trainer_that_never_returns_to_python(scripted: Cal
     run_dir, trainer = scripted("deaf judged", save_every=1, **JUDGED)
     assert trainer.says("deaf")
     assert trainer.wait() == directory.EXIT_HALTED
-    said, record = directory.read_status(run_dir), events.read_events(run_dir)
-    assert said["status"] == "HALTED" and said["exit_code"] == 3
-    assert "did not answer a request to save" in said["reason"]
-    assert record[-1]["kind"] == "halt" and record[-1]["reason"] == said["reason"]
+    message, record = directory.read_status(run_dir), events.read_events(run_dir)
+    assert message["status"] == "HALTED" and message["exit_code"] == 3
+    assert "did not answer a request to save" in message["reason"]
+    assert record[-1]["kind"] == "halt" and record[-1]["reason"] == message["reason"]
     assert "stall in step" in (run_dir / "stacks.txt").read_text()
 
 
 @pytest.mark.slow
-def test_a_stall_that_is_recorded_only_ends_nothing(scripted: Callable) -> None:
+def test_a_stall_with_stall_action_warn_does_not_end_the_run(scripted: Callable) -> None:
     run_dir, trainer = scripted("slow_eval judged", runtime={"heartbeat_s": 0.1})
     assert trainer.says("waiting")
     wait_until(lambda: any(e["kind"] == "stall" for e in events.read_events(run_dir)))

@@ -1,4 +1,4 @@
-"""A switch to another stage compiles nothing, and what was rehearsed for that leaves no trace in the run."""
+"""A stage switch compiles nothing, and the dry runs that ensure it have no effect on the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from nsa_lab.train.trainer import Trainer
 
 Make, Train = Callable[..., Path], Callable[..., int]
 
-# Three lengths, of which the first comes back.
+# Three lengths; the first occurs again.
 STAGES: list[dict[str, Any]] = [
     {"steps": 2, "seq_len": 32, "batch_size": 2, "lr": 1e-2},
     {"steps": 3, "seq_len": 48, "batch_size": 1, "lr": 5e-3, "rope_theta": 321.0},
@@ -42,7 +42,7 @@ ROOMS: list[dict[str, Any]] = [
 RECIPE = {"rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.1, "indexer_block": 4}
 CLOCKS = {"t", "dt_s", "data_s", "data_s_p50", "data_s_p95", "tokens_per_s", "mem_peak_bytes", "run", "attempt", "seconds"}
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own modules warn of each other
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own compiler modules trigger this warning
 
 
 class Killed(BaseException):
@@ -51,9 +51,9 @@ class Killed(BaseException):
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounter]:
-    """Counts what is compiled, and runs it as it was traced."""
+    """Counts compiled frames, and runs them as traced."""
     counter, compile_in_place = CompileCounter(), nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **how: compile_in_place(self, **how, backend=counter))
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **kwargs: compile_in_place(self, **kwargs, backend=counter))
     torch.compiler.reset()
     with dynamo.patch(cache_size_limit=8):
         yield counter
@@ -61,27 +61,29 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounter]:
 
 
 @pytest.fixture
-def new_staged_run(tiny: Callable[..., RunConfig], texts: str, tmp_path: Path) -> Make:
-    """`new_staged_run(kind, **runtime)`: a run of `STAGES`, of the kinds cross and recipe."""
+def new_staged_run(make_tiny_config: Callable[..., RunConfig], text_file: str, tmp_path: Path) -> Make:
+    """`new_staged_run(kind, **runtime)`: a run of `STAGES`; kind is cross or recipe."""
 
     def make(kind: str, **runtime: Any) -> Path:
-        masked = {"source": "local", "path": texts, "documents": "mask", "max_tokens": None}
-        config = tiny(runtime=runtime, **({"model": RECIPE, "data": masked} if kind == "recipe" else {}))
+        masked_changes = {"source": "local", "path": text_file, "documents": "mask", "max_tokens": None}
+        config = make_tiny_config(
+            runtime=runtime, **({"model": RECIPE, "data": masked_changes} if kind == "recipe" else {})
+        )
         often = {"save_every": 1, "eval_every": 2, "stats_every": 3, "keep_last": 8}
         return lifecycle.create_run(make_staged_config(config, STAGES, **often), tmp_path / "outputs")
 
     return make
 
 
-def told(run_dir: Path) -> list[dict[str, Any]]:
-    """What the record says of steps and evaluations, without seconds and bytes."""
-    record = [*events.get_step_events(found := events.read_events(run_dir)), *events.get_eval_events(found)]
+def read_comparable_events(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the step and evaluation events without durations and bytes."""
+    record = [*events.get_step_events(result := events.read_events(run_dir)), *events.get_eval_events(result)]
     return [{key: value for key, value in event.items() if key not in CLOCKS} for event in record]
 
 
 def assert_the_same(run_dir: Path, other: Path) -> None:
-    """Record, and weights, moments and random states after every step, to the byte."""
-    assert told(run_dir) == told(other)
+    """Assert equal events, and equal weights, moments and random states after every step, bit for bit."""
+    assert read_comparable_events(run_dir) == read_comparable_events(other)
     for step in range(1, 9):
         ours, theirs = (folder / f"checkpoints/step-{step:08d}" for folder in (run_dir, other))
         for file in ("model.safetensors", "optimizer.pt", "probe.safetensors"):
@@ -89,7 +91,7 @@ def assert_the_same(run_dir: Path, other: Path) -> None:
 
 
 def seed() -> None:
-    """What a checkpoint holds of random states, and nothing of training draws from."""
+    """Seed the random states that a checkpoint contains; training does not use them."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -110,16 +112,16 @@ def killed_after(train: Train, run_dir: Path, step: int, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def compiled_in(compiler: CompileCounter, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
-    """Of `rehearse`, `step` and `evaluate`, as they are called: how much each compiled."""
+    """Number of frames that each call of `dry_run`, `step` and `evaluate` compiled."""
     seen: dict[str, list[int]] = {"rehearse": [], "step": [], "evaluate": []}
 
     def counting(kind: str, owner: type, name: str) -> None:
         method = getattr(owner, name)
 
-        def counted(self: Any, *given: Any, **named: Any) -> Any:
+        def counted(self: Any, *args: Any, **named: Any) -> Any:
             before = compiler.frame_count
             try:
-                return method(self, *given, **named)
+                return method(self, *args, **named)
             finally:
                 seen[kind].append(compiler.frame_count - before)
 
@@ -133,38 +135,40 @@ def compiled_in(compiler: CompileCounter, monkeypatch: pytest.MonkeyPatch) -> di
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("cross", marks=pytest.mark.soak), "recipe"])
-def test_a_switch_compiles_nothing(
+def test_a_stage_switch_compiles_nothing(
     new_staged_run: Make, train: Train, kind: str, compiled_in: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor does an evaluation at the new length: all is compiled before the first step, and after a resume anew."""
+    """An evaluation at the new length compiles nothing either: everything is compiled before the first step or after a
+    resume.
+    """
     run_dir = new_staged_run(kind, compile=True)
     killed_after(train, run_dir, 3, monkeypatch)
     first = {kind: [*counts] for kind, counts in compiled_in.items()}
     assert first["rehearse"][0] > 0 and first["step"][2] == 0 and first["evaluate"][1:] == [0]
-    torch.compiler.reset()  # as in another process
+    torch.compiler.reset()  # as in a new process
     for counts in compiled_in.values():
         counts.clear()
     assert train(run_dir) == 0
-    begun, *rest = compiled_in["step"]
-    assert compiled_in["rehearse"][0] > 0 and begun > 0, "the stage that goes on is compiled by its first step"
+    initial, *rest = compiled_in["step"]
+    assert compiled_in["rehearse"][0] > 0 and initial > 0, "the stage that goes on is compiled by its first step"
     assert [rest[step - 5] for step in (6, 8)] == [0, 0], "the first steps of the last two stages"
     assert not any(rest), "nor does another number of documents"
     if kind == "cross":
         assert not any(compiled_in["evaluate"][1:])
     ahead = [event for event in events.read_events(run_dir) if event["kind"] == "compile"]
     shapes = [[1, 48], [1, 77], [2, 32]]
-    # With documents told apart the first stage needs room for more of them than its first batch has, and comes first.
-    wanted = [(0, shapes if kind == "cross" else [shapes[2], *shapes[:2]]), (3, shapes[1:])]
-    assert [(event["step"], event["shapes"]) for event in ahead] == wanted
+    # With masking, the first stage needs a larger capacity later than in its first batch, so it is compiled ahead too.
+    expected = [(0, shapes if kind == "cross" else [shapes[2], *shapes[:2]]), (3, shapes[1:])]
+    assert [(event["step"], event["shapes"]) for event in ahead] == expected
     assert all(event["seconds"] > 0 for event in ahead)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
-def test_what_is_rehearsed_leaves_no_trace(
+def test_dry_runs_have_no_effect(
     new_staged_run: Make, train: Train, compiler: CompileCounter, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit: after every step of a whole run, and of one that was killed in the second stage and went on."""
+    """Bit for bit, after every step of an uninterrupted run, and of one that was killed in the second stage and resumed."""
     rehearsed, parted, plain = (new_staged_run("recipe", compile=compiled) for _ in range(3))
     monkeypatch.setattr(torch, "seed", lambda: 0)  # of a model that is built for its counts alone: another at every call
     seed()
@@ -182,10 +186,10 @@ def test_what_is_rehearsed_leaves_no_trace(
 
 
 @pytest.mark.slow
-def test_a_stop_while_it_rehearses_changes_nothing(
+def test_a_stop_during_dry_runs_changes_nothing(
     new_staged_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the first step, and after a kill, amid a later stage: nothing of what was entered is saved."""
+    """Before the first step, and after a kill within a later stage: the stage of a dry run is not saved."""
     monkeypatch.setattr(torch, "seed", lambda: 0)  # of a model that is built for its counts alone: another at every call
     stopped, plain = (new_staged_run("recipe") for _ in range(2))
 
@@ -213,49 +217,51 @@ def test_a_stop_while_it_rehearses_changes_nothing(
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
-def test_every_number_of_documents_is_rehearsed_where_blocks_are_compiled(
-    tiny: Callable[..., RunConfig],
-    texts: str,
+def test_every_document_capacity_is_compiled_ahead(
+    make_tiny_config: Callable[..., RunConfig],
+    text_file: str,
     tmp_path: Path,
     train: Train,
     compiler: CompileCounter,
     compiled: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """But for that of the first step, which compiles for itself: a later step would for another, kernels and all."""
-    masked = {"source": "local", "path": texts, "documents": "mask", "max_tokens": None}
-    run_dir = lifecycle.create_run(tiny(runtime={"compile": compiled}, data=masked, eval_every=0), tmp_path / "outputs")
-    rooms: dict[str, list[int]] = {"dry_run": [], "step": []}
+    """Except the capacity of the first step, which compiles when it runs."""
+    masked_changes = {"source": "local", "path": text_file, "documents": "mask", "max_tokens": None}
+    run_dir = lifecycle.create_run(
+        make_tiny_config(runtime={"compile": compiled}, data=masked_changes, eval_every=0), tmp_path / "outputs"
+    )
+    capacities: dict[str, list[int]] = {"dry_run": [], "step": []}
 
     def counting(name: str, owner: type, batch_of: Callable[..., Batch]) -> None:
         method = getattr(owner, name)
 
-        def counted(self: Stepper, *given: Any, **named: Any) -> Any:
-            spans = make_spans(self.split_micro_batches(batch_of(*given, **named)))
-            rooms[name].append(max(span.capacity for span in spans))
-            return method(self, *given, **named)
+        def counted(self: Stepper, *args: Any, **named: Any) -> Any:
+            spans = make_spans(self.split_micro_batches(batch_of(*args, **named)))
+            capacities[name].append(max(span.capacity for span in spans))
+            return method(self, *args, **named)
 
         monkeypatch.setattr(owner, name, counted)
 
     counting("dry_run", Stepper, lambda batch: batch)
     counting("step", Stepper, lambda inputs, targets, *rest, documents, **_: Batch(inputs, targets, None, documents))
     assert train(run_dir) == 0
-    first, *later = rooms["step"][-12:]
-    assert rooms["dry_run"] == ([*dict.fromkeys(room for room in later if room != first)] if compiled else [])
+    first, *later = capacities["step"][-12:]
+    assert capacities["dry_run"] == ([*dict.fromkeys(room for room in later if room != first)] if compiled else [])
     assert len({first, *later}) > 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_first_step_of_each_room(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By going through the batches themselves, in their stages, a share of each for every rank."""
+def test_steps_with_new_capacity_match_a_full_scan(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare with a scan of all batches, stage by stage, with the share of every rank."""
     plan = [StageConfig(**{**stage, "lr": 1e-3, "warmup_steps": 0}) for stage in ROOMS]
     config = TrainConfig(stages=plan)
-    dice = np.random.default_rng(3)
-    text = dice.integers(0, 250, 60_000).astype(np.uint8)
-    text[dice.choice(60_000, 2500, replace=False)] = 255
+    rng = np.random.default_rng(3)
+    text = rng.integers(0, 250, 60_000).astype(np.uint8)
+    text[rng.choice(60_000, 2500, replace=False)] = 255
     data = DataConfig(documents="mask")
     batches = StagedBatches(TokenStore([text]), config, data, 255)
-    seen, wanted = set(), []
+    seen, expected = set(), []
     for step in range(4, config.steps + 1):
         (index, _), new = config.locate_step(step), False
         count = plan[index].sequences_per_step // ranks
@@ -264,12 +270,12 @@ def test_the_first_step_of_each_room(ranks: int, monkeypatch: pytest.MonkeyPatch
             room = max(span.capacity for span in make_spans(batch.split(plan[index].sequences_per_forward)))
             new |= (index, rank, room) not in seen
             seen.add((index, rank, room))
-        wanted += [step] * new
-    assert find_steps_with_new_capacity(batches, config, ranks, 4) == wanted
-    assert len(wanted) > len(plan) and any(config.locate_step(step)[1] > 1 for step in wanted[1:])
+        expected += [step] * new
+    assert find_steps_with_new_capacity(batches, config, ranks, 4) == expected
+    assert len(expected) > len(plan) and any(config.locate_step(step)[1] > 1 for step in expected[1:])
     for most in ("MAX_SCANNED_TOKENS", "MAX_SCANNED_ROWS"):
         monkeypatch.setattr(f"nsa_lab.train.packing.{most}", 1)
-        assert find_steps_with_new_capacity(batches, config, ranks, 4) == wanted[:1], "no more than a step"
+        assert find_steps_with_new_capacity(batches, config, ranks, 4) == expected[:1], "no more than a step"
         monkeypatch.undo()
     assert find_steps_with_new_capacity(StagedBatches(TokenStore([text]), config, DataConfig()), config, ranks, 1) == []
 
@@ -279,8 +285,8 @@ class Doubled(nn.Module):
         return 2 * x
 
 
-def test_blocks_keep_what_every_stage_compiles(compiler: CompileCounter) -> None:
-    """Of shapes beyond its limit torch compiles none, and does not say so."""
+def test_compiled_blocks_serve_every_stage(compiler: CompileCounter) -> None:
+    """Above its limit torch silently stops compiling new shapes."""
 
     def compiled(stages: int) -> int:
         torch.compiler.reset()
@@ -293,7 +299,7 @@ def test_blocks_keep_what_every_stage_compiles(compiler: CompileCounter) -> None
     assert [compiled(stages) for stages in (1, 2, 3)] == [16, 32, 39]
 
 
-def test_the_last_step_may_be_the_first_of_its_room() -> None:
+def test_the_last_step_may_have_a_new_capacity() -> None:
     text = np.random.default_rng(3).integers(0, 256, 60_000).astype(np.uint8)
     config = TrainConfig(steps=9, seq_len=32, batch_size=2, lr=1e-3)
     batches = StagedBatches(TokenStore([text]), config, DataConfig(documents="mask"), 255)

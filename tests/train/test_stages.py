@@ -1,4 +1,4 @@
-"""Runs of several stages: what each step takes, what is recorded, and that a resumed run is the same run."""
+"""Runs with several stages: batches, rates and records of each step; a resumed run is the same run."""
 
 from __future__ import annotations
 
@@ -38,34 +38,40 @@ TOKENS = [4 * 32] * 4 + [48] * 3 + [2 * 77] * 5
 
 
 @pytest.fixture(scope="module")
-def staged(tiny: Callable[..., RunConfig]) -> Callable[..., dict[str, Any]]:
+def staged(make_tiny_config: Callable[..., RunConfig]) -> Callable[..., dict[str, Any]]:
     """Changes that make the tiny run one of three stages."""
 
     def sections(**changes: Any) -> dict[str, Any]:
-        kept = {k: v for k, v in tiny().to_dict()["train"].items() if k not in StageConfig.model_fields}
-        return {"train": {**kept, "stages": STAGES, "spike_sigma": 50.0, **changes}}
+        retained = {k: v for k, v in make_tiny_config().to_dict()["train"].items() if k not in StageConfig.model_fields}
+        return {"train": {**retained, "stages": STAGES, "spike_sigma": 50.0, **changes}}
 
     return sections
 
 
 @pytest.fixture
-def new_staged_run(tiny: Callable[..., RunConfig], staged: Callable[..., dict[str, Any]], tmp_path: Path) -> Make:
+def new_staged_run(
+    make_tiny_config: Callable[..., RunConfig], staged: Callable[..., dict[str, Any]], tmp_path: Path
+) -> Make:
     def make(**changes: Any) -> Path:
-        return lifecycle.create_run(RunConfig.from_dict({**tiny().to_dict(), **staged(**changes)}), tmp_path / "outputs")
+        return lifecycle.create_run(
+            RunConfig.from_dict({**make_tiny_config().to_dict(), **staged(**changes)}), tmp_path / "outputs"
+        )
 
     return make
 
 
 @pytest.fixture(scope="module")
-def whole(tiny: Callable[..., RunConfig], staged: Callable[..., dict[str, Any]], train: Train, tmp_path_factory) -> Path:
-    """The staged run trained to its end, every step saved. Not for tests to write to."""
-    config = RunConfig.from_dict({**tiny().to_dict(), **staged(save_every=1, keep_last=12)})
+def uninterrupted(
+    make_tiny_config: Callable[..., RunConfig], staged: Callable[..., dict[str, Any]], train: Train, tmp_path_factory
+) -> Path:
+    """The staged run, trained to its end with every step saved. Tests must not write to it."""
+    config = RunConfig.from_dict({**make_tiny_config().to_dict(), **staged(save_every=1, keep_last=12)})
     run_dir = lifecycle.create_run(config, tmp_path_factory.mktemp("whole"))
     assert train(run_dir) == 0
     return run_dir
 
 
-def told(run_dir: Path) -> list[tuple[Any, ...]]:
+def recorded(run_dir: Path) -> list[tuple[Any, ...]]:
     record = events.read_events(run_dir)
     return [(e["step"], e["tokens"], e["loss"], e["lr"], e["grad_norm"]) for e in events.get_step_events(record)]
 
@@ -74,7 +80,7 @@ def weights(run_dir: Path, step: int = 12) -> dict[str, torch.Tensor]:
     return load_file(run_dir / f"checkpoints/step-{step:08d}/model.safetensors")
 
 
-def test_steps_tokens_and_rates_are_those_of_the_whole_run() -> None:
+def test_steps_tokens_and_rates_cover_the_whole_run() -> None:
     train = TrainConfig(stages=[StageConfig(**stage) for stage in STAGES])
     assert (train.steps, train.tokens, train.first_steps) == (12, sum(TOKENS), [1, 5, 8])
     assert [train.tokens_until(step) for step in range(13)] == [sum(TOKENS[:step]) for step in range(13)]
@@ -90,14 +96,19 @@ def test_steps_tokens_and_rates_are_those_of_the_whole_run() -> None:
     assert train.longest_stage.seq_len == 77
     with pytest.raises(ValueError, match=r"outside 0\.\.12"):
         train.locate_step(13)
-    alone = [
+    single_stage = [
         compute_learning_rate(n, TrainConfig(stages=[stage])) for stage in STAGES for n in range(1, stage["steps"] + 1)
     ]
-    assert [compute_learning_rate(step, train) for step in range(1, 13)] == alone
-    assert alone[1] == 1e-2 and alone[4:7] == [5e-3] * 3 and alone[7] == 3e-3 and alone[11] == pytest.approx(1e-3)
+    assert [compute_learning_rate(step, train) for step in range(1, 13)] == single_stage
+    assert (
+        single_stage[1] == 1e-2
+        and single_stage[4:7] == [5e-3] * 3
+        and single_stage[7] == 3e-3
+        and single_stage[11] == pytest.approx(1e-3)
+    )
 
 
-def test_without_stages_the_section_is_the_one_stage() -> None:
+def test_without_stages_the_section_is_the_only_stage() -> None:
     train = TrainConfig(steps=9, seq_len=64)
     assert train.plan == (train,) and train.first_steps == [1] and train.tokens == 9 * train.tokens_per_step
     assert "stages" not in RunConfig(train=train).to_dict()["train"]
@@ -111,8 +122,8 @@ def test_a_staged_configuration_survives_its_file(tmp_path: Path, staged: Callab
     assert again.hash() != RunConfig.from_dict(staged(stages=STAGES[:2])).hash()
 
 
-def test_batches_of_a_stage_are_its_own(tiny: Callable[..., RunConfig], builders: Any) -> None:
-    data = tiny().data
+def test_each_stage_has_its_own_batches(make_tiny_config: Callable[..., RunConfig], builders: Any) -> None:
+    data = make_tiny_config().data
     tokens = builders.data(data, 256, 77, None).train
     train = TrainConfig(stages=[StageConfig(**stage) for stage in STAGES])
     batches = StagedBatches(tokens, train, data)
@@ -127,12 +138,12 @@ def test_batches_of_a_stage_are_its_own(tiny: Callable[..., RunConfig], builders
     alike = StagedBatches(tokens, TrainConfig(stages=[StageConfig(**STAGES[0])] * 2), data)
     assert not torch.equal(alike.batch(0)[0], alike.batch(4)[0]), "a stage does not begin with the texts of the one before"
     for step in (-1, -5):
-        with pytest.raises(ValueError, match="a step is 0 or more"):
+        with pytest.raises(ValueError, match="expected step >= 0"):
             batches.batch(step)
 
 
-def test_every_stage_is_evaluated_on_sequences_of_its_own_length(tiny: Callable[..., RunConfig], builders: Any) -> None:
-    tokens = builders.data(tiny().data, 256, 77, None).validation
+def test_every_stage_is_evaluated_at_its_own_length(make_tiny_config: Callable[..., RunConfig], builders: Any) -> None:
+    tokens = builders.data(make_tiny_config().data, 256, 77, None).validation
     train = TrainConfig(stages=[StageConfig(**stage) for stage in STAGES])
     assert [batches[0][0].shape[1] for batches in make_validation_batches(tokens, train)] == [
         stage["seq_len"] for stage in STAGES
@@ -141,8 +152,8 @@ def test_every_stage_is_evaluated_on_sequences_of_its_own_length(tiny: Callable[
 
 
 @pytest.mark.slow
-def test_the_record_speaks_of_the_whole_run(whole: Path) -> None:
-    run_dir = whole
+def test_events_cover_the_whole_run(uninterrupted: Path) -> None:
+    run_dir = uninterrupted
     assert directory.read_status(run_dir)["tokens"] == sum(TOKENS)
     config = RunConfig.from_yaml(run_dir / "config.yaml")
     record = events.read_events(run_dir)
@@ -162,14 +173,14 @@ def test_the_record_speaks_of_the_whole_run(whole: Path) -> None:
 def test_the_first_step_of_a_stage_is_logged(new_staged_run: Make, train: Train) -> None:
     run_dir = new_staged_run(log_every=100, stats_every=100)
     assert train(run_dir) == 0
-    assert [row[0] for row in told(run_dir)] == [1, 5, 8, 12]
+    assert [row[0] for row in recorded(run_dir)] == [1, 5, 8, 12]
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_inside_or_between_stages_is_the_same_run(
-    whole: Path, new_staged_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
+def test_a_run_resumed_within_or_between_stages_is_the_same_run(
+    uninterrupted: Path, new_staged_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed before the last step of a stage, after it, after the first one of the next, and inside the last stage."""
+    """Killed before the last step of a stage, after it, after the first step of the next, and within the last stage."""
     from nsa_lab.train.trainer import Trainer
 
     class Killed(BaseException):
@@ -189,13 +200,15 @@ def test_a_run_that_goes_on_inside_or_between_stages_is_the_same_run(
             patch.setattr(Trainer, "_finish_step", die)
             train(parted)
     assert train(parted) == 0
-    assert told(parted) == told(whole)
-    ours, theirs = weights(parted), weights(whole)
+    assert recorded(parted) == recorded(uninterrupted)
+    ours, theirs = weights(parted), weights(uninterrupted)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_stages_are_part_of_the_trajectory_and_their_grouping_is_not(whole: Path, train: Train, tmp_path: Path) -> None:
-    run_dir = shutil.copytree(whole, tmp_path / whole.name)
+def test_stages_are_part_of_the_trajectory_and_their_grouping_is_not(
+    uninterrupted: Path, train: Train, tmp_path: Path
+) -> None:
+    run_dir = shutil.copytree(uninterrupted, tmp_path / uninterrupted.name)
     path = run_dir / "config.yaml"
     text = path.read_text()
     path.write_text(text.replace("micro_batch_size: 1", "micro_batch_size: 2"))
@@ -205,14 +218,14 @@ def test_stages_are_part_of_the_trajectory_and_their_grouping_is_not(whole: Path
     assert "train.stages" in directory.read_status(run_dir)["reason"]
 
 
-def test_a_checkpoint_from_before_there_were_stages_is_gone_on_from(finished: Path, train: Train) -> None:
-    run_dir = finished
+def test_a_checkpoint_from_before_stages_existed_can_be_resumed(finished_run: Path, train: Train) -> None:
+    run_dir = finished_run
     state = json.loads((run_dir / "checkpoints/step-00000012/state.json").read_text())
     assert "train.stages" not in state["trajectory"] and not [key for key in state["trajectory"] if "recall" in key]
     assert train(run_dir) == 0
 
 
-def test_the_plan_of_a_staged_run(staged: Callable[..., dict[str, Any]]) -> None:
+def test_the_estimate_of_a_staged_run(staged: Callable[..., dict[str, Any]]) -> None:
     config = RunConfig.from_dict(staged())
     planned = estimate_resources(config)
     assert planned.tokens == sum(TOKENS) and planned.stages == ((4, 128), (3, 48), (5, 154))
@@ -239,13 +252,13 @@ def test_the_plan_of_a_staged_run(staged: Callable[..., dict[str, Any]]) -> None
         ({"stages": STAGES, "token_budget": 9999}, ["train.stages and train.steps, train.token_budget"]),
     ],
 )
-def test_stages_that_cannot_be_teach(train: dict[str, Any], words: list[str]) -> None:
+def test_invalid_stages_give_helpful_errors(train: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         RunConfig.from_dict({"train": train})
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_a_budget_of_tokens_is_as_many_whole_steps_as_it_pays_for() -> None:
+def test_a_token_budget_is_rounded_down_to_whole_steps() -> None:
     stages = [
         {**{k: v for k, v in stage.items() if k != "steps"}, "token_budget": paid}
         for stage, paid in zip(STAGES, (639, 144, 770), strict=True)
@@ -254,15 +267,15 @@ def test_a_budget_of_tokens_is_as_many_whole_steps_as_it_pays_for() -> None:
     assert config.train.plan == RunConfig.from_dict({"train": {"stages": STAGES}}).train.plan
     assert config.to_yaml() == RunConfig.from_dict({"train": {"stages": STAGES}}).to_yaml()
     assert config.hash() == RunConfig.from_dict({"train": {"stages": STAGES}}).hash()
-    alone = TrainConfig(token_budget=20_000, seq_len=77, batch_size=3, accumulate_grad_batches=2)
-    assert (alone.steps, alone.tokens) == (43, 43 * 462) and alone == alone.model_copy()
+    single_stage = TrainConfig(token_budget=20_000, seq_len=77, batch_size=3, accumulate_grad_batches=2)
+    assert (single_stage.steps, single_stage.tokens) == (43, 43 * 462) and single_stage == single_stage.model_copy()
 
 
-def test_a_checkpoint_computes_with_the_rotary_base_of_its_stage(whole: Path) -> None:
-    config = RunConfig.from_yaml(whole / "config.yaml")
+def test_a_checkpoint_uses_the_rotary_base_of_its_stage(uninterrupted: Path) -> None:
+    config = RunConfig.from_yaml(uninterrupted / "config.yaml")
     tokens = torch.arange(64).view(1, 64)
     for step, theta in ((4, 10000.0), (5, 321.0), (7, 321.0), (8, 10000.0)):
-        folder = whole / f"checkpoints/step-{step:08d}"
+        folder = uninterrupted / f"checkpoints/step-{step:08d}"
         plain = NSATransformer(config.model.model_copy(update={"rope_theta": theta})).eval()
         plain.load_state_dict(load_file(folder / "model.safetensors"))
         with torch.no_grad():
@@ -275,7 +288,7 @@ def test_stages_may_be_replayed_as_graphs() -> None:
     assert [config.uses_cuda_graph(stage) for stage in config.train.plan] == [True] * 3
 
 
-def test_a_stage_says_itself_whether_its_steps_are_graphs() -> None:
+def test_a_stage_overrides_cuda_graph() -> None:
     stages = [{**STAGES[0], "cuda_graph": True}, STAGES[1], {**STAGES[2], "cuda_graph": False}]
     config = RunConfig.from_dict({"train": {"stages": stages}})
     assert [config.uses_cuda_graph(stage) for stage in config.train.plan] == [True, False, False]
@@ -285,7 +298,7 @@ def test_a_stage_says_itself_whether_its_steps_are_graphs() -> None:
 
 
 @pytest.mark.parametrize("runtime", [{"device": "cpu"}, {"gradient_checkpointing": True}])
-def test_a_stage_that_cannot_be_graphs_is_named(runtime: dict[str, Any]) -> None:
+def test_a_stage_that_does_not_support_graphs_is_named(runtime: dict[str, Any]) -> None:
     stages = [STAGES[0], {**STAGES[1], "cuda_graph": True}]
     with pytest.raises(ConfigError, match=r"train\.stages\.1\.cuda_graph.*set .*to false"):
         RunConfig.from_dict({"train": {"stages": stages}, "runtime": runtime})
@@ -300,32 +313,32 @@ def test_a_stage_that_cannot_be_graphs_is_named(runtime: dict[str, Any]) -> None
         ("cpu", 2, False, False),
     ],
 )
-def test_graphs_are_of_one_cuda_device(device: str, ranks: int, graphs: bool, refused: bool) -> None:
+def test_graphs_need_one_cuda_device(device: str, ranks: int, graphs: bool, refused: bool) -> None:
     stages = [STAGES[0], {**STAGES[1], "cuda_graph": graphs}]
     config, world = RunConfig.from_dict({"train": {"stages": stages}}), World(size=ranks)
     if refused:
-        with pytest.raises(ConfigError, match=rf"needs one CUDA device, and this is {ranks} rank\(s\) on {device}"):
+        with pytest.raises(ConfigError, match=rf"expected one rank on a CUDA device, got {ranks} rank\(s\) on {device}"):
             _make_graph_predicate(config, world, torch.device(device))
     else:
-        asked = _make_graph_predicate(config, world, torch.device(device))
-        assert [asked(stage) for stage in config.train.plan[:2]] == [False, graphs]
+        calls = _make_graph_predicate(config, world, torch.device(device))
+        assert [calls(stage) for stage in config.train.plan[:2]] == [False, graphs]
 
 
-def test_a_reading_over_two_stages_counts_the_tokens_of_each(
-    tiny: Callable[..., RunConfig], tmp_path: Path, train: Callable[..., int]
+def test_a_log_interval_over_two_stages_counts_the_tokens_of_each(
+    make_tiny_config: Callable[..., RunConfig], tmp_path: Path, train: Callable[..., int]
 ) -> None:
     stages = [
         {"steps": 4, "seq_len": 16, "batch_size": 2, "lr": 1e-3},
         {"steps": 2, "seq_len": 64, "batch_size": 2, "lr": 1e-3},
     ]
-    run_dir = lifecycle.create_run(of_stages(tiny(), stages, log_every=100, stats_every=100), tmp_path)
+    run_dir = lifecycle.create_run(of_stages(make_tiny_config(), stages, log_every=100, stats_every=100), tmp_path)
     assert train(run_dir) == 0
     one, five, *_ = events.get_step_events(events.read_events(run_dir))
     assert (one["step"], five["step"]) == (1, 5)
     assert five["tokens_per_s"] * five["dt_s"] * 4 == pytest.approx(3 * 32 + 128)
 
 
-def test_norms_of_layers_are_those_before_clipping(new_run: Callable[..., Path], train: Callable[..., int]) -> None:
+def test_layer_norms_are_recorded_before_clipping(new_run: Callable[..., Path], train: Callable[..., int]) -> None:
     run_dir = new_run(grad_clip=1e-3, stats_every=1, log_every=1, steps=2, warmup_steps=0)
     assert train(run_dir) == 0
     for step in events.get_step_events(events.read_events(run_dir)):

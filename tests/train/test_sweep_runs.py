@@ -1,4 +1,4 @@
-"""A sweep with real trainers: killed and stopped half-way, it goes on, and every run is the run that it would have been."""
+"""A sweep with real trainers, killed and stopped in the middle, resumes, and its runs are unaffected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def when_it_trains(sweep: Sweep, index: int, number: int, *, trainer: bool) -> threading.Thread:
-    """Once that run of the sweep is past its first checkpoint, signal its trainer, or this process."""
+    """Signal the trainer of a run of the sweep, or this process, after the run's first checkpoint."""
 
     def wait() -> None:
         deadline = time.monotonic() + 120
@@ -48,7 +48,7 @@ def when_it_trains(sweep: Sweep, index: int, number: int, *, trainer: bool) -> t
 
 
 @pytest.mark.slow
-def test_a_sweep_that_was_killed_and_stopped_goes_on(
+def test_a_sweep_that_was_killed_and_stopped_resumes(
     forked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rates.yaml").write_text(FILE)
@@ -63,7 +63,7 @@ def test_a_sweep_that_was_killed_and_stopped_goes_on(
 
     earlier = {stop: signal.getsignal(stop) for stop in directory.STOP_SIGNALS}
     try:
-        # One run's trainer dies, and the sweep is stopped in a later one.
+        # The trainer of one run is killed, and the sweep is stopped during a later run.
         threads = [
             when_it_trains(sweep, 0, signal.SIGKILL, trainer=True),
             when_it_trains(sweep, 2, signal.SIGTERM, trainer=False),
@@ -78,14 +78,14 @@ def test_a_sweep_that_was_killed_and_stopped_goes_on(
     finally:
         for stop, handler in earlier.items():
             signal.signal(stop, handler)
-    told = json.loads(capsys.readouterr().out)
-    assert told == json.loads((sweep.folder / "sweep.json").read_text())
+    recorded = json.loads(capsys.readouterr().out)
+    assert recorded == json.loads((sweep.folder / "sweep.json").read_text())
     assert (sweep.folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
     after = sweep.get_run_states()
     assert [run.state for run in after] == [directory.DONE] * 4
     assert [run.run_dir for run in after[:3]] == before[:3], "they were resumed, and not started anew"
     assert [len(History.read(run.run_dir).attempts()) for run in after] == [2, 1, 2, 1]
-    baseline, slow = told["variants"]
+    baseline, slow = recorded["variants"]
     assert (baseline["bpb"]["seeds"], slow["less_baseline"]["seeds"]) == (2, 2) and baseline["parameters"]
     assert slow["less_baseline"]["mean"] == pytest.approx(slow["bpb"]["mean"] - baseline["bpb"]["mean"])
     assert command("--table") == 0

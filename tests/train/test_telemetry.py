@@ -1,4 +1,4 @@
-"""The record: one line an event, torn lines tolerated, attempts told apart, silence explained."""
+"""Telemetry: one line per event, torn lines are tolerated, attempts are distinguished, stalls are reported."""
 
 from __future__ import annotations
 
@@ -72,18 +72,20 @@ def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
     assert len(events.read_events(tmp_path)) == 200
 
 
-def test_steps_that_were_done_again_count_once_and_undone_ones_not_at_all(tmp_path: Path) -> None:
-    told = [(1, "start", 0), *((1, "step", n) for n in range(1, 9)), (2, "resume", 5), (2, "step", 6), (3, "resume", 5)]
-    for attempt, kind, step in told:
+def test_repeated_steps_count_once_and_discarded_ones_do_not_count(tmp_path: Path) -> None:
+    recorded = [(1, "start", 0), *((1, "step", n) for n in range(1, 9)), (2, "resume", 5), (2, "step", 6), (3, "resume", 5)]
+    for attempt, kind, step in recorded:
         log_of(tmp_path, attempt).append(kind, step=step, **({"from_step": step} if kind != "step" else {}))
-    found = events.get_step_events(events.read_events(tmp_path))
-    assert [(e["step"], e["attempt"]) for e in found] == [(n, 1) for n in range(1, 6)], "step 6 has to be done a third time"
+    result = events.get_step_events(events.read_events(tmp_path))
+    assert [(e["step"], e["attempt"]) for e in result] == [(n, 1) for n in range(1, 6)], (
+        "step 6 has to be done a third time"
+    )
     log_of(tmp_path, 3).append("step", step=6)
-    found = events.get_step_events(events.read_events(tmp_path))
-    assert [(e["step"], e["attempt"]) for e in found][-1] == (6, 3)
+    result = events.get_step_events(events.read_events(tmp_path))
+    assert [(e["step"], e["attempt"]) for e in result][-1] == (6, 3)
 
 
-def test_tail_gives_a_line_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
+def test_tail_returns_a_line_once_and_only_when_it_is_complete(tmp_path: Path) -> None:
     tail, path = events.Tail(tmp_path), tmp_path / "events.jsonl"
     assert tail.read() == []
     a, b = (b'{"kind":"%c","t":1.0,"attempt":1,"step":0}\n' % kind for kind in b"ab")
@@ -126,7 +128,7 @@ def test_the_heartbeat_names_the_phase_and_its_age(tmp_path: Path) -> None:
     assert beats[0]["rss_bytes"] > 1e6 and beats[0]["gpu_util"] is None
 
 
-def test_a_stalled_phase_is_told_once_with_all_stacks(tmp_path: Path) -> None:
+def test_a_stalled_phase_is_reported_once_with_all_stacks(tmp_path: Path) -> None:
     phases = Phases()
     beat = heartbeat(tmp_path, phases, StallRule(floor_s=0.05))
     with phases("data"):
@@ -137,7 +139,7 @@ def test_a_stalled_phase_is_told_once_with_all_stacks(tmp_path: Path) -> None:
     assert "test_telemetry" in (tmp_path / "stacks.txt").read_text()
 
 
-def test_a_phase_that_is_always_slow_is_no_stall(tmp_path: Path) -> None:
+def test_a_phase_that_is_always_slow_is_not_a_stall(tmp_path: Path) -> None:
     phases = Phases()
     for _ in range(3):
         with phases("eval"):
@@ -155,7 +157,7 @@ def test_limits_are_the_larger_of_floor_and_own_median() -> None:
     assert [rule.get_limit_s(*case) for case in cases] == [120, 120, 600, 1800]
 
 
-def test_phases_nest_and_come_back() -> None:
+def test_phases_nest_and_restore_the_outer_phase() -> None:
     phases = Phases()
     with phases("eval"):
         with phases("data"):
@@ -164,29 +166,29 @@ def test_phases_nest_and_come_back() -> None:
     assert phases.get_current()[0] == "start" and phases.get_last_duration("eval") >= phases.get_last_duration("data") > 0
 
 
-def test_a_phase_counts_its_latest_occurrences_and_no_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_phase_duration_uses_the_latest_occurrences_and_no_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(phase_clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    told = Phases(max_durations=3)
+    recorded = Phases(max_durations=3)
     for seconds, counts in ((50.0, True), (1.0, True), (2.0, True), (90.0, False), (4.0, True)):
-        with told("step", record_duration=counts):
+        with recorded("step", record_duration=counts):
             now[0] += seconds
-    assert (told.get_last_duration("step"), told.get_median_duration("step")) == (4.0, 2.0)
+    assert (recorded.get_last_duration("step"), recorded.get_median_duration("step")) == (4.0, 2.0)
 
 
-def test_a_phase_that_is_come_back_to_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stall in it is then another one, and counts from there."""
+def test_a_phase_that_is_entered_again_restarts_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stall in it is a new one; its time counts from the return."""
     now = [0.0]
     monkeypatch.setattr(phase_clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    told = Phases()
-    with told("eval"):
-        with told("data"):
+    recorded = Phases()
+    with recorded("eval"):
+        with recorded("data"):
             now[0] += 5.0
         now[0] += 1.0
-        assert told.get_current() == ("eval", 1.0) and told.get_idle_s() == 1.0
+        assert recorded.get_current() == ("eval", 1.0) and recorded.get_idle_s() == 1.0
 
 
-def test_percentiles_are_values_that_came() -> None:
+def test_percentiles_are_observed_values() -> None:
     values = [0.5, 0.1, 0.4, 0.2, 0.3]
     assert [compute_percentile(values, share) for share in (0.0, 0.2, 0.21, 0.5, 0.8, 0.95, 1.0)] == [
         0.1,
@@ -200,9 +202,9 @@ def test_percentiles_are_values_that_came() -> None:
     assert compute_percentile([7.0], 0.5) == 7.0 and compute_percentile([], 0.95) == 0.0
 
 
-def test_bytes_are_told_by_dtype() -> None:
-    held = count_bytes_by_dtype([torch.zeros(3, 5), torch.zeros(2), torch.zeros(7, dtype=torch.bfloat16), 1.0, None])
-    assert held == {"float32": 68, "bfloat16": 14}
+def test_bytes_are_counted_by_dtype() -> None:
+    n_bytes = count_bytes_by_dtype([torch.zeros(3, 5), torch.zeros(2), torch.zeros(7, dtype=torch.bfloat16), 1.0, None])
+    assert n_bytes == {"float32": 68, "bfloat16": 14}
 
 
 def test_resident_memory_is_in_bytes() -> None:
@@ -210,15 +212,15 @@ def test_resident_memory_is_in_bytes() -> None:
 
 
 @pytest.mark.slow
-def test_a_trainer_that_does_not_leave_a_stalled_phase_is_called_deaf(
+def test_a_trainer_that_does_not_leave_a_stalled_phase_is_unresponsive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeats, "STOP_TIMEOUT_S", 0.1)
     for action, leaves in ((True, False), (True, True), (False, False)):
-        phases, asked, deaf = Phases(), [], []
+        phases, calls, unresponsive = Phases(), [], []
 
-        def on_stall(*told: object, asked: list = asked, action: bool = action) -> bool:
-            asked.append(told)
+        def on_stall(*recorded: object, calls: list = calls, action: bool = action) -> bool:
+            calls.append(recorded)
             return action
 
         beat = Heartbeat(
@@ -229,7 +231,7 @@ def test_a_trainer_that_does_not_leave_a_stalled_phase_is_called_deaf(
             stacks=tmp_path / "stacks.txt",
             get_gpu_util=lambda: None,
             on_stall=on_stall,
-            on_unresponsive=lambda deaf=deaf: deaf.append(1),
+            on_unresponsive=lambda unresponsive=unresponsive: unresponsive.append(1),
         )
         beat.start()
         with phases("data"):
@@ -237,12 +239,12 @@ def test_a_trainer_that_does_not_leave_a_stalled_phase_is_called_deaf(
         with phases("save"):
             time.sleep(0.3)
         beat.stop()
-        assert [told[0] for told in asked] == ["data"]
-        assert bool(deaf) == (action and not leaves), "a save on the way out takes the time that it takes"
+        assert [recorded[0] for recorded in calls] == ["data"]
+        assert bool(unresponsive) == (action and not leaves), "a save on the way out takes the time that it takes"
 
 
-def test_a_trainer_that_stalls_on_its_way_out_is_deaf(tmp_path: Path) -> None:
-    phases, left, asked = Phases(), threading.Event(), []
+def test_a_trainer_that_stalls_while_stopping_is_unresponsive(tmp_path: Path) -> None:
+    phases, left, calls = Phases(), threading.Event(), []
     beat = Heartbeat(
         log_of(tmp_path),
         phases,
@@ -250,20 +252,20 @@ def test_a_trainer_that_stalls_on_its_way_out_is_deaf(tmp_path: Path) -> None:
         rule=StallRule(floor_s=0.02),
         stacks=tmp_path / "stacks.txt",
         get_gpu_util=lambda: None,
-        on_stall=lambda *told: asked.append(told[0]) or True,
+        on_stall=lambda *recorded: calls.append(recorded[0]) or True,
         on_unresponsive=left.set,
     )
     beat.start()
     with phases("data"):
-        while not asked:
+        while not calls:
             time.sleep(0.01)
     with phases("save"):
         assert left.wait(30)
     beat.stop()
-    assert asked == ["data"]
+    assert calls == ["data"]
 
 
-def test_a_phase_that_gets_somewhere_does_not_stall(tmp_path: Path) -> None:
+def test_a_phase_with_progress_does_not_stall(tmp_path: Path) -> None:
     phases = Phases()
     beat = heartbeat(tmp_path, phases, StallRule(floor_s=0.15))
     with phases("prepare"):
@@ -271,6 +273,6 @@ def test_a_phase_that_gets_somewhere_does_not_stall(tmp_path: Path) -> None:
             time.sleep(0.02)
             phases.report_progress()
     beat.stop()
-    told = events.read_events(tmp_path)
-    assert not [e for e in told if e["kind"] == "stall"]
-    assert max(e["phase_age_s"] for e in told) > 0.3, "its age is that of the phase"
+    recorded = events.read_events(tmp_path)
+    assert not [e for e in recorded if e["kind"] == "stall"]
+    assert max(e["phase_age_s"] for e in recorded) > 0.3, "its age is that of the phase"

@@ -1,5 +1,7 @@
-"""What only a GPU can show: nothing waits for it between log points, bad updates are skipped on it, resumes are exact,
-graphs replay any documents, and a switch of stages compiles nothing."""
+"""Training tests that need a GPU: no synchronization between log points, bad updates skipped, exact resumes.
+
+Also: graphs replay any documents, and a stage switch compiles nothing.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 Tiny, Make = Callable[..., RunConfig], Callable[..., Path]
 
-# Heads and widths that the kernels take.
+# Heads and widths that the kernels support.
 GPU: dict[str, Any] = {
     "model": {"dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 32, "d_v": 32},
     "nsa": {"l": 32, "d": 16, "l_sel": 64, "n_sel": 4, "w": 64},
@@ -44,8 +46,8 @@ RUNTIME = {"device": "cuda", "precision": "bf16"}
 
 
 @pytest.fixture(params=["adamw", "muon"])
-def parts(tiny: Tiny, builders: Builders, request: pytest.FixtureRequest) -> TrainContext:
-    config = tiny(**GPU, runtime=RUNTIME, optimizer=request.param)
+def context(make_tiny_config: Tiny, builders: Builders, request: pytest.FixtureRequest) -> TrainContext:
+    config = make_tiny_config(**GPU, runtime=RUNTIME, optimizer=request.param)
     dataset = builders.data(config.data, config.model.vocab_size, config.train.seq_len, None)
     return build_context(config, World(), torch.device("cuda", 0), dataset, builders)
 
@@ -59,34 +61,34 @@ def waiting_is_an_error() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_steps_do_not_wait_for_the_device(parts: TrainContext) -> None:
-    readback = Readback(parts.device)
-    pinned = [tuple(t.pin_memory() for t in parts.batches.batch(n)) for n in range(6)]
-    parts.stepper.step(*pinned[0], 1e-3, lambda: None)
+def test_steps_do_not_wait_for_the_device(context: TrainContext) -> None:
+    readback = Readback(context.device)
+    pinned = [tuple(t.pin_memory() for t in context.batches.batch(n)) for n in range(6)]
+    context.stepper.step(*pinned[0], 1e-3, lambda: None)
     with waiting_is_an_error():
         for step, pair in enumerate(pinned[1:], 1):
-            readback.push(step, parts.stepper.step(*pair, 1e-3, lambda: None))
+            readback.push(step, context.stepper.step(*pair, 1e-3, lambda: None))
             assert [number for number, _ in readback.take()] == ([step - 1] if step > 1 else [])
     assert [number for number, _ in readback.take(include_newest=True)] == [5]
 
 
-def test_a_bad_update_is_skipped_on_the_device(parts: TrainContext) -> None:
+def test_a_bad_update_is_skipped_on_the_device(context: TrainContext) -> None:
     def state() -> list[torch.Tensor]:
-        moments = [t for s in parts.optimizer.state.values() for t in s.values()]
-        return [t.detach().clone() for t in (*parts.model.parameters(), *moments)]
+        moments = [t for s in context.optimizer.state.values() for t in s.values()]
+        return [t.detach().clone() for t in (*context.model.parameters(), *moments)]
 
-    parts.stepper.step(*parts.batches.batch(0), 1e-3, lambda: None)
+    context.stepper.step(*context.batches.batch(0), 1e-3, lambda: None)
     before = state()
-    handle = parts.model.head.register_forward_hook(lambda module, inputs, output: output * float("nan"))
-    assert parts.stepper.step(*parts.batches.batch(1), 1e-3, lambda: None)[NON_FINITE].item() == 1
+    handle = context.model.head.register_forward_hook(lambda module, inputs, output: output * float("nan"))
+    assert context.stepper.step(*context.batches.batch(1), 1e-3, lambda: None)[NON_FINITE].item() == 1
     handle.remove()
-    assert parts.stepper.step(*parts.batches.batch(2), 1e-3, lambda: None)[NON_FINITE].item() == 1
+    assert context.stepper.step(*context.batches.batch(2), 1e-3, lambda: None)[NON_FINITE].item() == 1
     assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
 
 
-def test_preflight_passes_and_the_peak_is_near_the_plan(parts: TrainContext, tmp_path: Path) -> None:
-    found = list(startup_checks.run_preflight(parts, tmp_path))
-    assert [(c.name, c.value) for c in found if not c.ok] == []
+def test_preflight_passes_and_the_peak_is_near_the_estimate(context: TrainContext, tmp_path: Path) -> None:
+    result = list(startup_checks.run_preflight(context, tmp_path))
+    assert [(c.name, c.value) for c in result if not c.ok] == []
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -100,32 +102,30 @@ def test_in_deterministic_mode_a_resumed_run_is_the_same_bit_for_bit(
     run_dir = new_run(**GPU, optimizer=optimizer, runtime=RUNTIME | {"deterministic": True, "backend": backend})
     assert train(run_dir) == 0
     final = run_dir / "checkpoints/step-00000012"
-    expected, told = load_file(final / "model.safetensors"), losses(run_dir)
+    expected, recorded = load_file(final / "model.safetensors"), losses(run_dir)
     for step in (10, 12):
         shutil.rmtree(run_dir / f"checkpoints/step-{step:08d}")
     assert train(run_dir) == 0
-    found = load_file(final / "model.safetensors")
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-    assert losses(run_dir) == told
+    result = load_file(final / "model.safetensors")
+    assert all(torch.equal(expected[name], result[name]) for name in expected)
+    assert losses(run_dir) == recorded
 
 
-def test_in_fast_mode_a_resumed_run_has_the_same_data_and_nearly_the_same_losses(
-    new_run: Make, train: Callable[..., int]
-) -> None:
+def test_in_fast_mode_a_resumed_run_has_equal_data_and_close_losses(new_run: Make, train: Callable[..., int]) -> None:
     run_dir = new_run(**GPU, runtime=RUNTIME)
     assert train(run_dir) == 0
-    told = losses(run_dir)
+    recorded = losses(run_dir)
     for step in (10, 12):
         shutil.rmtree(run_dir / f"checkpoints/step-{step:08d}")
     assert train(run_dir) == 0
-    assert losses(run_dir) == pytest.approx(told, rel=5e-3)
+    assert losses(run_dir) == pytest.approx(recorded, rel=5e-3)
 
 
-# Graphs of documents told apart.
+# Graphs with document masking.
 
 RECIPE = {"rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.1, "indexer_block": 8}
 MODELS: dict[str, dict[str, Any]] = {"nsa": {}, "recipe": RECIPE, "dense": {"attention": "dense"}}
-# Documents of the four rows of a step, by turns few and many, which takes two graphs.
+# Document lengths of the four rows of a step, alternately few and many, which need two graphs.
 LENGTHS = [
     [[256], [100, 156], [255, 1], [256]],
     [[16] * 16, [256], [200, 56], [3, 253]],
@@ -144,17 +144,23 @@ def deterministic() -> Iterator[None]:
     set_determinism(False)
 
 
-def stepper_of(tiny: Tiny, *, graph: bool, compiled: bool = False, **changes: Any) -> tuple[nn.Module, Stepper]:
-    """Of the bf16 model, without a data set; two micro-batches of two rows unless `changes` say otherwise."""
+def stepper_of(make_tiny_config: Tiny, *, graph: bool, compiled: bool = False, **changes: Any) -> tuple[nn.Module, Stepper]:
+    """Return the bf16 model and its stepper, without a data set; two micro-batches of two rows unless `changes` differ."""
     grouped = {"batch_size": 4, "accumulate_grad_batches": 1, "micro_batch_size": 2}
-    config = tiny(**GPU | grouped | {"runtime": RUNTIME} | changes)
+    config = make_tiny_config(**GPU | grouped | {"runtime": RUNTIME} | changes)
     device = torch.device("cuda", 0)
     model = build_model(config, device)
     if compiled:
         compile_blocks(model)
     optimizer = make_optimizer(model, config.train)
     auxiliary = model.auxiliary_loss if config.model.has_selection_loss else None
-    settings: dict[str, Any] = {"device": device, "bf16": True, "world": World(), "auxiliary": auxiliary, "separator": SEP}
+    settings: dict[str, Any] = {
+        "device": device,
+        "use_bf16": True,
+        "world": World(),
+        "auxiliary_loss": auxiliary,
+        "separator": SEP,
+    }
     return model, Stepper(model, model, optimizer, config.train, use_graph=lambda stage: graph, **settings)
 
 
@@ -165,48 +171,48 @@ def masked_step(stepper: Stepper, batch: Batch) -> Tensor:
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 @pytest.mark.parametrize("micro", [4, 2])
 @pytest.mark.parametrize("kind", MODELS)
-def test_documents_of_any_layout_are_replayed_as_they_are_computed(
-    tiny: Tiny, deterministic: None, kind: str, micro: int, compiled: bool
+def test_replays_with_any_documents_equal_steps_without_graphs(
+    make_tiny_config: Tiny, deterministic: None, kind: str, micro: int, compiled: bool
 ) -> None:
-    """Losses, what is told apart, the norm of the gradient and the weights at the end, through two capacities in turn."""
+    """Losses by kind, gradient norm and final weights agree, with two alternating capacities."""
     if kind == "dense" and dense._load_varlen_attn() is None:
         pytest.skip("this torch has no attention over documents of any lengths")
-    found, weights = [], []
+    result, weights = [], []
     for graph in (False, True):
         torch.compiler.reset()
         changes = {"model": GPU["model"] | MODELS[kind], "micro_batch_size": micro}
-        model, stepper = stepper_of(tiny, graph=graph, compiled=compiled, **changes)
-        found.append(torch.stack([masked_step(stepper, batch) for batch in BATCHES]).cpu())
+        model, stepper = stepper_of(make_tiny_config, graph=graph, compiled=compiled, **changes)
+        result.append(torch.stack([masked_step(stepper, batch) for batch in BATCHES]).cpu())
         weights.append(nn.utils.parameters_to_vector(model.parameters()).detach().cpu())
         if graph:
             capacities = {make_spans(batch.split(micro))[0].capacity for batch in BATCHES}
             assert len(stepper._graphs._captured_steps) == len(capacities) == 2
-    assert found[0].isfinite().all() and (found[0][:, NON_FINITE] == 0).all()
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+    assert result[0].isfinite().all() and (result[0][:, NON_FINITE] == 0).all()
+    torch.testing.assert_close(result[1], result[0], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-4)
 
 
-def test_a_replay_for_other_documents_does_not_wait_for_the_device(tiny: Tiny) -> None:
-    _, stepper = stepper_of(tiny, graph=True)
+def test_a_replay_for_other_documents_does_not_wait_for_the_device(make_tiny_config: Tiny) -> None:
+    _, stepper = stepper_of(make_tiny_config, graph=True)
     pinned = [Batch(*(x.pin_memory() for x in batch[:3]), batch.documents) for batch in BATCHES]
-    for batch in pinned[:2]:  # captures, which may
+    for batch in pinned[:2]:  # the first call captures and may synchronize
         masked_step(stepper, batch)
     with waiting_is_an_error():
         results = [masked_step(stepper, batch) for batch in pinned[2:]]
     assert torch.stack(results).isfinite().all()
 
 
-def test_a_backend_that_goes_from_document_to_document_is_found(tiny: Tiny) -> None:
-    _, stepper = stepper_of(tiny, graph=True, runtime=RUNTIME | {"backend": "torch"})
-    told = r"(replayed with other documents|cannot be captured).*set cuda_graph: false, of runtime or of the stage"
-    with pytest.raises(ConfigError, match=told):
+def test_a_backend_that_loops_over_documents_is_rejected(make_tiny_config: Tiny) -> None:
+    _, stepper = stepper_of(make_tiny_config, graph=True, runtime=RUNTIME | {"backend": "torch"})
+    recorded = r"(replayed with other documents|cannot be captured).*set cuda_graph: false, of runtime or of the stage"
+    with pytest.raises(ConfigError, match=recorded):
         masked_step(stepper, BATCHES[0])
 
 
-def test_graphs_share_their_memory(tiny: Tiny) -> None:
-    """But for gradients, a batch, tables and a stream's workspace."""
-    _, stepper = stepper_of(tiny, graph=True, seq_len=2048, micro_batch_size=4)
-    gc.collect()  # what tests before this one have left is no memory of these graphs
+def test_graphs_share_their_memory(make_tiny_config: Tiny) -> None:
+    """Except gradients, a batch, tables and the workspace of a stream."""
+    _, stepper = stepper_of(make_tiny_config, graph=True, seq_len=2048, micro_batch_size=4)
+    gc.collect()  # do not count the memory of earlier tests
     torch.cuda.empty_cache()
     reserved = [torch.cuda.memory_reserved()]
     for rows in ([[2048]] * 4, [[64] * 32] * 4):
@@ -218,26 +224,26 @@ def test_graphs_share_their_memory(tiny: Tiny) -> None:
 
 
 def assert_graphs_change_no_loss(new: Callable[[bool], Path], train: Callable[..., int]) -> None:
-    """Of runs that `new` makes, told whether steps are graphs; nor where the one with graphs goes on from a checkpoint."""
-    told = []
+    """Assert equal losses of the runs of `new(use_graphs)`, also after a resume of the one with graphs."""
+    recorded = []
     for graph in (False, True):
         run_dir = new(graph)
         assert train(run_dir) == 0
-        told.append(losses(run_dir))
-    assert told[1] == pytest.approx(told[0], rel=1e-4)
+        recorded.append(losses(run_dir))
+    assert recorded[1] == pytest.approx(recorded[0], rel=1e-4)
     for step in (10, 12):
         shutil.rmtree(run_dir / f"checkpoints/step-{step:08d}")
     assert train(run_dir) == 0
-    assert losses(run_dir) == pytest.approx(told[1], rel=1e-6)
+    assert losses(run_dir) == pytest.approx(recorded[1], rel=1e-6)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_masked_run_has_the_losses_of_one_without_graphs(
     new_run: Make, train: Callable[..., int], tmp_path: Path, optimizer: str
 ) -> None:
-    """Preflight, evaluations, statistics and saves between the steps included, and a resume."""
-    dice, path = random.Random(7), tmp_path / "texts.jsonl"
-    lines = ["".join(dice.choices("abcdefgh", k=dice.choice([1, 5, 30, 90, 400]))) for _ in range(1500)]
+    """With preflight, evaluations, statistics and saves between the steps, and a resume."""
+    rng, path = random.Random(7), tmp_path / "texts.jsonl"
+    lines = ["".join(rng.choices("abcdefgh", k=rng.choice([1, 5, 30, 90, 400]))) for _ in range(1500)]
     path.write_text("\n".join(f'{{"text": "{line}"}}' for line in lines))
     data = {"source": "local", "path": str(path), "max_tokens": None, "documents": "mask"}
     runtime = RUNTIME | {"deterministic": True}
@@ -256,18 +262,18 @@ STAGES: list[dict[str, Any]] = [
 ]
 
 
-def staged_run(tiny: Tiny, folder: Path, model: dict[str, Any], **runtime: Any) -> Path:
+def staged_run(make_tiny_config: Tiny, folder: Path, model: dict[str, Any], **runtime: Any) -> Path:
     changes = {"model": GPU["model"] | model, "nsa": GPU["nsa"], "data": GPU["data"], "runtime": RUNTIME | runtime}
-    return lifecycle.create_run(make_staged_config(tiny(**changes), STAGES), folder)
+    return lifecycle.create_run(make_staged_config(make_tiny_config(**changes), STAGES), folder)
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_switch_compiles_neither_a_block_nor_a_kernel(
-    tiny: Tiny, train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+def test_a_stage_switch_compiles_no_block_and_no_kernel(
+    make_tiny_config: Tiny, train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Counted over the first step of each later stage: what torch.compile traces, and what Triton does not know yet."""
+    """Count, in the first step of each later stage, frames traced by torch.compile and kernels compiled by Triton."""
     knobs = pytest.importorskip("triton.knobs")
-    kernels, found, one = [], [], Trainer._train_step
+    kernels, result, one = [], [], Trainer._train_step
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda *_, fn, **__: kernels.append(fn.name))
     torch.compiler.reset()
 
@@ -276,15 +282,17 @@ def test_a_switch_compiles_neither_a_block_nor_a_kernel(
         one(self, step, batches)
         if step in (5, 9):
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before[0]
-            found.append((step, graphs, kernels[before[1] :]))
+            result.append((step, graphs, kernels[before[1] :]))
 
     monkeypatch.setattr(Trainer, "_train_step", counted)
-    assert train(staged_run(tiny, tmp_path, MODELS[kind], compile=True)) == 0
-    assert found == [(5, 0, []), (9, 0, [])]
+    assert train(staged_run(make_tiny_config, tmp_path, MODELS[kind], compile=True)) == 0
+    assert result == [(5, 0, []), (9, 0, [])]
 
 
-def test_stages_replayed_as_graphs_have_the_losses_of_those_without(
-    tiny: Tiny, train: Callable[..., int], tmp_path: Path
+def test_stages_with_graphs_have_the_losses_of_those_without(
+    make_tiny_config: Tiny, train: Callable[..., int], tmp_path: Path
 ) -> None:
-    """Also where a run goes on in the second."""
-    assert_graphs_change_no_loss(lambda graph: staged_run(tiny, tmp_path, {}, deterministic=True, cuda_graph=graph), train)
+    """Also after a resume in the second stage."""
+    assert_graphs_change_no_loss(
+        lambda graph: staged_run(make_tiny_config, tmp_path, {}, deterministic=True, cuda_graph=graph), train
+    )

@@ -1,4 +1,4 @@
-"""What the trainer judges, times and writes down, step by step."""
+"""The training loop: checks, timing and records of every step."""
 
 from __future__ import annotations
 
@@ -33,27 +33,29 @@ Make, Train = Callable[..., Path], Callable[..., int]
 
 @pytest.fixture
 def observed(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[tuple[Any, ...]]]]:
-    """By name of a rule, what each of its instances was shown."""
+    """Observations passed to each instance of a rule, by the name of the rule."""
     seen: dict[str, list[list[tuple[Any, ...]]]] = {"SpikeRule": [], "ThroughputRule": []}
     for name, instances in seen.items():
         rule = getattr(trainer, name)
 
         def make(*args: Any, rule: type = rule, instances: list = instances) -> Any:
-            made, shown = rule(*args), []
+            instance, shown = rule(*args), []
             instances.append(shown)
-            observe = made.observe
-            made.observe = lambda *numbers: shown.append(numbers) or observe(*numbers)
-            return made
+            observe = instance.observe
+            instance.observe = lambda *numbers: shown.append(numbers) or observe(*numbers)
+            return instance
 
         monkeypatch.setattr(trainer, name, make)
     return seen
 
 
-def test_every_stage_is_judged_by_its_own_past_and_no_step_that_compiles_by_its_pace(
-    tiny: Callable[..., RunConfig], train: Train, tmp_path: Path, observed: dict[str, Any]
+def test_rules_restart_with_every_stage_and_skip_compiling_steps(
+    make_tiny_config: Callable[..., RunConfig], train: Train, tmp_path: Path, observed: dict[str, Any]
 ) -> None:
     stages = [{"steps": 3, "seq_len": n, "batch_size": 2, "lr": 1e-3} for n in (16, 32)]
-    run_dir = lifecycle.create_run(make_staged_config(tiny(), stages, log_every=1, stats_every=100, eval_every=0), tmp_path)
+    run_dir = lifecycle.create_run(
+        make_staged_config(make_tiny_config(), stages, log_every=1, stats_every=100, eval_every=0), tmp_path
+    )
     assert train(run_dir) == 0
     steps = {name: [[numbers[0] for numbers in shown] for shown in of_rule] for name, of_rule in observed.items()}
     assert steps == {"SpikeRule": [[1, 2, 3], [4, 5, 6]], "ThroughputRule": [[2, 3], [5, 6]]}
@@ -67,20 +69,18 @@ def test_the_first_step_after_a_resume_compiles_too(new_run: Make, train: Train,
     assert [[numbers[0] for numbers in shown] for shown in observed["ThroughputRule"]] == [[2, 3, 4, 5, 6], [5, 6]]
 
 
-def test_slowness_is_told_by_the_seconds_between_two_readings(
-    new_run: Make, train: Train, observed: dict[str, Any]
-) -> None:
+def test_a_slowdown_counts_the_seconds_between_log_points(new_run: Make, train: Train, observed: dict[str, Any]) -> None:
     run_dir = new_run(steps=9, log_every=4, stats_every=100, eval_every=0, save_every=0)
     assert train(run_dir) == 0
     _, four, eight, nine = events.get_step_events(events.read_events(run_dir))
-    told = {step: seconds for step, _, seconds in observed["ThroughputRule"][0]}
-    assert told == pytest.approx({4: 3 * four["dt_s"], 8: 4 * eight["dt_s"], 9: nine["dt_s"]})
+    recorded = {step: seconds for step, _, seconds in observed["ThroughputRule"][0]}
+    assert recorded == pytest.approx({4: 3 * four["dt_s"], 8: 4 * eight["dt_s"], 9: nine["dt_s"]})
 
 
-def test_a_step_is_as_long_as_it_trains(
+def test_step_time_covers_training_only(
     new_run: Make, train: Train, builders: Builders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock that goes on with every forward pass. Evaluations, saves and statistics between readings do not count."""
+    """Uses a clock that advances with every forward pass. Evaluations, saves and statistics are not step time."""
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr(trainer, "time", clock)
@@ -100,25 +100,25 @@ def test_a_step_is_as_long_as_it_trains(
     ), "two micro-batches"
 
 
-def test_norms_of_layers_that_were_not_clipped_are_told_as_they_are(new_run: Make, train: Train) -> None:
+def test_layer_norms_without_clipping_are_unscaled(new_run: Make, train: Train) -> None:
     run_dir = new_run(grad_clip=1e3, stats_every=1, steps=2, warmup_steps=0)
     assert train(run_dir) == 0
     for step in events.get_step_events(events.read_events(run_dir)):
         assert 0.05 * step["grad_norm"] < math.hypot(*step["grad_norm_layers"]) <= 1.001 * step["grad_norm"]
 
 
-def test_windows_are_told_of_the_last_evaluation_alone(trained_once: Path) -> None:
-    told = events.get_eval_events(events.read_events(trained_once))
-    assert [(e["step"], "window_losses" in e) for e in told] == [(0, False), (6, False), (12, True)]
+def test_only_the_last_evaluation_records_window_losses(trained_run: Path) -> None:
+    recorded = events.get_eval_events(events.read_events(trained_run))
+    assert [(e["step"], "window_losses" in e) for e in recorded] == [(0, False), (6, False), (12, True)]
 
 
-def test_the_half_of_muon_that_is_adamw_has_the_eps_it_is_given(tiny: Callable[..., RunConfig]) -> None:
-    config = tiny(optimizer="muon", eps=1e-3)
+def test_the_adamw_part_of_muon_has_the_configured_eps(make_tiny_config: Callable[..., RunConfig]) -> None:
+    config = make_tiny_config(optimizer="muon", eps=1e-3)
     optimizer = make_optimizer(build_model(config, torch.device("cpu")), config.train)
     assert {group["eps"] for group in optimizer.param_groups} == {1e-3}
 
 
-def test_a_run_that_halts_stands_at_its_last_good_step(
+def test_a_halted_run_has_the_status_of_its_last_good_step(
     new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def third(step: int, *_: float) -> Finding | None:
@@ -133,7 +133,7 @@ def test_a_run_that_halts_stands_at_its_last_good_step(
     assert halt["step"] == 2
 
 
-def test_what_xz_makes_of_a_text_is_told_in_bits() -> None:
+def test_the_xz_reference_is_in_bits_per_byte() -> None:
     text = np.frombuffer(random.Random(0).randbytes(4096), dtype=np.uint8)
 
     class HeldOut:
@@ -143,17 +143,17 @@ def test_what_xz_makes_of_a_text_is_told_in_bits() -> None:
         def read(self, start: int, count: int) -> np.ndarray:
             return text[start : start + count]
 
-    parts = SimpleNamespace(config=RunConfig(), dataset=SimpleNamespace(validation=HeldOut()))
-    found = measure_xz_reference(parts)
-    assert found is not None and 8.0 <= found["bpb"] < 8.3, "what is random takes all its bits"
+    context = SimpleNamespace(config=RunConfig(), dataset=SimpleNamespace(validation=HeldOut()))
+    result = measure_xz_reference(context)
+    assert result is not None and 8.0 <= result["bpb"] < 8.3, "what is random takes all its bits"
 
 
-def test_layers_are_those_of_the_model() -> None:
+def test_layer_names_come_from_parameter_names() -> None:
     names = ("blocks.3.mlp.up.weight", "blocks.12.attention.convolutions.0.weight", "embedding.weight", "norm.weight")
     assert [get_layer_name(name) for name in names] == ["blocks.3", "blocks.12", "embedding", "norm"]
 
 
-def test_gates_move_since_they_were_last_asked() -> None:
+def test_gate_movement_is_measured_since_the_last_call() -> None:
     block = nn.Module()
     block.attention = nn.Module()
     block.attention.gate = nn.Linear(2, 2, bias=False)
@@ -166,25 +166,25 @@ def test_gates_move_since_they_were_last_asked() -> None:
     assert [float(distance) for distance in movement.measure()] == [0.0]
 
 
-def test_steps_that_are_done_again_are_hidden_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_hides_only_repeated_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.utils.tensorboard
 
-    asked: list[int | None] = []
+    calls: list[int | None] = []
     monkeypatch.setattr(
-        torch.utils.tensorboard, "SummaryWriter", lambda folder, purge_step, flush_secs: asked.append(purge_step)
+        torch.utils.tensorboard, "SummaryWriter", lambda folder, purge_step, flush_secs: calls.append(purge_step)
     )
     for step in (0, 5):
         TensorBoardWriter(tmp_path, step, lambda error: None)
-    assert asked == [None, 6]
+    assert calls == [None, 6]
 
 
-def test_numbers_are_mirrored_and_those_of_layers_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_gets_every_number_and_one_scalar_per_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.utils.tensorboard
 
     written: list[tuple[Any, ...]] = []
 
     class Writer:
-        def __init__(self, *args: Any, **how: Any) -> None: ...
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
         def add_scalar(self, *scalar: Any) -> None:
             if len(written) == 3:
@@ -202,7 +202,7 @@ def test_numbers_are_mirrored_and_those_of_layers_apart(tmp_path: Path, monkeypa
     assert len(trouble) == 1 and mirror.disabled_reason == "the disk is full", "said once, and nothing is written any more"
 
 
-def test_last_words_are_said_of_the_latest_attempt(tmp_path: Path) -> None:
+def test_a_crash_record_belongs_to_the_latest_attempt(tmp_path: Path) -> None:
     step = {"kind": "step", "t": 1.0}
     lines = [{**step, "attempt": n, "step": at, "tokens": 10 * at} for n, at in ((1, 9), (2, 5), (2, 6))]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -211,18 +211,18 @@ def test_last_words_are_said_of_the_latest_attempt(tmp_path: Path) -> None:
     assert (status["attempt"], status["step"], status["tokens"]) == (2, 6, 60)
 
 
-def test_a_phase_has_a_usual_length_after_it_ended_three_times() -> None:
-    told = phases.Phases()
+def test_a_phase_has_a_median_duration_after_three_occurrences() -> None:
+    recorded = phases.Phases()
     for _ in range(2):
-        with told("eval"):
+        with recorded("eval"):
             pass
-        assert told.get_median_duration("eval") is None
-    with told("eval"):
+        assert recorded.get_median_duration("eval") is None
+    with recorded("eval"):
         pass
-    assert told.get_median_duration("eval") is not None
+    assert recorded.get_median_duration("eval") is not None
 
 
-def test_the_status_says_where_a_run_is_while_it_trains(
+def test_the_status_has_the_current_step_during_training(
     new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder, "STATUS_EVERY_S", 0.0)
@@ -235,7 +235,7 @@ def test_the_status_says_where_a_run_is_while_it_trains(
     assert set(written) == {0, 1, 2, 3, 4}
 
 
-def test_a_run_without_evaluations_has_the_one_before_its_first_step(new_run: Make, train: Train) -> None:
+def test_a_run_with_eval_every_0_is_evaluated_before_its_first_step(new_run: Make, train: Train) -> None:
     run_dir = new_run(steps=3, eval_every=0, save_every=0)
     assert train(run_dir) == 0
     assert [e["step"] for e in events.get_eval_events(events.read_events(run_dir))] == [0]

@@ -1,4 +1,4 @@
-"""Whole runs: what they record, how they end, and that a resumed one is the same run."""
+"""Complete runs: records, exit codes, and equality of resumed runs."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.fixture
-def hooked(builders: Builders) -> Callable[[Callable[[nn.Module], None]], Builders]:
-    """`hooked(change)`: the builders, with `change(model)` applied to the model that they build."""
+def make_hooked_builders(builders: Builders) -> Callable[[Callable[[nn.Module], None]], Builders]:
+    """`hooked(change)`: builders that apply `change(model)` to the model."""
 
     def make(change: Callable[[nn.Module], None]) -> Builders:
         def model(config: RunConfig, device: torch.device) -> nn.Module:
@@ -68,7 +68,7 @@ def hooked(builders: Builders) -> Callable[[Callable[[nn.Module], None]], Builde
 
 
 def plant(run_dir: Path, builders: Builders, step: int, factor: float, where: str) -> Callable[[nn.Module], None]:
-    """Multiplies the output of a module whenever the model sees the first micro-batch of `step`."""
+    """Multiply the output of a module when the model gets the first micro-batch of `step`."""
     config = RunConfig.from_yaml(run_dir / "config.yaml")
     dataset = builders.data(config.data, 256, config.train.seq_len, None)
     batches = Batches(dataset.train, config.train.seq_len, config.train.sequences_per_step, config.train.seed)
@@ -84,8 +84,8 @@ def plant(run_dir: Path, builders: Builders, step: int, factor: float, where: st
     return change
 
 
-def test_a_run_records_what_the_contract_says(trained_once: Path) -> None:
-    run_dir = trained_once
+def test_a_run_records_what_the_contract_says(trained_run: Path) -> None:
+    run_dir = trained_run
     assert directory.read_status(run_dir)["status"] == "DONE" and lifecycle.get_state(run_dir) == "DONE"
     (start,) = kinds(run_dir, "start")
     assert {"config_hash", "versions", "device", "backend", "params", "flops_per_token"} <= start.keys()
@@ -124,48 +124,46 @@ def test_a_run_records_what_the_contract_says(trained_once: Path) -> None:
 
 
 @pytest.mark.slow
-def test_results_that_come_late_are_logged_at_their_own_step(
-    new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU, where a step is written down while the next one is computed."""
+def test_late_results_are_logged_at_their_own_step(new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where a step is recorded while the next one is computed."""
     here, late = new_run(log_every=2), new_run(log_every=2)
     assert train(here) == 0
 
-    def take(self: Readback, *, everything: bool = False) -> list[tuple[int, list[float]]]:
-        cut = len(self._pending) if everything else max(len(self._pending) - 1, 0)
+    def take(self: Readback, *, include_newest: bool = False) -> list[tuple[int, list[float]]]:
+        cut = len(self._pending) if include_newest else max(len(self._pending) - 1, 0)
         ready, self._pending = self._pending[:cut], self._pending[cut:]
         return [(step, result.tolist()) for step, result, _ in ready]
 
     monkeypatch.setattr(Readback, "take", take)
     assert train(late) == 0
     fields = ("step", "tokens", "loss", "lr", "grad_norm", "sel_reuse")
-    told = [[tuple(e.get(name) for name in fields) for e in kinds(run_dir, "step")] for run_dir in (here, late)]
-    assert [row[0] for row in told[1]] == [1, 2, 4, 6, 8, 10, 12] and told[0] == told[1]
+    recorded = [[tuple(e.get(name) for name in fields) for e in kinds(run_dir, "step")] for run_dir in (here, late)]
+    assert [row[0] for row in recorded[1]] == [1, 2, 4, 6, 8, 10, 12] and recorded[0] == recorded[1]
     assert same(final_weights(here), final_weights(late))
 
 
-def test_bits_per_byte_are_nats_over_ln_2(trained_once: Path) -> None:
-    for step in kinds(trained_once, "step"):
+def test_bits_per_byte_are_nats_over_ln_2(trained_run: Path) -> None:
+    for step in kinds(trained_run, "step"):
         assert step["bpb"] == pytest.approx(step["loss"] / 0.6931471805599453, rel=1e-3)
 
 
 @pytest.mark.slow
-def test_logging_cadence_does_not_change_the_weights(trained_once: Path, new_run: Make, train: Train) -> None:
+def test_the_logging_interval_does_not_change_the_weights(trained_run: Path, new_run: Make, train: Train) -> None:
     seldom = new_run(log_every=100, stats_every=100, eval_every=0, save_every=0)
     assert train(seldom) == 0
     assert [e["step"] for e in kinds(seldom, "step")] == [1, 12]
-    assert same(final_weights(trained_once), final_weights(seldom))
+    assert same(final_weights(trained_run), final_weights(seldom))
 
 
 def rewind(run_dir: Path, step: int) -> None:
-    """As if the trainer had been killed before its later checkpoints."""
+    """Delete later checkpoints, as if the trainer had been killed before them."""
     for path in run_dir.glob("checkpoints/step-*"):
         if int(path.name[5:]) > step:
             shutil.rmtree(path)
 
 
-def test_a_resumed_run_is_the_same_run(finished: Path, train: Train) -> None:
-    run_dir = finished
+def test_a_resumed_run_is_the_same_run(finished_run: Path, train: Train) -> None:
+    run_dir = finished_run
     expected, losses = final_weights(run_dir), [e["loss"] for e in events.get_step_events(events.read_events(run_dir))]
     rewind(run_dir, 5)
     assert train(run_dir) == 0
@@ -175,7 +173,7 @@ def test_a_resumed_run_is_the_same_run(finished: Path, train: Train) -> None:
     assert [e["loss"] for e in events.get_step_events(events.read_events(run_dir))] == losses
 
 
-def test_so_is_one_with_muon_which_goes_on_with_no_other_optimiser(new_run: Make, train: Train) -> None:
+def test_a_run_with_muon_resumes_only_with_muon(new_run: Make, train: Train) -> None:
     run_dir = new_run(optimizer="muon")
     assert train(run_dir) == 0
     last = run_dir / "checkpoints/step-00000012/optimizer.pt"
@@ -183,7 +181,7 @@ def test_so_is_one_with_muon_which_goes_on_with_no_other_optimiser(new_run: Make
     rewind(run_dir, 5)
     edit(run_dir, "train", optimizer="adamw")
     assert train(run_dir) == directory.EXIT_USAGE
-    assert "train.optimizer: 'muon' then, 'adamw' now" in directory.read_status(run_dir)["reason"]
+    assert "train.optimizer: 'muon' in the checkpoint, 'adamw' now" in directory.read_status(run_dir)["reason"]
     edit(run_dir, "train", optimizer="muon")
     assert train(run_dir) == 0
     assert same(final_weights(run_dir), expected)
@@ -193,13 +191,13 @@ def test_so_is_one_with_muon_which_goes_on_with_no_other_optimiser(new_run: Make
     assert moments["head.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
-def test_a_run_without_a_word_of_its_optimiser_goes_on_with_adamw_alone(finished: Path, train: Train) -> None:
-    rewind(finished, 5)
-    edit(finished, "train", optimizer="muon")
-    assert train(finished) == directory.EXIT_USAGE
-    assert "train.optimizer: 'adamw' then, 'muon' now" in directory.read_status(finished)["reason"]
-    edit(finished, "train", optimizer="adamw")
-    assert train(finished) == 0
+def test_a_run_without_an_optimizer_setting_resumes_only_with_adamw(finished_run: Path, train: Train) -> None:
+    rewind(finished_run, 5)
+    edit(finished_run, "train", optimizer="muon")
+    assert train(finished_run) == directory.EXIT_USAGE
+    assert "train.optimizer: 'adamw' in the checkpoint, 'muon' now" in directory.read_status(finished_run)["reason"]
+    edit(finished_run, "train", optimizer="adamw")
+    assert train(finished_run) == 0
 
 
 def edit(run_dir: Path, section: str, **changes: Any) -> None:
@@ -221,10 +219,10 @@ def edit(run_dir: Path, section: str, **changes: Any) -> None:
         ("runtime", {"precision": "bf16"}),
     ],
 )
-def test_resuming_on_another_trajectory_is_refused_by_name(
-    finished: Path, train: Train, section: str, change: dict
+def test_resuming_on_another_trajectory_is_refused_with_the_setting(
+    finished_run: Path, train: Train, section: str, change: dict
 ) -> None:
-    run_dir = finished
+    run_dir = finished_run
     rewind(run_dir, 5)
     edit(run_dir, section, **change)
     assert train(run_dir) == directory.EXIT_USAGE
@@ -233,21 +231,21 @@ def test_resuming_on_another_trajectory_is_refused_by_name(
     assert kinds(run_dir, "error")[0]["type"] in ("ResumeRefused", "DataError")
 
 
-def test_weights_of_other_code_are_refused_in_a_sentence(
-    finished: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+def test_weights_of_other_code_are_refused_with_a_message(
+    finished_run: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those of a run whose model had no convolution yet are."""
-    rewind(finished, 5)
+    """For example, weights saved before the model had convolutions."""
+    rewind(finished_run, 5)
     monkeypatch.setattr(
         checkpoint_state, "load_file", lambda path: {k: v for k, v in load_file(path).items() if "gate" not in k}
     )
-    assert train(finished) == directory.EXIT_USAGE
-    reason = directory.read_status(finished)["reason"]
-    assert "it lacks blocks.0.attention.gate.weight, blocks.1.attention.gate.weight. Other code wrote it" in reason
+    assert train(finished_run) == directory.EXIT_USAGE
+    reason = directory.read_status(finished_run)["reason"]
+    assert "blocks.0.attention.gate.weight, blocks.1.attention.gate.weight" in reason
 
 
-def test_a_run_resumed_with_other_cadences_is_judged_by_what_each_attempt_ran_with(finished: Path, train: Train) -> None:
-    run_dir = finished
+def test_a_run_resumed_with_other_intervals_is_checked_per_attempt(finished_run: Path, train: Train) -> None:
+    run_dir = finished_run
     began = RunConfig.from_yaml(run_dir / "config.yaml")
     rewind(run_dir, 5)
     edit(run_dir, "train", log_every=5, stats_every=6, eval_every=5, save_every=7)
@@ -260,10 +258,10 @@ def test_a_run_resumed_with_other_cadences_is_judged_by_what_each_attempt_ran_wi
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Muon])
-def test_the_rate_in_the_record_is_what_the_optimiser_held_when_it_stepped(
+def test_the_recorded_rate_is_that_of_the_optimizer_at_its_step(
     new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch, kind: type[torch.optim.Optimizer]
 ) -> None:
-    """The rates that torch saw at each update; and they are those that the configuration asks for."""
+    """The recorded rates are those that torch used at each update, and those of the configuration."""
     seen: list[float] = []
     update = kind.step
 
@@ -276,18 +274,20 @@ def test_the_rate_in_the_record_is_what_the_optimiser_held_when_it_stepped(
     with monkeypatch.context() as patch:
         patch.setattr(kind, "step", spy)
         assert train(run_dir) == 0
-    told = [event["lr"] for event in kinds(run_dir, "step")]
+    recorded = [event["lr"] for event in kinds(run_dir, "step")]
     settings = RunConfig.from_yaml(run_dir / "config.yaml").train
-    assert told == seen[-12:]
-    assert told == pytest.approx([compute_expected_lr(step, settings) for step in range(1, 13)], rel=1e-12)
+    assert recorded == seen[-12:]
+    assert recorded == pytest.approx([compute_expected_lr(step, settings) for step in range(1, 13)], rel=1e-12)
 
 
-def test_the_record_tells_waits_for_data_selected_keys_and_memory(
+def test_events_have_data_waits_selected_keys_and_memory(
     new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited = iter([0.4] + [0.1] * 4 + [0.2] * 7)
     last = Phases.get_last_duration
-    monkeypatch.setattr(Phases, "get_last_duration", lambda self, name: next(waited) if name == "data" else last(self, name))
+    monkeypatch.setattr(
+        Phases, "get_last_duration", lambda self, name: next(waited) if name == "data" else last(self, name)
+    )
     run_dir = new_run(log_every=6, stats_every=6, save_every=0, eval_every=0)
     assert train(run_dir) == 0
     first, half, end = kinds(run_dir, "step")
@@ -297,7 +297,7 @@ def test_the_record_tells_waits_for_data_selected_keys_and_memory(
     parameters = kinds(run_dir, "start")[0]["params"]
     for event in (first, half, end):
         assert event["weight_bytes"] == {"float32": 4 * parameters}
-        # Two moments per parameter, and a counter per tensor.
+        # Two moments per parameter and a counter per tensor.
         assert 8 * parameters < event["optimizer_bytes"]["float32"] < 8 * parameters + 4 * 100
     keys = geometry.mean_selected_keys(config.train.seq_len, config.nsa)
     assert half["sel_keys"] == pytest.approx([keys] * 2) and half["sel_keys_most"] == [24.0] * 2
@@ -305,11 +305,11 @@ def test_the_record_tells_waits_for_data_selected_keys_and_memory(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut_off", ["evaluate_held_out", "measure_run_selection_benefit"])
-def test_an_evaluation_that_a_stop_cut_off_is_made_up_for(
+def test_an_interrupted_evaluation_is_done_after_the_resume(
     new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch, cut_off: str
 ) -> None:
-    run_dir, usual = new_run(), new_run()
-    assert train(usual) == 0
+    run_dir, reference_run = new_run(), new_run()
+    assert train(reference_run) == 0
     real, asked = getattr(trainer, cut_off), []
 
     def stopped(*arguments: Any) -> Any:
@@ -324,13 +324,13 @@ def test_an_evaluation_that_a_stop_cut_off_is_made_up_for(
     assert [event["step"] for event in kinds(run_dir, "eval")] == [0]
     assert train(run_dir) == 0
     assert [event["step"] for event in kinds(run_dir, "reach")] == [0, 6, 12]
-    told, expected = ([(e["step"], e["loss"]) for e in kinds(run, "eval")] for run in (run_dir, usual))
-    assert told == expected and [step for step, _ in told] == [0, 6, 12]
+    recorded, expected = ([(e["step"], e["loss"]) for e in kinds(run, "eval")] for run in (run_dir, reference_run))
+    assert recorded == expected and [step for step, _ in recorded] == [0, 6, 12]
     assert train(run_dir) == 0 and len(kinds(run_dir, "eval")) == 3, "what is there is not done again"
 
 
 @pytest.mark.slow
-def test_a_stop_while_statistics_are_taken_loses_nothing_of_the_record(
+def test_a_stop_while_statistics_are_computed_loses_no_event(
     new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = new_run(log_every=1, stats_every=5, save_every=0, eval_every=0)
@@ -344,20 +344,20 @@ def test_a_stop_while_statistics_are_taken_loses_nothing_of_the_record(
         patch.setattr(trainer, "compute_branch_statistics", asked_to_stop)
         assert train(run_dir) == directory.EXIT_STOPPED
     assert train(run_dir) == 0
-    told = kinds(run_dir, "step")
-    assert [event["step"] for event in told] == list(range(1, 13))
-    assert [event["step"] for event in told if "gate_update" in event] == [5, 10]
+    recorded = kinds(run_dir, "step")
+    assert [event["step"] for event in recorded] == list(range(1, 13))
+    assert [event["step"] for event in recorded if "gate_update" in event] == [5, 10]
 
 
 @pytest.mark.slow
-def test_the_record_tells_whether_selection_finds_at_every_evaluation(new_run: Make, train: Train) -> None:
+def test_every_evaluation_records_the_selection_benefit(new_run: Make, train: Train) -> None:
     run_dir = new_run(steps=4, seq_len=256, eval_every=2, save_every=0, nsa={"n_sel": 4})
     assert train(run_dir) == 0
     (xz,) = kinds(run_dir, "reference")
     assert xz["name"] == "xz" and xz["bytes"] > 0 and 0 < xz["bpb"] < 16, "once, before the first step"
-    told = kinds(run_dir, "reach")
-    assert [event["step"] for event in told] == [0, 2, 4]
-    for event in told:
+    recorded = kinds(run_dir, "reach")
+    assert [event["step"] for event in recorded] == [0, 2, 4]
+    for event in recorded:
         assert event["length"] == 256 and event["sequences"] == 16
         assert all(4.0 < loss < 8.0 for loss in event["answer_loss"].values()), "untrained, near ln 256"
         assert len(set(event["answer_loss"].values())) == 4
@@ -369,8 +369,8 @@ def test_the_record_tells_whether_selection_finds_at_every_evaluation(new_run: M
 
 
 @pytest.mark.slow
-def test_settings_that_only_watch_may_change_on_resume(finished: Path, train: Train) -> None:
-    run_dir = finished
+def test_monitoring_settings_may_change_on_resume(finished_run: Path, train: Train) -> None:
+    run_dir = finished_run
     expected = final_weights(run_dir)
     rewind(run_dir, 5)
     edit(run_dir, "train", log_every=3, save_every=4, spike_sigma=50.0, eval_every=0)
@@ -380,11 +380,11 @@ def test_settings_that_only_watch_may_change_on_resume(finished: Path, train: Tr
 
 @pytest.mark.slow
 def test_a_planted_nan_halts_with_the_weights_of_the_step_before_and_a_diagnosis(
-    new_run: Make, train: Train, hooked: Callable, builders: Builders
+    new_run: Make, train: Train, make_hooked_builders: Callable, builders: Builders
 ) -> None:
     whole, run_dir = new_run(save_every=1, keep_last=12), new_run()
     train(whole)
-    planted = hooked(plant(run_dir, builders, 7, float("nan"), "blocks.1.mlp"))
+    planted = make_hooked_builders(plant(run_dir, builders, 7, float("nan"), "blocks.1.mlp"))
     assert train(run_dir, builders=planted) == directory.EXIT_HALTED
     status = directory.read_status(run_dir)
     assert status["status"] == "HALTED" and "step 7" in status["reason"] and status["run"] == run_dir.name
@@ -395,15 +395,17 @@ def test_a_planted_nan_halts_with_the_weights_of_the_step_before_and_a_diagnosis
     assert bundle["micro_batch_losses"][0] == "nan" and float(bundle["micro_batch_losses"][1]) > 0
     assert {"blocks.0", "blocks.1", "embedding", "head"} <= bundle["gradient_norms"].keys() and bundle["batch_hash"]
     assert same(final_weights(run_dir, 6), final_weights(whole, 6))
-    # Without the fault the run goes on, and ends as if nothing had been.
+    # Without the fault the run resumes and ends as if the fault had not occurred.
     assert lifecycle.get_state(run_dir) == "HALTED" and train(run_dir) == 0
     assert same(final_weights(run_dir), final_weights(whole))
 
 
 @pytest.mark.slow
-def test_a_planted_spike_halts(new_run: Make, train: Train, hooked: Callable, builders: Builders) -> None:
+def test_a_planted_spike_halts(new_run: Make, train: Train, make_hooked_builders: Callable, builders: Builders) -> None:
     run_dir = new_run(steps=60, spike_sigma=8.0, lr=1e-4, save_every=0, eval_every=0, log_every=50)
-    assert train(run_dir, builders=hooked(plant(run_dir, builders, 45, 3000.0, "head"))) == directory.EXIT_HALTED
+    assert (
+        train(run_dir, builders=make_hooked_builders(plant(run_dir, builders, 45, 3000.0, "head"))) == directory.EXIT_HALTED
+    )
     guard = kinds(run_dir, "guard")[0]
     assert (guard["rule"], guard["step"]) == ("spike", 45) and guard["value"] > guard["limit"]
     assert (run_dir / "halt-00000045/diagnosis.json").exists()
@@ -411,32 +413,34 @@ def test_a_planted_spike_halts(new_run: Make, train: Train, hooked: Callable, bu
 
 @pytest.mark.slow
 def test_the_window_of_the_spike_rule_outlives_a_resume(
-    new_run: Make, train: Train, hooked: Callable, builders: Builders
+    new_run: Make, train: Train, make_hooked_builders: Callable, builders: Builders
 ) -> None:
-    """A spike in the fifth step after a resume: a window that began anew would be silent for 32 steps."""
+    """Spike in the fifth step after a resume; a new window would be inactive for 32 steps."""
     run_dir = new_run(steps=60, spike_sigma=8.0, lr=1e-4, save_every=40, eval_every=0, log_every=50)
     assert train(run_dir) == 0
     rewind(run_dir, 40)
-    assert train(run_dir, builders=hooked(plant(run_dir, builders, 45, 3000.0, "head"))) == directory.EXIT_HALTED
+    assert (
+        train(run_dir, builders=make_hooked_builders(plant(run_dir, builders, 45, 3000.0, "head"))) == directory.EXIT_HALTED
+    )
     (guard,) = kinds(run_dir, "guard")
     assert (guard["rule"], guard["step"], guard["attempt"]) == ("spike", 45, 2)
 
 
 @pytest.mark.slow
-def test_a_healthy_run_with_every_guard_on_is_silent(new_run: Make, train: Train) -> None:
+def test_a_healthy_run_with_all_rules_enabled_has_no_findings(new_run: Make, train: Train) -> None:
     run_dir = new_run(steps=60, spike_sigma=8.0, min_tokens_per_s=1.0, stats_every=15, log_every=15, save_every=0)
     assert train(run_dir) == 0
     assert not kinds(run_dir, "guard") and not kinds(run_dir, "stall")
 
 
 @pytest.mark.slow
-def test_a_frozen_gate_is_named(new_run: Make, train: Train, hooked: Callable) -> None:
+def test_a_frozen_gate_is_reported(new_run: Make, train: Train, make_hooked_builders: Callable) -> None:
     def freeze(model: nn.Module) -> None:
-        # As a bug would: the gradient comes out as zero, and decay is off.
+        # As with a bug: the gradient is zero, and weight decay is off.
         model.blocks[1].attention.gate.weight.register_hook(torch.zeros_like)
 
     run_dir = new_run(stats_every=2, weight_decay=0.0)
-    config = hooked(freeze)
+    config = make_hooked_builders(freeze)
     assert train(run_dir, builders=config) == directory.EXIT_HALTED, "preflight finds it before the first step"
     assert "blocks.1.attention.gate.weight" in directory.read_status(run_dir)["reason"]
 
@@ -446,14 +450,16 @@ def test_a_frozen_gate_is_named(new_run: Make, train: Train, hooked: Callable) -
         weight.register_hook(lambda gradient: calls.append(1) or (gradient * 0 if len(calls) > 8 else None))
 
     run_dir = new_run(stats_every=2, weight_decay=0.0, beta1=0.0)
-    assert train(run_dir, builders=hooked(freeze_later)) == 0
+    assert train(run_dir, builders=make_hooked_builders(freeze_later)) == 0
     found = {(g["rule"], g["action"]) for g in kinds(run_dir, "guard")}
     assert found == {("frozen", "warn")} and "layer 1" in kinds(run_dir, "guard")[0]["text"]
 
 
 @pytest.mark.slow
-def test_a_throughput_drop_is_named(new_run: Make, train: Train, hooked: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that goes on with every forward pass, whatever else this machine does."""
+def test_a_throughput_drop_is_reported(
+    new_run: Make, train: Train, make_hooked_builders: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uses a clock that advances with every forward pass, so that the load of this machine has no effect."""
     now = [0.0]
     monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
@@ -467,19 +473,19 @@ def test_a_throughput_drop_is_named(new_run: Make, train: Train, hooked: Callabl
         model.register_forward_pre_hook(pass_time)
 
     run_dir = new_run(steps=30, log_every=2, stats_every=100, eval_every=0, save_every=0)
-    assert train(run_dir, builders=hooked(slow_down)) == 0
+    assert train(run_dir, builders=make_hooked_builders(slow_down)) == 0
     assert {(g["rule"], g["action"]) for g in kinds(run_dir, "guard")} == {("slowdown", "warn")}
 
 
-def test_a_bug_leaves_its_traceback_and_exit_code_1(new_run: Make, train: Train, hooked: Callable) -> None:
+def test_a_bug_leaves_its_traceback_and_exit_code_1(new_run: Make, train: Train, make_hooked_builders: Callable) -> None:
     def break_at_seventh(model: nn.Module) -> None:
         calls = []
         model.register_forward_pre_hook(lambda *_: calls.append(1) or (1 / 0 if len(calls) > 12 else None))
 
     run_dir = new_run()
-    assert train(run_dir, builders=hooked(break_at_seventh)) == directory.EXIT_BUG
+    assert train(run_dir, builders=make_hooked_builders(break_at_seventh)) == directory.EXIT_BUG
     (error,) = kinds(run_dir, "error")
-    assert error["type"] == "ZeroDivisionError" and "test_run.py" in error["traceback"]
+    assert error["type"] == "ZeroDivisionError" and Path(__file__).name in error["traceback"]
     assert directory.read_status(run_dir)["status"] == "HALTED"
 
 
@@ -516,12 +522,12 @@ def test_a_run_whose_last_save_failed_is_not_done(new_run: Make, train: Train, m
     assert [e["step"] for e in kinds(again, "checkpoint")] == [12]
     with full_disk(monkeypatch, failures=10):
         assert train(never) == directory.EXIT_HALTED
-    said = directory.read_status(never)
-    assert said["status"] == "HALTED" and said["step"] == 12
-    assert "saving failed 2 times in a row: the disk is full: " in said["reason"]
+    message = directory.read_status(never)
+    assert message["status"] == "HALTED" and message["step"] == 12
+    assert "saving failed 2 times in a row: the disk is full: " in message["reason"]
 
 
-def test_one_failed_save_is_recorded_and_the_next_one_tried(
+def test_one_failed_save_is_recorded_and_the_next_one_is_tried(
     new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = new_run()
@@ -540,12 +546,14 @@ def test_two_failed_saves_in_a_row_halt(new_run: Make, train: Train, monkeypatch
 
 
 @pytest.mark.slow
-def test_code_that_computes_something_else_is_refused_and_the_checkpoint_kept(
-    finished: Path, train: Train, hooked: Callable
+def test_code_that_computes_other_logits_is_refused_and_the_checkpoint_stays(
+    finished_run: Path, train: Train, make_hooked_builders: Callable
 ) -> None:
-    run_dir = finished
+    run_dir = finished_run
     rewind(run_dir, 5)
-    other = hooked(lambda model: model.blocks[0].mlp.register_forward_hook(lambda module, inputs, output: output * 1.001))
+    other = make_hooked_builders(
+        lambda model: model.blocks[0].mlp.register_forward_hook(lambda module, inputs, output: output * 1.001)
+    )
     assert train(run_dir, builders=other) == directory.EXIT_USAGE
     assert "probe" in directory.read_status(run_dir)["reason"]
     assert (run_dir / "checkpoints/step-00000005").is_dir() and train(run_dir) == 0
@@ -559,10 +567,10 @@ def test_a_dense_model_trains_and_has_no_gate_statistics(new_run: Make, train: T
 
 
 @pytest.mark.slow
-def test_gradient_checkpointing_changes_memory_and_not_the_weights(trained_once: Path, new_run: Make, train: Train) -> None:
+def test_gradient_checkpointing_changes_memory_and_not_the_weights(trained_run: Path, new_run: Make, train: Train) -> None:
     saving = new_run(runtime={"gradient_checkpointing": True})
     assert train(saving) == 0
-    assert same(final_weights(trained_once), final_weights(saving))
+    assert same(final_weights(trained_run), final_weights(saving))
 
 
 def test_two_trainers_in_one_directory_are_refused(new_run: Make, train: Train) -> None:
@@ -574,19 +582,19 @@ def test_two_trainers_in_one_directory_are_refused(new_run: Make, train: Train) 
     assert train(run_dir) == 0
 
 
-def test_a_run_resumes_without_its_source_where_the_cache_holds_it_all(new_run: Make, train: Train, tmp_path: Path) -> None:
-    texts = tmp_path / "texts"
-    texts.mkdir()
+def test_a_run_resumes_without_its_source_if_the_cache_is_complete(new_run: Make, train: Train, tmp_path: Path) -> None:
+    text_file = tmp_path / "texts"
+    text_file.mkdir()
     for number in range(40):
-        (texts / f"{number}.txt").write_text(f"{number} green bottles hanging on the wall. " * 20)
-    source = {"source": "local", "path": str(texts), "max_tokens": None}
+        (text_file / f"{number}.txt").write_text(f"{number} green bottles hanging on the wall. " * 20)
+    source = {"source": "local", "path": str(text_file), "max_tokens": None}
     run_dir = new_run(data=source)
     assert train(run_dir) == 0
     expected = final_weights(run_dir)
     shutil.rmtree(run_dir / "checkpoints/step-00000012")
     for leftover in (".status.json.4711-1", ".status.json.12-140"):
         (run_dir / leftover).write_text("{")
-    texts.rename(tmp_path / "away")
+    text_file.rename(tmp_path / "away")
     assert train(run_dir) == 0
     assert same(final_weights(run_dir), expected)
     assert "nothing at" in kinds(run_dir, "resume")[0]["source_missing"]
@@ -597,10 +605,10 @@ def test_a_run_resumes_without_its_source_where_the_cache_holds_it_all(new_run: 
 
 
 @pytest.mark.slow
-def test_a_filling_is_told_as_it_goes_and_is_no_stall(
+def test_data_preparation_reports_progress_and_is_not_a_stall(
     new_run: Make, train: Train, builders: Builders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Progress for longer than the limit of its phase; then silence for as long, which is a stall."""
+    """Progress for longer than the limit of the phase is not a stall; the same time without progress is."""
     monkeypatch.setattr(build_progress.ProgressMeter.__init__, "__defaults__", (0.05,))
     monkeypatch.setitem(attempt.PHASE_STALL_FLOORS_S, "prepare", 0.4)
     silent = []
@@ -617,9 +625,13 @@ def test_a_filling_is_told_as_it_goes_and_is_no_stall(
 
     slow, fast = new_run(runtime={"heartbeat_s": 0.05}), new_run(runtime={"heartbeat_s": 0.05})
     assert train(fast, builders=replace(builders, data=data)) == 0
-    told = kinds(fast, "fill")
-    assert len(told) > 5 and not kinds(fast, "stall")
-    assert told[-1]["documents"] > told[0]["documents"] and told[-1]["bytes_per_s"] > 0 and told[-1]["left_s"] > 0
+    recorded = kinds(fast, "fill")
+    assert len(recorded) > 5 and not kinds(fast, "stall")
+    assert (
+        recorded[-1]["documents"] > recorded[0]["documents"]
+        and recorded[-1]["bytes_per_s"] > 0
+        and recorded[-1]["left_s"] > 0
+    )
     view = RunView(fast)
     view.update([e for e in events.read_events(fast) if e["kind"] in ("heartbeat", "fill")][:8])
     assert view.format_numbers()["phase"].startswith("filling: ") and "documents" in view.format_line()
@@ -629,16 +641,16 @@ def test_a_filling_is_told_as_it_goes_and_is_no_stall(
 
 
 def test_waiting_for_the_device_is_part_of_the_step(new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU is waited for where results are read; whoever looks there sees the phase of the step, not of the start."""
+    """The host waits for a GPU when it reads results; the heartbeat then shows the phase of the step, not `start`."""
     taken, seen = Readback.take, []
 
-    def take(self: Readback, *, everything: bool = False) -> Any:
+    def take(self: Readback, *, include_newest: bool = False) -> Any:
         seen.append(phases[-1].get_current()[0])
-        return taken(self, include_newest=everything)
+        return taken(self, include_newest=include_newest)
 
     phases: list[Phases] = []
-    made = Phases.__init__
-    monkeypatch.setattr(Phases, "__init__", lambda self, *rest: (phases.append(self), made(self, *rest))[1])
+    created = Phases.__init__
+    monkeypatch.setattr(Phases, "__init__", lambda self, *rest: (phases.append(self), created(self, *rest))[1])
     monkeypatch.setattr(Readback, "take", take)
     assert train(new_run()) == 0
     assert [phase for phase in seen if phase != "preflight"] == ["compile"] + ["step"] * 11

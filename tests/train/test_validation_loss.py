@@ -1,4 +1,4 @@
-"""What a run evaluates: the same text however it is grouped, as the mean over its tokens, in bits per byte of text."""
+"""Evaluations: the same text for every grouping, a mean over tokens, in bits per byte."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def text_of(parts: TrainContext) -> torch.Tensor:
 
 @pytest.mark.parametrize("micro", [1, 2, 4])
 def test_the_text_does_not_depend_on_the_micro_batch(
-    tiny: Callable[..., RunConfig], builders: Builders, micro: int
+    make_tiny_config: Callable[..., RunConfig], builders: Builders, micro: int
 ) -> None:
     whole, grouped = (
-        parts_of(tiny(eval_batches=3), builders),
-        parts_of(tiny(eval_batches=3, micro_batch_size=micro), builders),
+        parts_of(make_tiny_config(eval_batches=3), builders),
+        parts_of(make_tiny_config(eval_batches=3, micro_batch_size=micro), builders),
     )
     assert len(text_of(whole)) == 3 * 2
     assert torch.equal(text_of(grouped), text_of(whole))
@@ -58,24 +58,24 @@ def test_the_text_does_not_depend_on_the_micro_batch(
     assert max(len(inputs) for inputs, _ in grouped.get_evaluation(0)) <= micro
     losses = [evaluate_loss(parts, parts.get_evaluation(0), lambda: None) for parts in (whole, grouped)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-    twice = parts_of(tiny(eval_batches=3, accumulate_grad_batches=4), builders)
+    twice = parts_of(make_tiny_config(eval_batches=3, accumulate_grad_batches=4), builders)
     assert torch.equal(text_of(twice), text_of(whole)), "nor on how many of them a step takes"
 
 
 @pytest.mark.parametrize(
     "look",
     [
-        pytest.param(lambda parts: evaluate_loss(parts, parts.evaluation_at(0), lambda: None), id="evaluation"),
-        pytest.param(lambda parts: dry_run_evaluation(parts, parts.evaluation_at(0)), id="its rehearsal"),
-        pytest.param(lambda parts: compute_branch_statistics(parts, parts.batches.weighted(0)), id="statistics"),
+        pytest.param(lambda parts: evaluate_loss(parts, parts.get_evaluation(0), lambda: None), id="evaluation"),
+        pytest.param(lambda parts: dry_run_evaluation(parts, parts.get_evaluation(0)), id="dry run"),
+        pytest.param(lambda parts: compute_branch_statistics(parts, parts.batches.weighted_batch(0)), id="statistics"),
         pytest.param(compute_probe_logits, id="probe"),
     ],
 )
-def test_looking_at_a_model_teaches_nothing_and_leaves_it_in_training(
-    tiny: Callable[..., RunConfig], builders: Builders, look: Callable[[TrainContext], object]
+def test_measurements_do_not_train_and_restore_training_mode(
+    make_tiny_config: Callable[..., RunConfig], builders: Builders, look: Callable[[TrainContext], object]
 ) -> None:
-    """In evaluation there is no selection loss, which a run would train without from then on."""
-    parts, seen = parts_of(tiny(model={"selection_loss": 0.1}), builders), []
+    """Evaluation mode has no selection loss; a run that stayed in it would train without this loss."""
+    parts, seen = parts_of(make_tiny_config(model={"selection_loss": 0.1}), builders), []
     parts.model.blocks[0].register_forward_hook(lambda module, inputs, output: seen.append(output[1]))
     look(parts)
     assert set(seen) == {None}
@@ -83,49 +83,49 @@ def test_looking_at_a_model_teaches_nothing_and_leaves_it_in_training(
 
 
 def test_the_loss_is_the_mean_over_tokens_also_with_a_short_last_batch(
-    tiny: Callable[..., RunConfig], builders: Builders
+    make_tiny_config: Callable[..., RunConfig], builders: Builders
 ) -> None:
-    """Five windows, two at a time: the mean of the means of three batches is another number."""
-    config = tiny(eval_batches=5, batch_size=1, accumulate_grad_batches=2, micro_batch_size=2)
+    """Five windows, two per batch: the mean of the three batch means differs from the mean over tokens."""
+    config = make_tiny_config(eval_batches=5, batch_size=1, accumulate_grad_batches=2, micro_batch_size=2)
     parts = parts_of(config, builders)
     sizes, total, means, by_window = [], 0.0, [], []
     with torch.no_grad():
-        # A model that knows some tokens, so that windows differ.
+        # Bias the model towards some tokens, so that windows differ.
         parts.model.head.weight[:40] += 0.5
         for inputs, targets in parts.get_evaluation(0):
-            told = parts.model(inputs).double().log_softmax(-1).gather(-1, targets[..., None])
+            recorded = parts.model(inputs).double().log_softmax(-1).gather(-1, targets[..., None])
             sizes.append(len(inputs))
-            total -= told.sum().item()
-            means.append(-told.mean().item())
-            by_window += (-told.mean((1, 2))).tolist()
+            total -= recorded.sum().item()
+            means.append(-recorded.mean().item())
+            by_window += (-recorded.mean((1, 2))).tolist()
     assert sizes == [2, 2, 1]
-    found = evaluate_held_out(parts, parts.get_evaluation(0), lambda: None)
-    assert found.loss == pytest.approx(total / (5 * 32), rel=1e-6)
-    assert found.window_losses == pytest.approx(by_window, abs=2e-6)
-    assert abs(np.mean(means) / found.loss - 1) > 1e-4, "the test can tell"
+    result = evaluate_held_out(parts, parts.get_evaluation(0), lambda: None)
+    assert result.loss == pytest.approx(total / (5 * 32), rel=1e-6)
+    assert result.window_losses == pytest.approx(by_window, abs=2e-6)
+    assert abs(np.mean(means) / result.loss - 1) > 1e-4, "the test can tell"
 
 
 class FourBytes(Dataset):
-    """Tokens that stand for four bytes each."""
+    """Tokens of four bytes each."""
 
     @property
     def bytes_per_token(self) -> float:
         return 4.0
 
 
-def test_bits_per_byte_count_the_bytes_that_a_token_stands_for(new_run: Make, train: Train, builders: Builders) -> None:
+def test_bits_per_byte_count_the_bytes_of_a_token(new_run: Make, train: Train, builders: Builders) -> None:
     def data(*arguments: Any) -> Dataset:
         return FourBytes(**vars(builders.data(*arguments)))
 
     run_dir = new_run(steps=2, warmup_steps=0, eval_every=1, save_every=0)
     assert train(run_dir, builders=replace(builders, data=data)) == 0
     record = events.read_events(run_dir)
-    told = [*events.get_step_events(record), *events.get_eval_events(record)]
-    assert len(told) == 5
-    assert [e["bpb"] for e in told] == pytest.approx([e["loss"] / math.log(2) / 4 for e in told])
+    recorded = [*events.get_step_events(record), *events.get_eval_events(record)]
+    assert len(recorded) == 5
+    assert [e["bpb"] for e in recorded] == pytest.approx([e["loss"] / math.log(2) / 4 for e in recorded])
 
 
-def test_the_record_says_what_was_evaluated_and_different_texts_are_not_compared(
+def test_evaluations_record_their_text_and_different_texts_are_not_compared(
     new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, real = [], EvalBatches.__getitem__
@@ -136,11 +136,11 @@ def test_the_record_says_what_was_evaluated_and_different_texts_are_not_compared
         {"eval_batches": 3, "model": {"attention": "dense"}},
     )]  # fmt: skip
     assert [train(run_dir) for run_dir in runs] == [0, 0, 0]
-    # Each evaluation reads its text once, the last one too; before them preflight reads a batch of it.
+    # Each evaluation reads its text once, including the last; before that, preflight reads one batch.
     assert read == [0, *[0, 1] * 2, 0, *[0, 1, 2, 3] * 2, 0, *[0, 1, 2] * 2]
     nsa, twin, other = map(History.read, runs)
-    texts = [{event["text"] for event in history.evaluations} for history in (nsa, twin, other)]
-    assert texts[0] == texts[1] and len(texts[0]) == 1 and texts[2].isdisjoint(texts[0])
+    text_file = [{event["text"] for event in history.evaluations} for history in (nsa, twin, other)]
+    assert text_file[0] == text_file[1] and len(text_file[0]) == 1 and text_file[2].isdisjoint(text_file[0])
     assert [history.evaluations[0]["windows"] for history in (nsa, twin, other)] == [4, 4, 6]
     for history in (nsa, twin, other):
         first, last = history.evaluations[0], history.evaluations[-1]
@@ -154,26 +154,26 @@ def test_the_record_says_what_was_evaluated_and_different_texts_are_not_compared
     same, good = check_matched_pair(nsa, twin)
     assert same.ok and good.ok is not None and not have_different_eval_texts([nsa, twin])
     same, good = check_matched_pair(nsa, other)
-    assert same.ok is False and "the text that was evaluated" in same.text
-    assert good.ok is None and "different texts, which cannot be compared" in good.text
+    assert same.ok is False and "the evaluated text" in same.text
+    assert good.ok is None and "different texts" in good.text
     ratios = {name: ratio for name, *_, ratio in build_side_by_side(nsa, other)}
     assert ratios["validation, bits per byte"] is None and ratios["parameters"] is not None
-    assert "not to be compared" in format_numbers_at([nsa, other], 0, 2) and "not to be" not in format_numbers_at(
+    assert "Do not compare" in format_numbers_at([nsa, other], 0, 2) and "Do not compare" not in format_numbers_at(
         [nsa, twin], 0, 2
     )
-    told = {
+    recorded = {
         "headline": "healthy",
         "facts": [("validation, bits per byte", "1.0")],
         "different_settings": {},
         "numbers": collect_facts(nsa),
     }
-    name, shown = build_comparison_rows([told] * 2, have_different_eval_texts([nsa, other]))[1]
+    name, shown = build_comparison_rows([recorded] * 2, have_different_eval_texts([nsa, other]))[1]
     assert name.endswith("not to be compared)") and shown == ["1.0", "1.0", "–"]
-    assert dict(build_comparison_rows([told] * 2))["validation, bits per byte"] == ["1.0", "1.0", "+0.0000 (+0.0%)"]
+    assert dict(build_comparison_rows([recorded] * 2))["validation, bits per byte"] == ["1.0", "1.0", "+0.0000 (+0.0%)"]
 
 
-def test_a_record_from_before_texts_were_named_is_compared_with_its_like_only(new_run: Make) -> None:
-    """What was read then followed from the data and from the sequences of a forward pass."""
+def test_a_record_without_text_identity_is_compared_only_with_similar_records(new_run: Make) -> None:
+    """In older records the text follows from the data and from the sequences per forward pass."""
 
     def history(**changes: Any) -> History:
         read = History.read(new_run(**changes))
@@ -186,15 +186,17 @@ def test_a_record_from_before_texts_were_named_is_compared_with_its_like_only(ne
     assert have_different_eval_texts([history(), history(eval_batches=7)])
 
 
-def test_evaluation_reads_no_token_of_training(tiny: Callable[..., RunConfig], builders: Builders) -> None:
-    config = tiny()
+def test_evaluation_reads_no_training_token(make_tiny_config: Callable[..., RunConfig], builders: Builders) -> None:
+    config = make_tiny_config()
     dataset = builders.data(config.data, 256, config.train.seq_len, None)
     marked = replace(dataset, train=TokenStore([np.full(5000, 7, dtype=np.uint8)]))
     assert torch.equal(text_of(parts_of(config, builders, marked)), text_of(parts_of(config, builders, dataset)))
 
 
-def test_the_trainer_evaluates_what_the_stage_says(new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss in the record is that of the parts' own held-out batches, before the first step."""
+def test_the_trainer_evaluates_the_held_out_batches_of_the_stage(
+    new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recorded loss equals a separate evaluation of the same held-out batches before the first step."""
     seen: list[float] = []
     before = Trainer._evaluate
 

@@ -50,7 +50,7 @@ from nsa_lab.train.estimate import (
 from nsa_lab.train.guard import PreflightCheck
 from nsa_lab.train.lr_schedule import compute_learning_rate
 from nsa_lab.train.packing import compute_logits, make_span
-from nsa_lab.train.preflight.kernel_parity import find_worst_error_ratio
+from nsa_lab.train.preflight.branch_parity import find_worst_error_ratio
 from nsa_lab.train.preflight.leakage import measure_leakage
 from nsa_lab.train.step import NON_FINITE, Readback, sum_token_losses
 from nsa_lab.train.telemetry.system_metrics import get_memory_capacity
