@@ -21,18 +21,18 @@ MODEL = [
 PACKED = cases(
     "kernels/test_packed_tiles.py",
     "every_tile_of_every_document_has_one_program",
-    "the_whole_equals_brute_force_and_a_neighbour_changes_no_bit",
+    "operator_equals_brute_force_and_documents_are_independent",
 )
 BAND = cases(
     "kernels/band/test_band.py",
     "the_gradient_of_lse_is_exact",
-    "nothing_at_or_before_t_sees_what_comes_after",
+    "output_is_causal_bit_for_bit",
     "matches_the_definition[window-1x192x3x1x32x32-torch.float32]",
     "matches_the_definition[compressed-1x45x3x1x192x144-torch.float32]",
 )
 SELECTED = cases(
     "kernels/selected/test_selected.py",
-    "a_block_that_has_not_begun_counts_as_none",
+    "block_after_the_query_is_ignored",
     "later_tokens_change_nothing",
     *(f"matches_the_definition[2x77x6x2x64x32x3x16-random-torch.float32-{way}]" for way in ("union", "gather")),
     "matches_the_definition[1x75x2x1x32x32x17x16-random-torch.float32-gather]",
@@ -42,9 +42,9 @@ DECODING = cases(
     "equals_plain_loops[203+37+130x1-H6G2-32x16-l8d4s16n4w20-torch.float32]",
     "equals_plain_loops[201+9+64x1-H6G2-32x32-l8d4s16n4w20-index8-torch.float32]",
     "equals_plain_loops[651+3x2-H6G2-16x16-l32d16s80n5w20-torch.float32]",
-    "scores_of_either_sign_are_ranked",
-    "heads_of_unlike_sharpness",
-    "of_equals_the_lower_index_is_chosen",
+    "positive_and_negative_scores_are_ranked",
+    "heads_with_different_score_scales",
+    "ties_go_to_the_lower_index",
 )
 # A fork of this script may start no process, as a filling that is killed needs.
 FILLING = cases(
@@ -123,7 +123,7 @@ OTHERS = {
         "tests/health/test_edited_records.py",
     ],
     "health.matched_pair": ["tests/health/test_verdicts.py", "tests/health/test_paired_difference.py"],
-    "bench.decode_attention": cases("bench/test_decode_speed.py", "what_is_not_a_number_gets_no_speed"),
+    "bench.decode_attention": cases("bench/test_decode_speed.py", "nan_gets_no_speed"),
     "inference.hf": cases(
         "inference/test_hf.py",
         "packed_documents_equal_single_documents",
@@ -134,7 +134,7 @@ OTHERS = {
     "bench.attention_speed": ["tests/bench/test_records.py", "tests/bench/test_attention_speed.py"],
     "bench.attention_parity": ["tests/bench/test_attention_speed.py"],
     "bench.tune_tiles": ["tests/bench/test_tune_tiles.py"],
-    "bench.timing": cases("bench/test_training_speed.py", "a_product_that_was_disturbed_once_does_not_set_the_rate"),
+    "bench.timing": cases("bench/test_training_speed.py", "the_matmul_rate_is_that_of_the_fastest_round"),
     "bench.roofline": ["tests/bench/test_roofline.py"],
     "workbook.run_explorer": ["tests/workbook/test_run_explorer.py"],
     "workbook.beside": ["tests/workbook/test_samples.py"],
@@ -174,13 +174,13 @@ OTHERS = {
     "train.preflight.leakage": MASKED,
     "attention.kernels.block_topk": cases(
         "kernels/test_block_topk.py",
-        "of_two_equals_the_higher_gives_way_to_a_better_block",
+        "better_block_replaces_higher_of_two_ties",
         "matches_the_definition[1x130x3x3x32-torch.float32]",
         "matches_the_definition[2x77x6x2x32-torch.float32]",
         "matches_the_definition[1x230x2x1x144-torch.float32]",
-        "one_head_with_blocks_side_by_side_needs_no_lse[2x77x2x32-torch.float32-sharp]",
-        "one_head_with_blocks_side_by_side_needs_no_lse[1x700x1x16-torch.float32-sharp]",
-        "without_an_lse_ties_go_to_the_lower_index[2x77x2x32]",
+        "one_head_with_disjoint_blocks_needs_no_lse[2x77x2x32-torch.float32-sharp]",
+        "one_head_with_disjoint_blocks_needs_no_lse[1x700x1x16-torch.float32-sharp]",
+        "ties_go_to_the_lower_index_without_lse[2x77x2x32]",
     ),
     "attention.kernels.band.forward": BAND,
     "attention.kernels.band.band_ranges": BAND,

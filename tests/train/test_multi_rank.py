@@ -246,7 +246,7 @@ def test_resume_refuses_while_a_rank_lives_and_names_it(family: tuple[Path, subp
     run_dir, rank = family
     assert lifecycle.is_alive(run_dir)
     for call in (lifecycle.resume, lifecycle.start, lifecycle.attach, lifecycle.stop):
-        with pytest.raises(directory.RunDirectoryError, match=f"rank 1 of it, process {rank.pid}, still lives"):
+        with pytest.raises(directory.RunDirectoryError, match=rf"rank 1 \(process {rank.pid}\) is alive"):
             call(run_dir)
     rank.kill()
     rank.wait()
