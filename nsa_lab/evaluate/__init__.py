@@ -1,9 +1,9 @@
-"""What a trained model can do, and what its selection does: retrieval, loss by position and of documents, interventions.
+"""Evaluation of trained models: retrieval, loss by position, loss of documents and texts, ablations of block selection.
 
     evaluation = evaluate_run("outputs/smoke-...")          # writes evaluation.json into the run directory
 
-Every part works on a model by itself, on a CPU too: `retrieval`, `loss_by_position`, `document_loss`, `text_loss`,
-`intervene`, `choice_quality`, `reach`.
+Each part also works directly on a model, on a CPU too: `evaluate_retrieval`, `measure_loss_by_position`,
+`measure_document_loss`, `measure_text_loss`, `run_ablations`, `measure_selection_quality`, `measure_selection_benefit`.
 """
 
 from nsa_lab.evaluate.ablations import ABLATIONS, Ablation, forward_with_ablation, run_ablations

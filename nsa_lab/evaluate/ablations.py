@@ -1,11 +1,13 @@
-"""What selection does, by changing it: other blocks in place of the chosen ones, or a branch that says nothing.
+"""Ablations of block selection: other blocks replace the selected ones, or a branch is disabled.
 
-The forward pass here is the model's own, made of `SparseAttention.project` and the operator's public parts; with nothing
-changed it gives the model's logits. An intervention holds in every layer at once.
+The forward pass uses `SparseAttention.project` and the public functions of the operator. Without changes its logits equal
+the logits of the model. An ablation applies to all layers at once.
 
-How to read it: oracle far better than chosen, the choice is blind; twice as many blocks better than chosen, too few are
-read; all blocks no better than chosen, the heads do not look for anything that the choice could miss, or never learned to
-read so many; random blocks no worse than chosen, the choice does nothing.
+Interpretation, compared with `chosen`, the unmodified model:
+* oracle much better: selection misses important blocks;
+* twice better: n_sel is too small;
+* all not better: the heads need no block that selection misses, or have not learned to attend to that many blocks;
+* random equally good: selection has no effect.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from nsa_lab.model import BRANCHES, AttentionInputs, Block, NSATransformer, Sele
 
 @dataclass(frozen=True)
 class Ablation:
-    """Which blocks the selected branch reads, `times` as many as the model's n_sel, and the branch that is set to zero."""
+    """Blocks of the selected branch, their number as a multiple of n_sel, and a branch whose output is set to 0."""
 
     selection: Literal["chosen", "random", "nearest", "oracle", "all"] = "chosen"
     n_sel_factor: int = 1
@@ -55,11 +57,10 @@ ABLATIONS: dict[str, Ablation] = {
 
 @dataclass(frozen=True)
 class AblationResult:
-    """What an intervention leaves.
+    """Metrics under one ablation.
 
-    `loss`: mean nats per token of all that is no answer; `answer_loss`: per token of the answers; `accuracy`: share of the
-    answers that are right in every token, teacher-forced. `d_`: less the same of `chosen`. `right`: the share of each
-    sequence by itself, in order.
+    `loss`: mean NLL (nats per token) over non-answer tokens; `answer_loss`: over answer tokens; `accuracy`: fraction of
+    answers with all tokens correct, teacher-forced. `d_*`: difference from `chosen`. `right`: accuracy per sequence.
     """
 
     name: str
@@ -76,19 +77,19 @@ class AblationResult:
 def forward_with_ablation(
     model: NSATransformer, tokens: Tensor, ablation: Ablation, seed: int | torch.Generator = 0
 ) -> Tensor:
-    """Logits [B, T, V] of tokens int64 [B, T] under an intervention; `seed`, or a generator of the tokens' device, is that
-    of random blocks, which are others on another kind of device.
+    """Return logits [B, T, V] of tokens int64 [B, T] under an ablation.
 
-    Raises ValueError for a dense model, which has neither blocks nor branches.
+    seed: of random blocks, or a generator on the device of `tokens`. CPU and GPU give different blocks.
+    Raises ValueError for a dense model, which has no block selection and no branches.
     """
     block_selectors.check_is_sparse(model)
     generator = torch.Generator(tokens.device).manual_seed(seed) if isinstance(seed, int) else seed
     x, rotary = model.prepare_inputs(tokens)
     for block in cast("list[Block]", model.blocks):
         layer = cast(SparseAttention, block.attention)
-        normed = block.attention_norm(x)
-        inputs = layer.project(normed, rotary)
-        scoring = layer.project_selection_inputs(normed, inputs, rotary)
+        normalized = block.attention_norm(x)
+        inputs = layer.project(normalized, rotary)
+        scoring = layer.project_selection_inputs(normalized, inputs, rotary)
         x = x + layer.out(_combine_branches(inputs, scoring, layer, ablation, generator).flatten(2))
         x = x + block.mlp(block.mlp_norm(x))
     return model.head(model.norm(x))
@@ -103,32 +104,40 @@ def run_ablations(
     seed: int = 0,
     batch_size: int = 1,
 ) -> list[AblationResult]:
-    """What each intervention does to tokens int64 [B, T] whose answers stand at `places` [B, n, value_length].
+    """Measure each ablation on tokens int64 [B, T] with answers at `answer_positions` [B, n, value_length].
 
-    `chosen`, the model as it is, comes first. Meant for float32: half precision hides small differences.
+    The first result is `chosen`, the unmodified model. Use float32: half precision hides small differences.
     """
-    wanted = ["chosen", *(name for name in names if name != "chosen")]
-    found = {name: _measure_ablation(model, tokens, answer_positions, ABLATIONS[name], seed, batch_size) for name in wanted}
-    base, _ = found["chosen"]
+    ordered_names = ["chosen", *(name for name in names if name != "chosen")]
+    metrics_by_name = {
+        name: _measure_ablation(model, tokens, answer_positions, ABLATIONS[name], seed, batch_size)
+        for name in ordered_names
+    }
+    base, _ = metrics_by_name["chosen"]
     return [
-        AblationResult(name, *values, *(value - usual for value, usual in zip(values, base, strict=True)), right=right)
-        for name, (values, right) in found.items()
+        AblationResult(
+            name,
+            *metrics,
+            *(value - base_value for value, base_value in zip(metrics, base, strict=True)),
+            right=sequence_accuracy,
+        )
+        for name, (metrics, sequence_accuracy) in metrics_by_name.items()
     ]
 
 
 def _measure_ablation(
     model: NSATransformer, tokens: Tensor, answer_positions: Tensor, ablation: Ablation, seed: int, batch_size: int
 ) -> tuple[tuple[float, float, float], list[float]]:
-    """Loss of the text, loss of the answers, and share of answers that are right; that share in each sequence."""
-    # One for all parts, so that every sequence has dice of its own.
+    """Return (text loss, answer loss, accuracy) and the accuracy of each sequence."""
+    # One generator for all batches, so that every sequence gets its own random blocks.
     generator = torch.Generator(tokens.device).manual_seed(seed)
-    parts = [
+    batches = [
         score_teacher_forced(lambda rows: forward_with_ablation(model, rows, ablation, generator), *rows)
         for rows in zip(tokens.split(batch_size), answer_positions.split(batch_size), strict=True)
     ]
-    right, losses, text = (torch.cat(part) for part in zip(*parts, strict=True))
-    found = right.all(-1).float().mean(1)
-    return (text.mean().item(), losses.mean().item(), found.mean().item()), found.tolist()
+    is_correct, losses, text = (torch.cat(values) for values in zip(*batches, strict=True))
+    sequence_accuracy = is_correct.all(-1).float().mean(1)
+    return (text.mean().item(), losses.mean().item(), sequence_accuracy.mean().item()), sequence_accuracy.tolist()
 
 
 def _combine_branches(
@@ -138,7 +147,7 @@ def _combine_branches(
     ablation: Ablation,
     generator: torch.Generator,
 ) -> Tensor:
-    """`nsa_attention` of one layer under an intervention: [B, T, H, Dv]."""
+    """Return `nsa_attention` of one layer under an ablation, [B, T, H, Dv]."""
     q, k_cmp, v_cmp, _, _, k_win, v_win, gates = inputs
     nsa, backend = layer.config.nsa, block_selectors.get_backends(layer)
     out_cmp, _ = compressed_attention(q, k_cmp, v_cmp, nsa, backend=backend["compressed"])
@@ -173,9 +182,9 @@ def _attend_selected(
     elif ablation.n_sel_factor == 1:
         blocks = block_selectors.select_model_blocks(scoring, layer)
     else:
-        backend = "auto"  # the model's own need not take so many blocks; they differ by rounding
-        asking, keys, asked = scoring
-        blocks = score_and_select_blocks(asking, keys, _scale_n_sel(asked, ablation), backend=backend)
+        backend = "auto"  # the resolved backend may not support that many blocks; results differ by rounding
+        scoring_q, scoring_k, scoring_nsa = scoring
+        blocks = score_and_select_blocks(scoring_q, scoring_k, _scale_n_sel(scoring_nsa, ablation), backend=backend)
     return selected_attention(q, k_sel, v_sel, blocks, nsa, backend=backend)[0]
 
 

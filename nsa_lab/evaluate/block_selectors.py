@@ -1,7 +1,7 @@
-"""Choices of blocks to hold the model's own against, and how much of what its heads look for each of them catches.
+"""Block selections to compare with the model's selection, and the attention mass that each of them covers.
 
-Every choice here is made by the definition's own rule (`reference.choose`: forced blocks, n_sel in all, ties to the lower
-index); only the scores differ. Selection blocks are those of one whole document.
+All selections use the rule of the definition (`reference.select_by_importance`: forced blocks, n_sel blocks in total, ties
+to the lower index) and differ only in the scores. The layout is one full document.
 """
 
 from __future__ import annotations
@@ -16,83 +16,85 @@ from nsa_lab.attention import geometry, reference, score_and_select_blocks
 from nsa_lab.config import NSAConfig
 from nsa_lab.model import AttentionInputs, Block, NSATransformer, SelectionInputs, SparseAttention
 
-# Elements of the largest temporary tensor of scores.
+# Maximum elements of a temporary tensor of scores.
 MAX_SCORE_ELEMENTS = 1 << 25
 
 
 def select_model_blocks(scoring: SelectionInputs, layer: SparseAttention) -> Tensor:
-    """The blocks that the model chooses, int32 [B, T, G, n_sel]; `scoring` as `SparseAttention.scoring` gives it."""
-    assert layer.backends is not None, "a model resolves its backends when it is built"
+    """Return the blocks that the model selects, int32 [B, T, G, n_sel]; see `SparseAttention.project_selection_inputs`."""
+    assert layer.backends is not None, "NSATransformer resolves backends at construction"
     return score_and_select_blocks(*scoring, backend=layer.backends)
 
 
 def select_random_blocks(q: Tensor, n_groups: int, nsa: NSAConfig, generator: torch.Generator) -> Tensor:
-    """Blocks by the throw of a die, int32 [B, T, G, n_sel]; `generator` is one of q's device."""
-    # There, since there are many: at 32,768 tokens a CPU takes some .2 s for those of one layer and sequence.
+    """Return randomly selected blocks, int32 [B, T, G, n_sel]; `generator` is on the device of q."""
+    # Sample on the device of q: on a CPU, 32,768 tokens take about 0.2 s per layer and sequence.
     scores = torch.rand(*_get_score_shape(q, n_groups, nsa), generator=generator, device=q.device)
     return reference.select_by_importance(scores, nsa)
 
 
 def select_nearest_blocks(q: Tensor, n_groups: int, nsa: NSAConfig) -> Tensor:
-    """The latest blocks, int32 [B, T, G, n_sel]."""
+    """Return the latest blocks, int32 [B, T, G, n_sel]."""
     shape = _get_score_shape(q, n_groups, nsa)
     return reference.select_by_importance(torch.arange(shape[-1], dtype=torch.float32, device=q.device).expand(shape), nsa)
 
 
 def select_oracle_blocks(q: Tensor, k_sel: Tensor, nsa: NSAConfig) -> Tensor:
-    """The blocks that hold most of what the selected branch would attend to if it read everything."""
+    """Return the blocks with the largest attention mass of dense attention, int32 [B, T, G, n_sel]."""
     return torch.cat(
         [reference.select_by_importance(mass, nsa, first) for first, mass in _iterate_block_mass(q, k_sel, nsa)], dim=1
     )
 
 
 def compute_block_mass(q: Tensor, k_sel: Tensor, nsa: NSAConfig) -> Tensor:
-    """Attention over all keys <= t, summed over each selection block and the heads of a group.
+    """Return the dense attention probability of each selection block, summed over the heads of a group.
 
-    q [B, T, H, D], k_sel [B, T, G, D] -> float32 [B, T, G, blocks]; a row sums to the heads of a group.
+    q [B, T, H, D], k_sel [B, T, G, D] -> float32 [B, T, G, n_blocks]; each row sums to H / G.
     """
     return torch.cat([mass for _, mass in _iterate_block_mass(q, k_sel, nsa)], dim=1)
 
 
 @torch.no_grad()
 def measure_selection_quality(model: NSATransformer, tokens: Tensor, seed: int = 0) -> dict[str, list[float]] | None:
-    """By layer, on tokens [B, T]: the share of the oracle's attention mass that a choice catches.
+    """Return, per layer, the attention mass of each selection as a fraction of the mass of the oracle, on tokens [B, T].
 
-    `chosen`, `nearest` and `random` are shares of all that the oracle catches; `chosen_free` and its kind, of what it
-    catches beyond the forced blocks, which every choice reads. Over the queries that have a choice, those past n_sel
-    blocks; None if there are none. Raises ValueError for a dense model.
+    `chosen`, `nearest`, `random`: fraction of the total mass. `chosen_free` and so on: fraction of the mass outside the
+    forced blocks, which all selections contain. Computed over queries after the first n_sel blocks, since earlier queries
+    select all blocks; None if there are none. Raises ValueError for a dense model.
     """
     check_is_sparse(model)
     nsa = model.config.nsa
     if tokens.shape[1] <= nsa.n_sel * nsa.l_sel:
         return None
     generator = torch.Generator(tokens.device).manual_seed(seed)
-    by_layer = [_measure_layer_quality(*seen, generator) for seen in _iterate_layers(model, tokens)]
+    by_layer = [_measure_layer_quality(*layer_inputs, generator) for layer_inputs in _iterate_layers(model, tokens)]
     return {name: [layer[name] for layer in by_layer] for name in by_layer[0]}
 
 
 def check_is_sparse(model: NSATransformer) -> None:
-    """Raises ValueError for a dense model."""
+    """Raise ValueError for a dense model."""
     if model.config.attention != "nsa":
-        raise ValueError("a dense model chooses no blocks and has no branches; use model.attention: nsa")
+        raise ValueError(
+            "expected an NSA model, got a dense model without block selection and branches; use model.attention: nsa"
+        )
 
 
 def get_backends(layer: SparseAttention) -> dict[str, str]:
-    """The backend of every part of a layer of an `NSATransformer`, by name."""
-    assert layer.backends is not None, "a model resolves its backends when it is built"
-    return {part: choice.backend for part, choice in layer.backends.items()}
+    """Return {part: backend} of a layer of an `NSATransformer`."""
+    assert layer.backends is not None, "NSATransformer resolves backends at construction"
+    return {part: resolved.backend for part, resolved in layer.backends.items()}
 
 
 def _iterate_layers(
     model: NSATransformer, tokens: Tensor
 ) -> Iterator[tuple[AttentionInputs, SelectionInputs, SparseAttention]]:
-    """What attention is given, and what chooses, in every layer of an undisturbed forward pass."""
+    """Yield the attention inputs and selection inputs of every layer in an unmodified forward pass."""
     x, rotary = model.prepare_inputs(tokens)
     for block in cast("list[Block]", model.blocks):
         layer = cast(SparseAttention, block.attention)
-        normed = block.attention_norm(x)
-        inputs = layer.project(normed, rotary)
-        yield inputs, layer.project_selection_inputs(normed, inputs, rotary), layer
+        normalized = block.attention_norm(x)
+        inputs = layer.project(normalized, rotary)
+        yield inputs, layer.project_selection_inputs(normalized, inputs, rotary), layer
         x, _ = block(x, rotary)
 
 
@@ -100,41 +102,47 @@ def _measure_layer_quality(
     inputs: AttentionInputs, scoring: SelectionInputs, layer: SparseAttention, generator: torch.Generator
 ) -> dict[str, float]:
     q, k_sel, nsa = inputs[0], inputs[3], layer.config.nsa
-    G, first = k_sel.shape[2], nsa.n_sel * nsa.l_sel
-    choices = {
+    G, first_query = k_sel.shape[2], nsa.n_sel * nsa.l_sel
+    selections = {
         "chosen": select_model_blocks(scoring, layer),
         "nearest": select_nearest_blocks(q, G, nsa),
         "random": select_random_blocks(q, G, nsa, generator),
         "oracle": select_oracle_blocks(q, k_sel, nsa),
     }
-    caught = dict.fromkeys((*choices, "forced"), 0.0)
+    covered = dict.fromkeys((*selections, "forced"), 0.0)
     for start, mass in _iterate_block_mass(q, k_sel, nsa):
         t = geometry.positions(start, start + mass.shape[1], q.device)
-        judged = t >= first
-        for name, blocks in choices.items():
-            own = blocks[:, start : start + mass.shape[1]].long()
-            held = mass.gather(-1, own.clamp_min(0)) * (own >= 0)
-            caught[name] += held[:, judged].double().sum().item()
+        is_counted = t >= first_query
+        for name, blocks in selections.items():
+            indices = blocks[:, start : start + mass.shape[1]].long()
+            mass_covered = mass.gather(-1, indices.clamp_min(0)) * (indices >= 0)
+            covered[name] += mass_covered[:, is_counted].double().sum().item()
         forced = geometry.forced_blocks(t, mass.shape[-1], nsa)[:, None]
-        caught["forced"] += (mass * forced)[:, judged].double().sum().item()
-    best, always = caught.pop("oracle"), caught.pop("forced")
-    shares = {name: held / best for name, held in caught.items()}
-    return shares | {f"{name}_free": (held - always) / max(best - always, 1e-12) for name, held in caught.items()}
+        covered["forced"] += (mass * forced)[:, is_counted].double().sum().item()
+    oracle, forced_mass = covered.pop("oracle"), covered.pop("forced")
+    fractions = {name: mass_covered / oracle for name, mass_covered in covered.items()}
+    return fractions | {
+        f"{name}_free": (mass_covered - forced_mass) / max(oracle - forced_mass, 1e-12)
+        for name, mass_covered in covered.items()
+    }
 
 
 def _iterate_block_mass(q: Tensor, k_sel: Tensor, nsa: NSAConfig) -> Iterator[tuple[int, Tensor]]:
-    """`block_mass` in pieces: the first query of each, and float32 [B, queries, G, blocks]."""
+    """Yield `compute_block_mass` in chunks: the first query, and float32 [B, queries, G, n_blocks]."""
     B, T, H, D = q.shape
-    G, blocks = k_sel.shape[2], geometry.num_selection(T, nsa)
-    rows = max(1, MAX_SCORE_ELEMENTS // (B * H * T))
-    for first in range(0, T, rows):
-        end = min(first + rows, T)
-        part = q[:, first:end].unflatten(2, (G, H // G))
-        # Keys past the piece's last query are masked for all of it, so they are not read: half of the work.
-        scores = torch.einsum("btghd,bsgd->btghs", part, k_sel[:, :end]).float() * D**-0.5
-        t, s = (geometry.positions(a, end, q.device) for a in (first, 0))
+    G, n_blocks = k_sel.shape[2], geometry.num_selection(T, nsa)
+    n_queries = max(1, MAX_SCORE_ELEMENTS // (B * H * T))
+    for first in range(0, T, n_queries):
+        end = min(first + n_queries, T)
+        q_chunk = q[:, first:end].unflatten(2, (G, H // G))
+        # Keys after the last query of the chunk are masked for the entire chunk; skipping them saves half of the work.
+        scores = torch.einsum("btghd,bsgd->btghs", q_chunk, k_sel[:, :end]).float() * D**-0.5
+        t, s = (geometry.positions(start, end, q.device) for start in (first, 0))
         p = scores.masked_fill_((s > t[:, None])[None, :, None, None], float("-inf")).softmax(-1).sum(3)
-        yield first, torch.nn.functional.pad(p, (0, blocks * nsa.l_sel - end)).unflatten(-1, (blocks, nsa.l_sel)).sum(-1)
+        yield (
+            first,
+            torch.nn.functional.pad(p, (0, n_blocks * nsa.l_sel - end)).unflatten(-1, (n_blocks, nsa.l_sel)).sum(-1),
+        )
 
 
 def _get_score_shape(q: Tensor, n_groups: int, nsa: NSAConfig) -> tuple[int, int, int, int]:

@@ -1,7 +1,6 @@
-"""Loss of whole documents: every document from its first token on, read alone and read behind others.
+"""Loss per document, with each document scored alone and packed after others.
 
-What a run with `data.documents: mask` and one with `cross` are compared by: the same tokens, in the two ways in which they
-were trained to read them.
+It compares runs with `data.documents: mask` and `cross` on the same tokens, in both layouts that they were trained with.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from nsa_lab.model import NSATransformer
 
 @dataclass(frozen=True)
 class DocumentLengthRange:
-    """Documents, or parts of one, of `first` + 1 .. `last` tokens. `alone` and `across` are nats per token."""
+    """Loss of documents (or parts of documents) of `first` + 1 .. `last` tokens; `alone`, `across`: nats per token."""
 
     first: int
     last: int
@@ -35,11 +34,10 @@ class DocumentLengthRange:
 
 @dataclass(frozen=True)
 class DocumentLoss:
-    """Mean losses in nats per token, separators included.
+    """Mean losses in nats per token, including separators.
 
-    `alone`: every document as if nothing stood before it. `across`: the same rows read as one text each. `first_alone` and
-    `first_across`: of the first token of each document. `difference` is across - alone, the mean over rows, and `error` its
-    standard error (0 for a single row).
+    `alone`: each document separately. `across`: the same rows, each as one text. `first_alone`, `first_across`: first token
+    of each document. `difference`: mean over rows of across - alone; `error`: its standard error (0 for a single row).
     """
 
     length: int
@@ -60,38 +58,38 @@ class DocumentLoss:
 def measure_document_loss(
     model: NSATransformer, text: TokenStore, separator: int, length: int, rows: int = 16
 ) -> DocumentLoss:
-    """Losses on at most `rows` rows of `length` tokens, filled with whole documents of `text`, best fit.
+    """Measure the loss on at most `rows` rows of `length` tokens, packed with whole documents of `text` by best fit.
 
-    A document longer than a row is read in parts, each from its own beginning; `cut_documents` counts those in `text`, and
-    `documents` are those that were read, parts included. Rows are spread over all lengths of documents. Raises `DataError`
-    if no document ends in `text`.
+    A document longer than a row is cut into parts, each scored separately: `cut_documents` counts such documents in `text`,
+    `documents` the documents and parts that were scored. Rows are evenly spaced in packing order, which covers all document
+    lengths. Raises `DataError` if no document ends in `text`.
     """
     packed = BestFitPacking(text, length, separator)
-    count = min(rows, packed.rows_per_epoch)
-    asked = [_score_row(model, packed, row * packed.rows_per_epoch // count, separator) for row in range(count)]
-    documents = torch.cat([row.lengths[row.lengths > 0] for row in asked])
-    alone, across = (torch.cat(part) for part in zip(*((row.alone, row.across) for row in asked), strict=True))
-    begins = (documents.cumsum(0) - documents).long()
-    by_row = torch.stack([(row.across - row.alone).mean() for row in asked])
+    n_rows = min(rows, packed.rows_per_epoch)
+    row_losses = [_score_row(model, packed, row * packed.rows_per_epoch // n_rows, separator) for row in range(n_rows)]
+    documents = torch.cat([row.lengths[row.lengths > 0] for row in row_losses])
+    alone, across = (torch.cat(losses) for losses in zip(*((row.alone, row.across) for row in row_losses), strict=True))
+    starts = (documents.cumsum(0) - documents).long()
+    difference_by_row = torch.stack([(row.across - row.alone).mean() for row in row_losses])
     return DocumentLoss(
         length,
-        count,
+        n_rows,
         len(documents),
         packed.summarize("")["cut_documents"],
         len(alone),
         alone.mean().item(),
         across.mean().item(),
-        alone[begins].mean().item(),
-        across[begins].mean().item(),
-        by_row.mean().item(),
-        by_row.std().item() / math.sqrt(count) if count > 1 else 0.0,
+        alone[starts].mean().item(),
+        across[starts].mean().item(),
+        difference_by_row.mean().item(),
+        difference_by_row.std().item() / math.sqrt(n_rows) if n_rows > 1 else 0.0,
         list(_group_by_length(documents, alone, across, length)),
     )
 
 
 @dataclass(frozen=True)
 class _RowLosses:
-    """Lengths of a row's documents, int64 [documents]; losses of their tokens, float64 [tokens]. Padding is left out."""
+    """Document lengths of a row, int64 [documents], and token losses, float64 [tokens], without padding."""
 
     lengths: Tensor
     alone: Tensor
@@ -99,33 +97,33 @@ class _RowLosses:
 
 
 def _score_row(model: NSATransformer, packed: BestFitPacking, row: int, separator: int) -> _RowLosses:
-    window, filled, span = get_packed_row(packed, row, separator)
-    alone, across = (compute_token_losses(model, window, reading)[:filled] for reading in (span, None))
-    return _RowLosses(span.cu_seqlens(torch.device("cpu")).clamp(max=filled).diff().long(), alone, across)
+    window, n_targets, span = get_packed_row(packed, row, separator)
+    alone, across = (compute_token_losses(model, window, layout)[:n_targets] for layout in (span, None))
+    return _RowLosses(span.cu_seqlens(torch.device("cpu")).clamp(max=n_targets).diff().long(), alone, across)
 
 
 def get_packed_row(packed: BestFitPacking, row: int, separator: int) -> tuple[Tensor, int, Span]:
-    """A row of whole documents: its tokens int64 [T + 1], how many of its targets are text, and where documents begin."""
-    window, filled = packed.read_window(row), int(packed.get_weights(row)[1:].sum())
+    """Return the tokens of a row, int64 [T + 1], its number of targets that are not padding, and its document layout."""
+    window, n_targets = packed.read_window(row), int(packed.get_weights(row)[1:].sum())
     documents = locate_documents([window[:-1]], separator)
-    # Padding stays, so that every row has the same shapes; nothing in it comes before text.
+    # Keep the padding, so that all rows have the same shape. It is at the end.
     span = Span.packed(documents.cu_seqlens, capacity=documents.capacity, longest=documents.longest)
-    return torch.from_numpy(window), filled, span
+    return torch.from_numpy(window), n_targets, span
 
 
 def compute_token_losses(model: NSATransformer, window: Tensor, span: Span | None = None) -> Tensor:
-    """Of every token of a window int64 [T + 1] but the first, nats: float64 [T], on the CPU."""
+    """Return the loss of all tokens but the first of a window int64 [T + 1], in nats: float64 [T] on the CPU."""
     window = window.to(model.head.weight.device)
     logits = model(window[None, :-1], span)[0].float()
     return functional.cross_entropy(logits, window[1:], reduction="none").double().cpu()
 
 
 def _group_by_length(documents: Tensor, alone: Tensor, across: Tensor, max_length: int) -> Iterator[DocumentLengthRange]:
-    of_token = documents.repeat_interleave(documents)
+    document_length = documents.repeat_interleave(documents)
     for first, last in split_into_ranges(max_length):
-        held = (of_token > first) & (of_token <= last)
-        many = int(((documents > first) & (documents <= last)).sum())
-        if many:
+        in_range = (document_length > first) & (document_length <= last)
+        n_documents = int(((documents > first) & (documents <= last)).sum())
+        if n_documents:
             yield DocumentLengthRange(
-                first, last, many, int(held.sum()), alone[held].mean().item(), across[held].mean().item()
+                first, last, n_documents, int(in_range.sum()), alone[in_range].mean().item(), across[in_range].mean().item()
             )

@@ -1,6 +1,6 @@
-"""Loss on texts of any kind, kept part by part: what two runs are compared by in pairs.
+"""Loss on held-out texts, recorded per part for paired comparison of runs.
 
-Every part of a text is read by every model in the same cut, so that part i of one evaluation is part i of another.
+A text is cut independently of the model, so part i of one evaluation is part i of every other evaluation.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from nsa_lab.model import NSATransformer
 
 @dataclass(frozen=True)
 class TextLoss:
-    """Mean losses in nats per token, separators included; lists in the order of the text.
+    """Mean losses in nats per token, including separators; lists in the order of the text.
 
-    `loss` is that of all `tokens`, every document read by itself from its first token on (in parts of `length` where it is
-    longer), and `rows` are the tokens and the loss of each row of whole documents that it was read in. `windows` has the
-    loss in each of `octaves` of the position, of each window of `length` tokens that lies inside one document, and
-    `window_documents` the number of that document.
+    `loss`: mean over all `tokens`, with each document scored separately (in parts of `length` if it is longer).
+    `rows`: (tokens, loss) of each row of whole documents. `windows`: for each window of `length` tokens inside one
+    document, the loss in each position range of `octaves`; `window_documents`: the index of that document.
     """
 
     identity: str
@@ -42,48 +41,49 @@ class TextLoss:
 
 
 def read_text(path: str) -> TokenStore:
-    """The documents of a file, a folder or a glob of txt, jsonl or parquet, as bytes. Raises `DataError` if it cannot."""
+    """Read the documents of a file, folder or glob (txt, jsonl, parquet) as bytes. Raises `DataError` if that fails."""
     tokenizer = ByteTokenizer()
-    end = np.array([tokenizer.separator], np.uint8)
+    separator = np.array([tokenizer.separator], np.uint8)
     source = LocalSource(path, label="text")
     documents = [tokenizer.encode(document.text).astype(np.uint8) for document in source.documents()]
-    return TokenStore([np.concatenate([part for text in documents if len(text) for part in (text, end)])])
+    return TokenStore([np.concatenate([part for text in documents if len(text) for part in (text, separator)])])
 
 
 def compute_text_digest(text: TokenStore) -> str:
-    """Sixteen hex digits over a text's bytes."""
+    """Return the first 16 hex digits of the SHA-256 of a text."""
     return hashlib.sha256(text.read(0, len(text)).astype(np.uint8).tobytes()).hexdigest()[:16]
 
 
 @torch.no_grad()
 def measure_text_loss(model: NSATransformer, text: TokenStore, length: int) -> TextLoss:
-    """Losses of a byte model on all of `text`, documents as `read_text` gives them, in rows and windows of `length`."""
+    """Measure the loss of a byte model on all of `text` from `read_text`, in rows and windows of `length` tokens."""
     separator = ByteTokenizer().separator
     packed = BestFitPacking(text, length, separator)
     rows = [_score_row(model, packed, row, separator) for row in range(packed.rows_per_epoch)]
-    tokens, edges = sum(count for count, _ in rows), split_into_ranges(length)
-    numbers, windows = [], []
-    for number, window in iterate_inner_windows(text, separator, length):
+    tokens, ranges = sum(n_tokens for n_tokens, _ in rows), split_into_ranges(length)
+    window_documents, windows = [], []
+    for document, window in iterate_inner_windows(text, separator, length):
         losses = compute_token_losses(model, window)
-        numbers.append(number)
-        windows.append([losses[first:last].mean().item() for first, last in edges])
-    loss = sum(count * mean for count, mean in rows) / tokens
+        window_documents.append(document)
+        windows.append([losses[first:last].mean().item() for first, last in ranges])
+    loss = sum(n_tokens * mean for n_tokens, mean in rows) / tokens
     documents = len(text.find(separator))
-    return TextLoss(compute_text_digest(text), documents, tokens, length, loss, rows, edges, windows, numbers)
+    return TextLoss(compute_text_digest(text), documents, tokens, length, loss, rows, ranges, windows, window_documents)
 
 
 def iterate_inner_windows(text: TokenStore, separator: int, length: int) -> Iterator[tuple[int, Tensor]]:
-    """Windows of `length` + 1 tokens that lie inside a document, with its number.
+    """Yield the windows of `length` + 1 tokens inside each document, with the document index.
 
-    The first begins with the separator before the document; they overlap by one token, as inputs and targets of a text do.
+    The first window starts at the separator before the document. Windows overlap by one token, the last target of one and
+    the first input of the next.
     """
     ends = text.find(separator)
-    for number, (begin, tokens) in enumerate(zip(np.append(-1, ends[:-1]), np.diff(ends, prepend=-1), strict=True)):
-        for first in range(int(begin), int(begin) + int(tokens) // length * length, length):
-            inside = text.read(max(first, 0), length + 1 if first >= 0 else length)
-            yield number, torch.from_numpy(inside if first >= 0 else np.append(separator, inside))
+    for document, (start, n_tokens) in enumerate(zip(np.append(-1, ends[:-1]), np.diff(ends, prepend=-1), strict=True)):
+        for first in range(int(start), int(start) + int(n_tokens) // length * length, length):
+            window_tokens = text.read(max(first, 0), length + 1 if first >= 0 else length)
+            yield document, torch.from_numpy(window_tokens if first >= 0 else np.append(separator, window_tokens))
 
 
 def _score_row(model: NSATransformer, packed: BestFitPacking, row: int, separator: int) -> tuple[int, float]:
-    window, filled, span = get_packed_row(packed, row, separator)
-    return filled, compute_token_losses(model, window, span)[:filled].mean().item()
+    window, n_targets, span = get_packed_row(packed, row, separator)
+    return n_targets, compute_token_losses(model, window, span)[:n_targets].mean().item()

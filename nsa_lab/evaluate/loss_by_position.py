@@ -1,4 +1,4 @@
-"""Loss by position: what a longer past is worth. Windows of held-out text, in octaves of the position."""
+"""Loss by position on windows of held-out text, in ranges of doubling positions. It shows the benefit of long context."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ FIRST_RANGE_TOKENS = 256
 
 @dataclass(frozen=True)
 class PositionRange:
-    """Tokens that have `first` .. `last` - 1 others before them. `loss` is nats per token, `error` its standard error over
-    the windows (0 for a single window), `tokens` how many there were, and `windows` the loss in each window, in order."""
+    """Loss of the tokens at positions `first` .. `last` - 1.
+
+    `loss`: nats per token; `error`: its standard error over windows (0 for a single window); `tokens`: number of tokens;
+    `windows`: loss of each window, in order.
+    """
 
     first: int
     last: int
@@ -29,7 +32,7 @@ class PositionRange:
 
 
 def split_into_ranges(length: int) -> list[tuple[int, int]]:
-    """[0, 256), [256, 512), [512, 1024) ... up to `length`, the last one possibly cut short."""
+    """Return [0, 256), [256, 512), [512, 1024) ... up to `length`; the last range may be shorter."""
     edges = [0, *(FIRST_RANGE_TOKENS << k for k in range(64) if FIRST_RANGE_TOKENS << k < length), length]
     return list(itertools.pairwise(edges))
 
@@ -38,9 +41,9 @@ def split_into_ranges(length: int) -> list[tuple[int, int]]:
 def measure_loss_by_position(
     model: NSATransformer, text: TokenStore, length: int, windows: int = 16
 ) -> list[PositionRange]:
-    """Mean loss in every octave over at most `windows` windows of `length` tokens, spread over `text`.
+    """Measure the mean loss per position range over at most `windows` windows of `length` tokens, spread over `text`.
 
-    Raises `DataError` if the text does not hold one.
+    Raises `DataError` if the text is shorter than one window.
     """
     device = model.head.weight.device
     rows = []

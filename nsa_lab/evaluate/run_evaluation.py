@@ -1,10 +1,9 @@
-"""The evaluation of a run: everything that `nsa_lab.evaluate` measures, of one checkpoint, in one file.
+"""Evaluation of a run: all measurements of `nsa_lab.evaluate` on one checkpoint, in one file.
 
 Invariants
-* `evaluation.json` is replaced whole or not at all, and says what it was made from: checkpoint, data, seeds, counts, code,
-  device, dtype.
-* Each part is kept as soon as it is found, so that an evaluation that was broken off goes on with the next.
-* What could not be asked stands there with its reason; nothing is left out in silence.
+* `evaluation.json` is replaced atomically and records its origin: checkpoint, data, seeds, counts, code, device, dtype.
+* Each part is saved when it is complete, so an interrupted evaluation continues with the next part.
+* A part that cannot be evaluated is recorded with the reason.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ Log = Callable[[str], object]
 
 @dataclass(frozen=True)
 class _RetrievalSettings:
-    """What a model is asked about: held-out text, int64 bytes, and how often."""
+    """Model, held-out text (int64 bytes) and sample counts of the retrieval tasks."""
 
     model: NSATransformer
     text: np.ndarray
@@ -63,7 +62,7 @@ class _RetrievalSettings:
     seed: int
 
     def run_task(self, task: str, length: int) -> list[RetrievalCell]:
-        """One task at one length, a cell for each depth."""
+        """Evaluate one task at one length; one cell per depth."""
         return list(
             evaluate_retrieval(
                 self.model,
@@ -99,41 +98,43 @@ def evaluate_run(
     prepare_data: Callable[..., Dataset] = prepare,
     log: Log = lambda line: None,
 ) -> dict[str, Any]:
-    """Evaluate a run's checkpoint (of `step`; default: the newest) on its own held-out text; also written into a file.
+    """Evaluate a checkpoint of a run on the run's held-out text, write evaluation.json and return its contents.
 
-    out: the folder of that file; by default the run. A model that ships with the package stays as it is, and needs one.
-    lengths: of the sequences with facts; by default those of the run's stages, and twice the longest.
-    tasks: of `TASKS` and `FORMS`. texts: by name, where documents lie that `text_loss` is asked of, at the longest of the
-        run's lengths. Lengths, tasks and texts may differ from those of an evaluation that was broken off and is gone on
-        with; nothing else may.
-    depths, per_depth, written_per_depth: as `retrieval` has them; per_depth_at: in place of per_depth, at these lengths.
-    windows: of `loss_by_position`, and rows of `document_loss`, at the longest of the run's lengths.
-    intervened: sequences that the interventions are measured on, at each length; 0: on none.
-    dtype: of weights and attention; what is shown of interventions is best in float32.
-    builder: makes the data set, as `nsa_lab.data.prepare` does. say: gets a line as each part is done.
+    out: folder of evaluation.json; default: the run directory. Required for a bundled model, whose evaluation is fixed.
+    step: checkpoint; default: the newest.
+    lengths: of the retrieval sequences; default: the lengths of the run's stages, and twice the longest.
+    tasks: names in `TASKS` and `NEEDLE_FORMS`. texts: paths by name, for `measure_text_loss` at the run's longest length.
+        An interrupted evaluation can be continued with other lengths, tasks and texts; all other arguments must be equal.
+    depths, per_depth, generated_per_depth: as in `evaluate_retrieval`. per_depth_at: replaces per_depth at these lengths.
+    windows: of `measure_loss_by_position`, and rows of `measure_document_loss`, at the run's longest length.
+    ablation_sequences: number of sequences per length for the ablations; 0 skips them.
+    dtype: of weights and attention; float32 is best for ablations.
+    prepare_data: creates the data set, as `nsa_lab.data.prepare`. log: called with a line for each completed part.
 
-    Raises `NoCheckpoint`, `DataError` for missing text, `ConfigError` for a model whose tokens are not bytes, for a task
-    that there is not, and for a model that ships without `out`.
+    Raises `NoCheckpoint`; `DataError` for missing text; `ConfigError` for a model that is not a byte model, for an unknown
+    task, and for a bundled model without `out`.
     """
     folder = directory.check_run_dir(run_dir)
     config = RunConfig.from_yaml(folder / directory.CONFIG)
     if config.data.tokenizer != "byte" or config.model.vocab_size < BYTE_VOCAB_SIZE:
         raise ConfigError(
-            f"{folder.name}: retrieval asks for bytes, and data.tokenizer = {config.data.tokenizer}; "
+            f"{folder.name}: expected a byte model, got data.tokenizer = {config.data.tokenizer}; "
             "evaluate a run with data.tokenizer: byte"
         )
     if unknown := [task for task in tasks if task not in ALL_TASKS]:
-        raise ConfigError(f"task = {unknown[0]}: there is no such task; there is {', '.join(ALL_TASKS)}")
-    kept_in = _make_output_folder(folder, out)
-    read = {name: read_text(path) for name, path in texts.items()}
+        raise ConfigError(f"task = {unknown[0]}: unknown task; available: {', '.join(ALL_TASKS)}")
+    output_folder = _make_output_folder(folder, out)
+    text_by_name = {name: read_text(path) for name, path in texts.items()}
     checkpoint = find_checkpoint(folder, step)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    begun, model = time.monotonic(), load_model(checkpoint, device=where, dtype=dtype)
+    target_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    start, model = time.monotonic(), load_model(checkpoint, device=target_device, dtype=dtype)
     dataset = prepare_data(config.data, config.model.vocab_size, config.train.longest_stage.seq_len)
     text = dataset.validation.read(0, len(dataset.validation))
-    asked = sorted(set(lengths or _get_default_lengths(config)))
-    ask = _RetrievalSettings(model, text, config.data, tuple(depths), per_depth, per_depth_at, generated_per_depth, seed)
-    asking = {
+    requested_lengths = sorted(set(lengths or _get_default_lengths(config)))
+    settings = _RetrievalSettings(
+        model, text, config.data, tuple(depths), per_depth, per_depth_at, generated_per_depth, seed
+    )
+    identity = {
         "v": VERSION,
         "run": folder.name,
         "step": parse_step(checkpoint),
@@ -144,48 +145,48 @@ def evaluate_run(
         "recall": {key: getattr(config.data, key) for key in RecallConfig.model_fields},
         "code": get_code_identity(),
         "versions": get_versions(),
-        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(target_device) if target_device.type == "cuda" else "cpu",
         "dtype": str(dtype).removeprefix("torch."),
         "attention": config.model.attention,
     }
     counts = [list(depths), per_depth, dict(per_depth_at), generated_per_depth, windows, ablation_sequences]
-    parts = PartialEvaluation(kept_in, json.loads(json.dumps([asking, counts])))
+    parts = PartialEvaluation(output_folder, json.loads(json.dumps([identity, counts])))
     if parts.resumed_names:
-        log(f"known from an evaluation that was broken off: {', '.join(sorted(parts.resumed_names))}")
-    found = {
-        **asking,
-        **_run_retrieval(ask, tasks, asked, parts, log),
+        log(f"continuing an interrupted evaluation; already complete: {', '.join(sorted(parts.resumed_names))}")
+    results = {
+        **identity,
+        **_run_retrieval(settings, tasks, requested_lengths, parts, log),
         "positions": parts.get_or_compute("positions", lambda: _run_loss_by_position(model, dataset, config, windows, log)),
         "documents": parts.get_or_compute("documents", lambda: _run_document_loss(model, dataset, config, windows, log)),
         "texts": {
             name: parts.get_or_compute(
                 f"text {name}, {compute_text_digest(text)}", lambda n=name, t=text: _run_text_loss(model, n, t, config, log)
             )
-            for name, text in read.items()
+            for name, text in text_by_name.items()
         },
         "selection": [
-            parts.get_or_compute(f"selection at {n:,}", lambda n=n: _run_ablations(ask, n, ablation_sequences, log))
-            for n in ([] if config.model.attention == "dense" else asked)
+            parts.get_or_compute(f"selection at {n:,}", lambda n=n: _run_ablations(settings, n, ablation_sequences, log))
+            for n in ([] if config.model.attention == "dense" else requested_lengths)
         ],
-        "seconds": round(time.monotonic() - begun, 3),
+        "seconds": round(time.monotonic() - start, 3),
     }
-    write_evaluation(kept_in, found)
+    write_evaluation(output_folder, results)
     parts.delete()
-    return found
+    return results
 
 
 def _make_output_folder(run_dir: Path, out: str | Path | None) -> Path:
-    """The folder of the evaluation's file."""
+    """Return the folder of evaluation.json, created if necessary."""
     if out is None and resolve.is_packaged_model(run_dir):
         raise ConfigError(
-            f"{run_dir.name} ships with nsa-lab, and its own evaluation stays as it is; say where this one goes, for "
-            f"example --out {resolve.get_outputs_dir() / run_dir.name}"
+            f"{run_dir.name} is a bundled model, whose evaluation is fixed; give an output folder, for example "
+            f"--out {resolve.get_outputs_dir() / run_dir.name}"
         )
     folder = Path(out or run_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{folder}: it cannot hold an evaluation ({error.strerror}); name a folder") from None
+        raise ConfigError(f"{folder}: cannot write an evaluation here ({error.strerror}); give another folder") from None
     return folder
 
 
@@ -197,70 +198,70 @@ def _run_retrieval(
     settings: _RetrievalSettings, tasks: Sequence[str], lengths: Sequence[int], parts: PartialEvaluation, log: Log
 ) -> dict[str, Any]:
     cells: list[dict[str, Any]] = []
-    not_asked: list[dict[str, Any]] = []
+    skipped: list[dict[str, Any]] = []
     for task, length in itertools.product(tasks, lengths):
-        why = explain_misfit(task, length, settings.recall, settings.text)
-        if why:
-            not_asked.append({"task": task, "length": length, "why": why})
-            log(f"{task} at {length:,}: not asked: {why}")
+        reason = explain_misfit(task, length, settings.recall, settings.text)
+        if reason:
+            skipped.append({"task": task, "length": length, "why": reason})
+            log(f"{task} at {length:,}: skipped: {reason}")
             continue
         cells += parts.get_or_compute(
             f"{task} at {length:,}", lambda task=task, length=length: _run_task(settings, task, length, log)
         )
-    return {"retrieval": cells, "not_asked": not_asked}
+    return {"retrieval": cells, "not_asked": skipped}
 
 
 def _run_task(settings: _RetrievalSettings, task: str, length: int, log: Log) -> list[dict[str, Any]]:
-    row = settings.run_task(task, length)
-    right, answers = sum(cell.right for cell in row), sum(cell.answers for cell in row)
-    log(f"{task} at {length:,}: {right} of {answers} answers right")
-    return [asdict(cell) for cell in row]
+    cells = settings.run_task(task, length)
+    n_correct, n_answers = sum(cell.right for cell in cells), sum(cell.answers for cell in cells)
+    log(f"{task} at {length:,}: {n_correct} of {n_answers} answers correct")
+    return [asdict(cell) for cell in cells]
 
 
 def _run_loss_by_position(
     model: NSATransformer, dataset: Dataset, config: RunConfig, windows: int, log: Log
 ) -> dict[str, Any]:
     length = config.train.longest_stage.seq_len
-    octaves = measure_loss_by_position(model, dataset.validation, length, windows)
-    log(f"loss at the last positions of {length:,}: {octaves[-1].loss:.4f} nats per token")
-    found = octaves[-1].tokens // (octaves[-1].last - octaves[-1].first)
-    return {"length": length, "windows": found, "octaves": [asdict(octave) for octave in octaves]}
+    ranges = measure_loss_by_position(model, dataset.validation, length, windows)
+    log(f"loss in the last position range of {length:,}: {ranges[-1].loss:.4f} nats per token")
+    n_windows = ranges[-1].tokens // (ranges[-1].last - ranges[-1].first)
+    return {"length": length, "windows": n_windows, "octaves": [asdict(position_range) for position_range in ranges]}
 
 
 def _run_document_loss(model: NSATransformer, dataset: Dataset, config: RunConfig, rows: int, log: Log) -> dict[str, Any]:
     length = config.train.longest_stage.seq_len
-    found = measure_document_loss(model, dataset.validation, dataset.tokenizer.separator, length, rows)
-    log(f"whole documents: {found.alone:.4f} nats per token alone, {found.across:.4f} behind others")
-    return asdict(found)
+    result = measure_document_loss(model, dataset.validation, dataset.tokenizer.separator, length, rows)
+    log(f"whole documents: {result.alone:.4f} nats per token separately, {result.across:.4f} packed after others")
+    return asdict(result)
 
 
 def _run_text_loss(model: NSATransformer, name: str, text: TokenStore, config: RunConfig, log: Log) -> dict[str, Any]:
-    log(f"reading {name}: {len(text):,} bytes, separators included")  # may take minutes
-    found = measure_text_loss(model, text, config.train.longest_stage.seq_len)
-    log(f"{name}: {found.loss:.4f} nats per token of {found.documents:,} documents, each by itself")
-    return asdict(found)
+    log(f"evaluating {name}: {len(text):,} bytes, including separators")  # may take minutes
+    result = measure_text_loss(model, text, config.train.longest_stage.seq_len)
+    log(f"{name}: {result.loss:.4f} nats per token over {result.documents:,} documents, each scored separately")
+    return asdict(result)
 
 
 def _run_ablations(settings: _RetrievalSettings, length: int, count: int, log: Log) -> dict[str, Any]:
-    """Interventions, and the quality of the choice, on `count` needles of one length."""
+    """Run the ablations and measure the selection quality on `count` needles of one length."""
     nsa = settings.model.config.nsa
-    why = explain_misfit("needle", length, settings.recall, settings.text)
+    reason = explain_misfit("needle", length, settings.recall, settings.text)
     if length <= nsa.n_sel * nsa.l_sel:
-        why = f"not judged: {length} tokens are at most nsa.n_sel * nsa.l_sel = {nsa.n_sel * nsa.l_sel}, so all are read"
+        reason = f"not evaluated: {length} tokens <= nsa.n_sel * nsa.l_sel = {nsa.n_sel * nsa.l_sel}, so all are selected"
     if not count:
-        why = "not asked"
-    if why:
-        return {"length": length, "sequences": 0, "why_not": why, "interventions": [], "quality": None}
-    asked = make_needles(length, count, settings.recall, settings.seed, settings.text)
-    tokens, places = stack_samples(asked, settings.model.head.weight.device)
-    effects = run_ablations(settings.model, tokens, places, seed=settings.seed)
-    for effect in effects:
-        log(f"{effect.name} at {length:,}: {effect.accuracy:.0%} of the answers right, text {effect.d_loss:+.4f} nats")
+        reason = "not requested"
+    if reason:
+        return {"length": length, "sequences": 0, "why_not": reason, "interventions": [], "quality": None}
+    samples = make_needles(length, count, settings.recall, settings.seed, settings.text)
+    tokens, answer_positions = stack_samples(samples, settings.model.head.weight.device)
+    results = run_ablations(settings.model, tokens, answer_positions, seed=settings.seed)
+    for result in results:
+        log(f"{result.name} at {length:,}: {result.accuracy:.0%} of the answers correct, text {result.d_loss:+.4f} nats")
     return {
         "length": length,
         "sequences": count,
         "depths": spread_depths(count),
         "why_not": None,
-        "interventions": [asdict(effect) for effect in effects],
+        "interventions": [asdict(result) for result in results],
         "quality": measure_selection_quality(settings.model, tokens[:1], settings.seed),
     }

@@ -1,4 +1,4 @@
-"""Whether a model gives the answers that a sequence asks for: teacher-forced, or written by itself."""
+"""Score the answers of a model to retrieval questions, teacher-forced or generated."""
 
 from __future__ import annotations
 
@@ -18,33 +18,35 @@ Forward = Callable[[Tensor], Tensor]
 
 
 def stack_samples(samples: Sequence[RetrievalTask], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [B, T] and positions of the answers int64 [B, n, value_length], of sequences of one kind and length."""
-    tokens, places = (torch.from_numpy(np.stack(part)).to(device) for part in zip(*samples, strict=True))
-    return tokens, places
+    """Return tokens int64 [B, T] and answer positions int64 [B, n, value_length] of samples of one task and length."""
+    tokens, answer_positions = (torch.from_numpy(np.stack(part)).to(device) for part in zip(*samples, strict=True))
+    return tokens, answer_positions
 
 
 @torch.no_grad()
 def score_teacher_forced(forward: Forward, tokens: Tensor, answer_positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the logits say of the answers of tokens [B, T] at `places` [B, n, v].
+    """Score the answers in tokens [B, T] at `answer_positions` [B, n, v], given all true earlier tokens.
 
-    Whether each token of an answer is the likeliest one, given all true tokens before it, bool [B, n, v]; the loss of each,
-    float32 [B, n, v], nats; and the mean loss of all tokens that are no answer, float32 [B].
+    Returns whether each answer token is the most likely one, bool [B, n, v]; the NLL of each answer token in nats,
+    float32 [B, n, v]; and the mean NLL of all other tokens, float32 [B].
     """
     logits, targets = forward(tokens[:, :-1]).float(), tokens[:, 1:]
     losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
-    flat = answer_positions.flatten(1) - 1
-    right = logits.argmax(-1) == targets
-    text = torch.ones_like(losses).scatter(1, flat, 0.0)
+    logit_positions = answer_positions.flatten(1) - 1
+    is_correct = logits.argmax(-1) == targets
+    is_text = torch.ones_like(losses).scatter(1, logit_positions, 0.0)
     return (
-        right.gather(1, flat).view_as(answer_positions),
-        losses.gather(1, flat).view_as(answer_positions),
-        (losses * text).sum(1) / text.sum(1),
+        is_correct.gather(1, logit_positions).view_as(answer_positions),
+        losses.gather(1, logit_positions).view_as(answer_positions),
+        (losses * is_text).sum(1) / is_text.sum(1),
     )
 
 
 def score_generated(model: NSATransformer, samples: Sequence[RetrievalTask]) -> list[bool]:
-    """Whether the model, given everything before an answer, writes that answer itself; one for every answer."""
-    cut = [(one.tokens[: places[0]], one.tokens[places]) for one in samples for places in one.answers]
-    prompts = [torch.from_numpy(prompt) for prompt, _ in cut]
-    new = generate(model, prompts, max_new_tokens=len(cut[0][1]))
-    return [bool(np.array_equal(tokens.cpu().numpy(), wanted)) for tokens, (_, wanted) in zip(new, cut, strict=True)]
+    """Return for each answer whether the model generates it from the tokens before it."""
+    questions = [
+        (sample.tokens[: positions[0]], sample.tokens[positions]) for sample in samples for positions in sample.answers
+    ]
+    prompts = [torch.from_numpy(prompt) for prompt, _ in questions]
+    new = generate(model, prompts, max_new_tokens=len(questions[0][1]))
+    return [bool(np.array_equal(tokens.cpu().numpy(), answer)) for tokens, (_, answer) in zip(new, questions, strict=True)]

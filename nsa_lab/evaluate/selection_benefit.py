@@ -1,7 +1,7 @@
-"""Whether selection finds what nothing else can: cheap enough for every evaluation of a run.
+"""Selection benefit: loss on far needles with and without the model's block selection. Cheap enough for every validation.
 
-A few needles whose fact lies beyond the window, and not in the first block, asked with the model as it is, with random
-blocks, with the nearest blocks, and without the selected branch. Where these are as good, the choice does nothing.
+The facts of a few needles are outside the window and the forced blocks. They are scored with the unmodified model, with
+random blocks, with the nearest blocks, and without the selected branch. If these are equally good, selection has no effect.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from nsa_lab.model import NSATransformer
 
 COMPARED_ABLATIONS = ("random", "nearest", "no_sel")
 MAX_BATCH_TOKENS = 1 << 16
-# One random choice saves up to .60 of what another costs over 4 sequences, .27 over 16 (docs/science/retrieval_log.md), and
-# the verdict "selection finds" asks for half.
+# Two random selections differ by up to 0.60 of the loss over 4 sequences, by up to 0.27 over 16
+# (docs/science/retrieval_log.md); the check "selection finds" requires a saving of half.
 DEFAULT_SEQUENCES = 16
 
 
 @dataclass(frozen=True)
 class SelectionBenefit:
-    """By intervention, `chosen` among them: mean loss of the answers, nats per token, and share of them that are right."""
+    """Per ablation, including `chosen`: mean answer loss in nats per token, and accuracy of the answers."""
 
     length: int
     sequences: int
@@ -44,47 +44,51 @@ def measure_selection_benefit(
     sequences: int = DEFAULT_SEQUENCES,
     seed: int = 0,
 ) -> SelectionBenefit | str:
-    """Ask for `sequences` facts in held-out `text`, int64 bytes, at `length` tokens; a function of its arguments, and of
-    the kind of device that throws the dice for random blocks.
+    """Measure the benefit on `sequences` needles of `length` tokens in held-out `text`, int64 bytes.
 
-    A string says why this cannot be judged: all blocks are read at this length, or no fact fits where only selection
-    looks, or the text is too short. In the dtype that autocast gives. Raises ValueError for a dense model.
+    Returns a string with the reason if it is undefined: all blocks are selected at this length, no fact fits outside the
+    window and the forced blocks, or the text is too short. The result depends only on the arguments and on the device type,
+    which determines the random blocks. The dtype is that of autocast. Raises ValueError for a dense model.
     """
     check_is_sparse(model)
     depths = _compute_depths(length, model.config.nsa, recall, sequences)
     if isinstance(depths, str):
         return depths
     if len(text) < length:
-        return f"the held-out text has {len(text)} bytes, fewer than a sequence of {length}"
-    asked = [
+        return f"the held-out text has {len(text)} bytes, and a sequence needs {length}"
+    samples = [
         make_needle_task(length, depth, recall, np.random.default_rng([seed, length, number]), text)
         for number, depth in enumerate(depths)
     ]
-    tokens, places = stack_samples(asked, model.head.weight.device)
-    effects = run_ablations(
-        model, tokens, places, names=COMPARED_ABLATIONS, seed=seed, batch_size=max(1, MAX_BATCH_TOKENS // length)
+    tokens, answer_positions = stack_samples(samples, model.head.weight.device)
+    results = run_ablations(
+        model, tokens, answer_positions, names=COMPARED_ABLATIONS, seed=seed, batch_size=max(1, MAX_BATCH_TOKENS // length)
     )
     return SelectionBenefit(
         length,
         sequences,
-        {effect.name: effect.answer_loss for effect in effects},
-        {effect.name: effect.accuracy for effect in effects},
+        {result.name: result.answer_loss for result in results},
+        {result.name: result.accuracy for result in results},
     )
 
 
 def _compute_depths(length: int, nsa: NSAConfig, recall: RecallConfig, count: int) -> list[float] | str:
-    """Shares of the text before the question, over where neither window nor forced blocks look; or why there are none."""
+    """Return depths outside the window and the forced blocks, or why there are none.
+
+    A depth is a fraction of the text before the question.
+    """
     if length <= nsa.n_sel * nsa.l_sel:
-        return f"{length} tokens are at most nsa.n_sel * nsa.l_sel = {nsa.n_sel * nsa.l_sel}: all blocks are read"
+        return f"{length} tokens are at most nsa.n_sel * nsa.l_sel = {nsa.n_sel * nsa.l_sel}: all blocks are selected"
     if nsa.n_sel <= N_FORCED_BLOCKS:
-        return f"nsa.n_sel = {nsa.n_sel}: the forced blocks are all, and none is chosen"
-    longest = compute_max_fact_bytes(recall)
-    body = length - longest  # at least what precedes the question
-    # The last query that looks for the fact is the last token of the answer.
-    nearest = length - max(nsa.w, 2 * nsa.l_sel) - longest
-    if nearest <= nsa.l_sel:
+        return f"nsa.n_sel = {nsa.n_sel}: all selected blocks are forced"
+    fact_length = compute_max_fact_bytes(recall)
+    text_length = length - fact_length  # lower limit of the bytes before the question
+    # The last query that needs the fact is the last token of the answer.
+    max_position = length - max(nsa.w, 2 * nsa.l_sel) - fact_length
+    if max_position <= nsa.l_sel:
         return (
-            f"{length} tokens hold no place for a fact of {longest} bytes beyond the first block and the window of {nsa.w}"
+            f"{length} tokens have no room for a fact of {fact_length} bytes outside the first block and "
+            f"the window of {nsa.w}"
         )
-    first, last = nsa.l_sel / body, min(nearest / body, 1.0)
+    first, last = nsa.l_sel / text_length, min(max_position / text_length, 1.0)
     return [first + (last - first) * (number + 0.5) / count for number in range(count)]

@@ -1,4 +1,4 @@
-"""Loss of whole documents, against every document fed to the model by itself."""
+"""Loss of whole documents, against a forward pass of each document."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LENGTH = 301
 @pytest.fixture(scope="module")
 def model() -> NSATransformer:
     nsa = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=11)
-    made = NSATransformer(ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_groups=1, d_k=8, d_v=8, nsa=nsa), seed=1)
-    return made.double().eval()
+    built = NSATransformer(ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_groups=1, d_k=8, d_v=8, nsa=nsa), seed=1)
+    return built.double().eval()
 
 
 def make_store(documents: list[np.ndarray]) -> TokenStore:
@@ -32,23 +32,23 @@ def make_store(documents: list[np.ndarray]) -> TokenStore:
 
 @pytest.fixture
 def documents() -> list[np.ndarray]:
-    dice = np.random.default_rng(0)
-    return [dice.integers(0, 250, length) for length in LENGTHS]
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 250, length) for length in LENGTHS]
 
 
 def compute_losses(model: NSATransformer, text: np.ndarray) -> Tensor:
-    """Of every token of a document and of the separator that ends it, given the separator before it."""
+    """Return the losses of all tokens of a document and of its final separator, given the separator before it."""
     tokens = torch.from_numpy(np.concatenate([[SEPARATOR], text, [SEPARATOR]]))
     with torch.no_grad():
         return functional.cross_entropy(model(tokens[None, :-1])[0], tokens[1:], reduction="none").double()
 
 
 def split_into_parts(text: np.ndarray) -> list[slice]:
-    """A document of n tokens has n + 1 targets; what is longer than a row is read in rows of its own."""
+    """Return the parts of a document in rows: n tokens have n + 1 targets."""
     return [slice(first, first + LENGTH) for first in range(0, len(text) + 1, LENGTH)]
 
 
-def test_every_document_counts_as_if_it_were_alone(model: NSATransformer, documents: list[np.ndarray]) -> None:
+def test_documents_are_scored_separately(model: NSATransformer, documents: list[np.ndarray]) -> None:
     found = measure_document_loss(model, make_store(documents), SEPARATOR, LENGTH, rows=100)
     wanted = []
     for text in documents:
@@ -71,8 +71,8 @@ def test_every_document_counts_as_if_it_were_alone(model: NSATransformer, docume
     assert sum(part.documents for part in found.by_length) == found.documents
 
 
-def test_across_reads_the_same_tokens_behind_the_others(model: NSATransformer) -> None:
-    """One row of three documents: what precedes in the row is read, and what follows in the padding is not."""
+def test_across_scores_the_same_tokens_in_context(model: NSATransformer) -> None:
+    """One row of three documents: earlier documents have an effect, padding has none."""
     dice = np.random.default_rng(1)
     texts = [dice.integers(0, 250, length) for length in (120, 90, 20)]
     found = measure_document_loss(model, make_store(texts), SEPARATOR, LENGTH)
@@ -85,7 +85,7 @@ def test_across_reads_the_same_tokens_behind_the_others(model: NSATransformer) -
     assert found.difference == pytest.approx(found.across - found.alone, rel=1e-6) and found.error == 0
 
 
-def test_fewer_rows_are_spread_over_all_lengths(model: NSATransformer) -> None:
+def test_fewer_rows_cover_all_lengths(model: NSATransformer) -> None:
     dice = np.random.default_rng(2)
     texts = [dice.integers(0, 250, length) for length in [*range(150, 300, 10), *range(1, 60, 7), 900]]
     whole = measure_document_loss(model, make_store(texts), SEPARATOR, LENGTH, rows=1000)
@@ -94,8 +94,8 @@ def test_fewer_rows_are_spread_over_all_lengths(model: NSATransformer) -> None:
     assert some.tokens < whole.tokens and len(some.by_length) == len(whole.by_length) == 2
 
 
-def test_the_rows_that_are_read_lie_evenly_among_all(model: NSATransformer) -> None:
-    """Rows stand in the order of their longest document: the first ones alone would be the long documents."""
+def test_scored_rows_are_evenly_spaced(model: NSATransformer) -> None:
+    """Rows are in order of their longest document: the first rows contain only long documents."""
     dice = np.random.default_rng(2)
     text = make_store([dice.integers(0, 250, length) for length in range(150, 300, 10)])
     packed = BestFitPacking(text, LENGTH, SEPARATOR)
@@ -106,12 +106,12 @@ def test_the_rows_that_are_read_lie_evenly_among_all(model: NSATransformer) -> N
     assert found.alone == pytest.approx(read.mean().item(), rel=1e-9)
 
 
-def test_a_text_without_an_end_is_refused(model: NSATransformer) -> None:
+def test_text_without_a_separator_is_rejected(model: NSATransformer) -> None:
     with pytest.raises(DataError, match="no document ends"):
         measure_document_loss(model, TokenStore([np.zeros(1000, np.uint8)]), SEPARATOR, LENGTH)
 
 
-def test_the_difference_is_a_mean_over_rows_with_its_standard_error(model: NSATransformer) -> None:
+def test_difference_is_a_mean_over_rows_with_standard_error(model: NSATransformer) -> None:
     dice = np.random.default_rng(2)
     texts = [dice.integers(0, 250, length) for length in (200, 90, 150, 120, 60)]
     packed = BestFitPacking(make_store(texts), LENGTH, SEPARATOR)

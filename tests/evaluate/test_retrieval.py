@@ -1,4 +1,4 @@
-"""Counting answers: what is right, what is not, and that everyone is asked the same."""
+"""Retrieval: scoring of answers, samples that are equal for all models, and loss by position."""
 
 from __future__ import annotations
 
@@ -44,14 +44,16 @@ def score_with_errors(
     rows: list[RetrievalTask], wrong: set[tuple[int, int, int]] = frozenset()
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a model says that knows all tokens but those at (row, answer, place)."""
-    tokens, places = stack_samples(rows, CPU)
-    said = tokens.clone()
-    for row, answer, place in wrong:
-        said[row, places[row, answer, place]] += 1
-    return score_teacher_forced(lambda rows: 10.0 * torch.nn.functional.one_hot(said[:, 1:], 256), tokens, places)
+    tokens, answer_positions = stack_samples(rows, CPU)
+    predicted = tokens.clone()
+    for row, answer, position in wrong:
+        predicted[row, answer_positions[row, answer, position]] += 1
+    return score_teacher_forced(
+        lambda rows: 10.0 * torch.nn.functional.one_hot(predicted[:, 1:], 256), tokens, answer_positions
+    )
 
 
-def test_an_answer_counts_when_all_its_tokens_are_the_likeliest() -> None:
+def test_answer_is_correct_if_all_its_tokens_are_most_likely() -> None:
     rows = [make_multi_query_task(901, 0.3, RecallConfig(), np.random.default_rng(n), TEXT) for n in range(3)]
     right, losses, text = score_with_errors(rows, {(1, 2, 0), (2, 3, 6), (2, 3, 5)})
     assert right.shape == losses.shape == (3, 4, 7)
@@ -61,29 +63,29 @@ def test_an_answer_counts_when_all_its_tokens_are_the_likeliest() -> None:
     torch.testing.assert_close(text, knows.expand(3), rtol=1e-3, atol=1e-6)
 
 
-def test_text_loss_leaves_the_answers_out(model: NSATransformer) -> None:
+def test_text_loss_excludes_answers(model: NSATransformer) -> None:
     rows = [make_multi_query_task(901, 0.3, RecallConfig(), np.random.default_rng(4), TEXT)]
-    tokens, places = stack_samples(rows, CPU)
-    _, losses, text = score_teacher_forced(model, tokens, places)
-    every = torch.nn.functional.cross_entropy(model(tokens[:, :-1])[0], tokens[0, 1:], reduction="none")
-    assert (text * (900 - 28) + losses.sum()).item() == pytest.approx(every.sum().item(), rel=1e-5)
+    tokens, answer_positions = stack_samples(rows, CPU)
+    _, losses, text = score_teacher_forced(model, tokens, answer_positions)
+    all_losses = torch.nn.functional.cross_entropy(model(tokens[:, :-1])[0], tokens[0, 1:], reduction="none")
+    assert (text * (900 - 28) + losses.sum()).item() == pytest.approx(all_losses.sum().item(), rel=1e-5)
 
 
-def test_what_the_model_writes_is_compared_with_the_whole_answer(model: NSATransformer) -> None:
+def test_generated_answer_must_match_entirely(model: NSATransformer) -> None:
     (row,) = make_needles(300, 1, RecallConfig(), 0, TEXT)
     assert score_generated(model, [row]) == [False]
     tokens = row.tokens.copy()
-    for place in row.answers[0]:
-        tokens[place] = model(torch.from_numpy(tokens[None, :place]))[0, -1].argmax().item()
-    own = RetrievalTask(tokens, row.answers)
-    assert score_generated(model, [own]) == [True]
-    assert score_teacher_forced(model, *stack_samples([own], CPU))[0].all()
+    for position in row.answers[0]:
+        tokens[position] = model(torch.from_numpy(tokens[None, :position]))[0, -1].argmax().item()
+    generated_sample = RetrievalTask(tokens, row.answers)
+    assert score_generated(model, [generated_sample]) == [True]
+    assert score_teacher_forced(model, *stack_samples([generated_sample], CPU))[0].all()
     tokens[row.answers[0, -1]] += 1
-    assert score_generated(model, [own]) == [False]
+    assert score_generated(model, [generated_sample]) == [False]
 
 
 @pytest.mark.slow
-def test_everyone_is_asked_the_same(model: NSATransformer) -> None:
+def test_samples_do_not_depend_on_other_settings(model: NSATransformer) -> None:
     settings = {"per_depth": 3, "recall": RecallConfig(value_length=3), "seed": 5}
     cells = list(evaluate_retrieval(model, TEXT, [700, 611], depths=(0.0, 0.5), **settings))
     assert [(c.task, c.length, c.depth) for c in cells] == [
@@ -96,14 +98,14 @@ def test_everyone_is_asked_the_same(model: NSATransformer) -> None:
         questions = 4 if cell.task == "multi_query" else 1
         assert (cell.sequences, cell.answers, cell.tokens) == (3, 3 * questions, 9 * questions)
         assert (cell.written, cell.written_right, cell.right) == (questions, 0, 0) and cell.tokens_right < cell.tokens
-    (alone,) = evaluate_retrieval(model, TEXT, [611], tasks=["multi_key"], depths=(0.5,), max_batch_tokens=1, **settings)
+    (single,) = evaluate_retrieval(model, TEXT, [611], tasks=["multi_key"], depths=(0.5,), max_batch_tokens=1, **settings)
     (same,) = [c for c in cells if (c.task, c.length, c.depth) == ("multi_key", 611, 0.5)]
-    assert alone.loss == pytest.approx(same.loss, rel=1e-6) and alone.tokens_right == same.tokens_right
+    assert single.loss == pytest.approx(same.loss, rel=1e-6) and single.tokens_right == same.tokens_right
     (other,) = evaluate_retrieval(model, TEXT, [611], tasks=["multi_key"], depths=(0.5,), **{**settings, "seed": 6})
-    assert other.loss != alone.loss
+    assert other.loss != single.loss
 
 
-def test_what_does_not_fit_says_so(model: NSATransformer) -> None:
+def test_misfit_is_explained(model: NSATransformer) -> None:
     assert explain_misfit("needle", 300, RecallConfig(), TEXT) is None
     assert "do not fit" in (explain_misfit("multi_query", 300, RecallConfig(), TEXT) or "")
     assert "give more text" in (explain_misfit("needle", 5001, RecallConfig(), TEXT) or "")
@@ -112,88 +114,91 @@ def test_what_does_not_fit_says_so(model: NSATransformer) -> None:
 
 
 @pytest.mark.parametrize(("task", "around"), [("needle", 112), ("twelve_digits", 122), ("multi_query", 456)])
-def test_what_fits_once_fits_whatever_is_drawn(task: str, around: int) -> None:
-    """Names differ in length."""
-    judged = []
+def test_fit_does_not_depend_on_the_sample(task: str, around: int) -> None:
+    """Although names differ in length."""
+    fits = []
     for length in range(around - 9, around + 9):
-        refused = explain_misfit(task, length, RecallConfig(), TEXT)
-        judged.append(refused is None)
+        reason = explain_misfit(task, length, RecallConfig(), TEXT)
+        fits.append(reason is None)
         for number in range(40):
-            draw = np.random.default_rng(number)
+            rng = np.random.default_rng(number)
             try:
-                ALL_TASKS[task](length, 0.3, RecallConfig(), draw, TEXT)
+                ALL_TASKS[task](length, 0.3, RecallConfig(), rng, TEXT)
             except DataError:
-                assert refused
+                assert reason
             else:
-                assert refused is None
-    assert judged == sorted(judged) and len({*judged}) == 2
+                assert reason is None
+    assert fits == sorted(fits) and len({*fits}) == 2
 
 
-def test_needles_stand_at_all_depths() -> None:
+def test_needles_cover_all_depths() -> None:
     rows = make_needles(900, 10, RecallConfig(), 0, TEXT)
-    begins = [bytes(row.tokens.astype(np.uint8)).index(b"\nThe secret") for row in rows]
-    assert begins == sorted(begins) and begins[0] == 0 and begins[-1] > 600
+    starts = [bytes(row.tokens.astype(np.uint8)).index(b"\nThe secret") for row in rows]
+    assert starts == sorted(starts) and starts[0] == 0 and starts[-1] > 600
 
 
 @pytest.mark.parametrize(
     ("length", "bounds"), [(2048, (0.04, 0.16, 0.16)), (8192, (0.01, 0.05, 0.05)), (32768, (0.01, 0.02, 0.02))]
 )
-def test_a_depth_is_where_the_first_fact_that_is_asked_for_stands(length: int, bounds: tuple[float, ...]) -> None:
+def test_depth_is_the_position_of_the_first_questioned_fact(length: int, bounds: tuple[float, ...]) -> None:
     text = np.resize(TEXT, length)
     for task, bound in zip(TASKS, bounds, strict=True):
         for depth in DEPTHS:
             for number in range(10):
-                asked = _make_sample(task, length, depth, number, RecallConfig(), 0, text)
-                value = bytes(asked.tokens[asked.answers[0]].tolist())
-                stands = bytes(asked.tokens.tolist()).index(b" is " + value + b".") / length
-                assert abs(stands - depth) < bound, (task, depth, number)
+                sample = _make_sample(task, length, depth, number, RecallConfig(), 0, text)
+                value = bytes(sample.tokens[sample.answers[0]].tolist())
+                position = bytes(sample.tokens.tolist()).index(b" is " + value + b".") / length
+                assert abs(position - depth) < bound, (task, depth, number)
 
 
-def test_the_fact_at_a_depth_is_counted_apart(monkeypatch: pytest.MonkeyPatch, model: NSATransformer) -> None:
-    """Whatever a model says of the three others, which stand anywhere."""
+def test_first_question_is_counted_separately(monkeypatch: pytest.MonkeyPatch, model: NSATransformer) -> None:
+    """The answers to the three other questions, whose facts are anywhere, have no effect."""
 
-    def only_first(forward: object, tokens: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        right = torch.zeros(places.shape, dtype=torch.bool)
-        right[:, 0] = True
-        right[0, 0, -1] = False
-        return right, torch.zeros(places.shape), torch.zeros(len(tokens))
+    def score_only_first(forward: object, tokens: Tensor, answer_positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        is_correct = torch.zeros(answer_positions.shape, dtype=torch.bool)
+        is_correct[:, 0] = True
+        is_correct[0, 0, -1] = False
+        return is_correct, torch.zeros(answer_positions.shape), torch.zeros(len(tokens))
 
-    # By name: in its package that of the module is its function's.
-    monkeypatch.setattr(importlib.import_module("nsa_lab.evaluate.retrieval"), "teacher_forced", only_first)
-    settings = {"depths": (0.5,), "per_depth": 3, "written_per_depth": 0, "tokens_at_once": 2000}
+    monkeypatch.setattr(importlib.import_module("nsa_lab.evaluate.retrieval"), "score_teacher_forced", score_only_first)
+    settings = {"depths": (0.5,), "per_depth": 3, "generated_per_depth": 0, "max_batch_tokens": 2000}
     (cell,) = evaluate_retrieval(model, TEXT, [1000], tasks=["multi_query"], **settings)
     assert (cell.sequences, cell.answers, cell.right, cell.right_at_depth) == (3, 12, 1, 1)
     assert get_depth_counts(asdict(cell)) == (1, 3)
-    earlier = {key: value for key, value in asdict(cell).items() if key != "right_at_depth"}
-    assert get_depth_counts(earlier) is None, "nobody counted it apart"
-    assert get_depth_counts({**earlier, "answers": 3}) == (1, 3), "one question in each"
+    older_record = {key: value for key, value in asdict(cell).items() if key != "right_at_depth"}
+    assert get_depth_counts(older_record) is None, "older records do not count it separately"
+    assert get_depth_counts({**older_record, "answers": 3}) == (1, 3), "one question per sequence"
 
 
-def test_octaves_cover_every_position_once() -> None:
+def test_ranges_cover_every_position_once() -> None:
     assert split_into_ranges(100) == [(0, 100)] and split_into_ranges(256) == [(0, 256)]
     assert split_into_ranges(1500) == [(0, 256), (256, 512), (512, 1024), (1024, 1500)]
 
 
-def test_loss_by_position_is_that_of_the_windows(model: NSATransformer) -> None:
+def test_loss_by_position_averages_windows(model: NSATransformer) -> None:
     store = TokenStore([TEXT.astype(np.uint8)])
-    found = measure_loss_by_position(model, store, 300, windows=4)
-    assert [(o.first, o.last, o.tokens) for o in found] == [(0, 256, 1024), (256, 300, 176)]
+    ranges = measure_loss_by_position(model, store, 300, windows=4)
+    assert [(o.first, o.last, o.tokens) for o in ranges] == [(0, 256, 1024), (256, 300, 176)]
     starts = [window * 16 // 4 * 300 for window in range(4)]
     rows = torch.from_numpy(np.stack([TEXT[start : start + 301] for start in starts]))
     losses = torch.nn.functional.cross_entropy(model(rows[:, :-1]).mT, rows[:, 1:], reduction="none").double()
     late = losses[:, 256:].mean(1)
-    assert found[1].loss == pytest.approx(late.mean().item(), rel=1e-6)
-    assert found[1].error == pytest.approx((late.std() / 2).item(), rel=1e-4)
-    assert found[1].windows == pytest.approx(late.tolist(), rel=1e-6) and len(found[0].windows) == 4
+    assert ranges[1].loss == pytest.approx(late.mean().item(), rel=1e-6)
+    assert ranges[1].error == pytest.approx((late.std() / 2).item(), rel=1e-4)
+    assert ranges[1].windows == pytest.approx(late.tolist(), rel=1e-6) and len(ranges[0].windows) == 4
 
 
-def test_forms_are_needles_told_and_asked_for_otherwise() -> None:
-    """Each in its own alphabet, length, names or words; the text around is that of the task's own seed."""
-    asked = {task: _make_sample(task, 700, 0.5, 3, RecallConfig(), 1, TEXT) for task in ("needle", *NEEDLE_FORMS)}
-    told = {task: bytes(one.tokens.tolist()) for task, one in asked.items()}
-    values = {task: bytes(one.tokens[one.answers[0]].tolist()).decode() for task, one in asked.items()}
+def test_needle_forms() -> None:
+    """Each form has its own alphabet, length, names or words."""
+    samples = {task: _make_sample(task, 700, 0.5, 3, RecallConfig(), 1, TEXT) for task in ("needle", *NEEDLE_FORMS)}
+    contents = {task: bytes(sample.tokens.tolist()) for task, sample in samples.items()}
+    values = {task: bytes(sample.tokens[sample.answers[0]].tolist()).decode() for task, sample in samples.items()}
     for task, value in values.items():
-        assert told[task].count(value.encode()) == 2 and told[task].endswith(value.encode()) and len(told[task]) == 700
+        assert (
+            contents[task].count(value.encode()) == 2
+            and contents[task].endswith(value.encode())
+            and len(contents[task]) == 700
+        )
     assert {task: len(value) for task, value in values.items()} == {
         **dict.fromkeys(values, 7),
         "five_digits": 5,
@@ -202,16 +207,22 @@ def test_forms_are_needles_told_and_asked_for_otherwise() -> None:
     digits = [task for task, value in values.items() if value.isdigit()]
     assert digits == ["needle", "five_digits", "twelve_digits", "codes", "other_words"]
     assert values["letters"].isalpha() and not values["hex"].isdigit() and int(values["hex"], 16) >= 0
-    assert re.search(rb"secret number of the [a-z]{2}-\d{3} is", told["codes"])
-    assert b"secret" not in told["other_words"] and b"opens with " + values["other_words"].encode() in told["other_words"]
-    assert [task for task in told if b"secret number of the" not in told[task]] == ["other_words"]
+    assert re.search(rb"secret number of the [a-z]{2}-\d{3} is", contents["codes"])
+    assert (
+        b"secret" not in contents["other_words"]
+        and b"opens with " + values["other_words"].encode() in contents["other_words"]
+    )
+    assert [task for task in contents if b"secret number of the" not in contents[task]] == ["other_words"]
 
 
-def test_what_was_asked_before_there_were_forms_is_asked_the_same() -> None:
+def test_samples_of_the_basic_tasks_are_stable() -> None:
     for number, (task, make) in enumerate(TASKS.items()):
-        dice = np.random.default_rng([9, number, 700, 300, 2])
-        ours, theirs = _make_sample(task, 700, 0.3, 2, RecallConfig(), 9, TEXT), make(700, 0.3, RecallConfig(), dice, TEXT)
-        assert np.array_equal(ours.tokens, theirs.tokens)
+        rng = np.random.default_rng([9, number, 700, 300, 2])
+        sample, expected = (
+            _make_sample(task, 700, 0.3, 2, RecallConfig(), 9, TEXT),
+            make(700, 0.3, RecallConfig(), rng, TEXT),
+        )
+        assert np.array_equal(sample.tokens, expected.tokens)
 
 
 SMALL = ModelConfig(
@@ -219,42 +230,42 @@ SMALL = ModelConfig(
 )
 
 
-def test_depths_are_spread_over_the_whole_length() -> None:
+def test_depths_are_spread_over_the_length() -> None:
     assert spread_depths(4) == [0.0, 0.2, 0.5, 0.7] and spread_depths(2) == [0.0, 0.5]
 
 
-def test_the_first_sequences_of_a_depth_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that they are the same ones, however many are asked."""
+def test_the_first_samples_of_a_depth_are_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the same for any number of samples."""
     module, seen = importlib.import_module("nsa_lab.evaluate.retrieval"), []
-    monkeypatch.setattr(module, "score_generated", lambda model, asked: seen.extend(asked) or [True] * len(asked))
+    monkeypatch.setattr(module, "score_generated", lambda model, samples: seen.extend(samples) or [True] * len(samples))
     text = np.random.default_rng(0).integers(97, 122, 5000)
     model, recall = NSATransformer(SMALL), RecallConfig(value_length=4)
-    how = {"tasks": ["needle"], "depths": [0.5], "per_depth": 3, "written_per_depth": 1, "recall": recall}
-    list(evaluate_retrieval(model, text, [330], **how))
-    first = _make_sample("needle", 330, 0.5, 0, recall, 0, text)
-    assert [list(one.tokens) for one in seen] == [list(first.tokens)]
+    options = {"tasks": ["needle"], "depths": [0.5], "per_depth": 3, "generated_per_depth": 1, "recall": recall}
+    list(evaluate_retrieval(model, text, [330], **options))
+    expected = _make_sample("needle", 330, 0.5, 0, recall, 0, text)
+    assert [list(sample.tokens) for sample in seen] == [list(expected.tokens)]
 
 
-def test_the_loss_of_a_cell_is_that_of_the_tokens_of_its_answers(model: NSATransformer) -> None:
+def test_cell_loss_is_over_answer_tokens(model: NSATransformer) -> None:
     (cell,) = evaluate_retrieval(model, TEXT, [400], tasks=["needle"], depths=(0.5,), per_depth=3, generated_per_depth=0)
-    asked = [_make_sample("needle", 400, 0.5, number, RecallConfig(), 0, TEXT) for number in range(3)]
-    right, losses, text = score_teacher_forced(model, *stack_samples(asked, CPU))
+    samples = [_make_sample("needle", 400, 0.5, number, RecallConfig(), 0, TEXT) for number in range(3)]
+    is_correct, losses, text = score_teacher_forced(model, *stack_samples(samples, CPU))
     assert cell.loss == pytest.approx(losses.mean().item(), rel=1e-6) != text.mean().item()
-    assert cell.tokens_right == right.sum().item()
+    assert cell.tokens_right == is_correct.sum().item()
 
 
-def test_tokens_that_are_right_are_counted_at_every_place(monkeypatch: pytest.MonkeyPatch, model: NSATransformer) -> None:
-    def but_the_first(forward: object, tokens: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        right = torch.ones(places.shape, dtype=torch.bool)
-        right[..., 0] = False
-        return right, torch.zeros(places.shape), torch.zeros(len(tokens))
+def test_correct_tokens_are_counted_at_every_position(monkeypatch: pytest.MonkeyPatch, model: NSATransformer) -> None:
+    def score_all_but_first(forward: object, tokens: Tensor, answer_positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        is_correct = torch.ones(answer_positions.shape, dtype=torch.bool)
+        is_correct[..., 0] = False
+        return is_correct, torch.zeros(answer_positions.shape), torch.zeros(len(tokens))
 
-    monkeypatch.setattr(importlib.import_module("nsa_lab.evaluate.retrieval"), "teacher_forced", but_the_first)
+    monkeypatch.setattr(importlib.import_module("nsa_lab.evaluate.retrieval"), "score_teacher_forced", score_all_but_first)
     (cell,) = evaluate_retrieval(model, TEXT, [400], tasks=["needle"], depths=(0.5,), per_depth=3, generated_per_depth=0)
     assert (cell.right, cell.tokens, cell.tokens_right) == (0, 21, 18)
 
 
-def test_needles_of_one_depth_have_facts_of_their_own() -> None:
+def test_needles_of_one_depth_have_different_facts() -> None:
     rows = make_needles(900, 20, RecallConfig(), 0, TEXT)
     assert len({tuple(row.tokens[row.answers[0]]) for row in rows}) == 20
     assert [tuple(row.tokens) for row in rows[:2]] == [

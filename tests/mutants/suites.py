@@ -143,7 +143,7 @@ OTHERS = {
     ),
     "report": cases("report/test_report.py", "the_first_screen_says_what_happened"),
     "figures.query_plot": cases("workbook/test_query_attention.py", "the_bar_of_a_token_stands_inside_its_block"),
-    "figures.tiny_recall": cases("evaluate/test_tiny_recall.py", "a_model_keeps_its_colour_from_one_picture_to_the_next"),
+    "figures.tiny_recall": cases("evaluate/test_tiny_recall.py", "model_colors_are_consistent_across_figures"),
     "figures.run_difference": ["tests/workbook/test_run_difference.py"],
     "figures.evaluation_plots": ["tests/workbook/test_evaluated_runs.py"],
     "workbook.evaluated_runs": ["tests/workbook/test_evaluated_runs.py"],
@@ -259,9 +259,9 @@ OTHERS = {
     "evaluate.ablations": ["tests/evaluate/test_ablations.py"],
     "evaluate.tiny_recall": cases(
         "evaluate/test_tiny_recall.py",
-        "every_question_repeats_a_pair_that_was_told_once",
-        "training_adds_the_selection_loss_and_repeats_itself",
-        "what_is_told_is_that_of_the_far_questions_of_fresh_sequences",
+        "every_question_repeats_an_earlier_pair",
+        "training_is_deterministic_and_uses_the_selection_loss",
+        "evaluation_uses_far_questions_of_the_evaluation_stream",
     ),
     "train.trainer": [
         "tests/train/test_trainer.py",
