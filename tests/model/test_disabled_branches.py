@@ -1,4 +1,4 @@
-"""Branches that are silent by configuration: the rest computes as if they said nothing, and nothing of theirs learns."""
+"""Disabled branches (`ModelConfig.silent`): their output is zero, and their weights are not trained."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ def make_model(**changes: object) -> NSATransformer:
 
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_disabling_a_branch_sets_its_gate_to_zero(branch: str) -> None:
-    """Trained or not: the same weights, computed by parts, with that branch's output replaced by zeros."""
-    heard, tokens = make_model(), make_tokens(make_config(), 61)
-    silent = make_model(silent=[branch])
-    silent.load_state_dict(heard.state_dict())
+    """The model equals one with the same weights and the output of that branch replaced by zeros."""
+    full, tokens = make_model(), make_tokens(make_config(), 61)
+    disabled = make_model(silent=[branch])
+    disabled.load_state_dict(full.state_dict())
     torch.testing.assert_close(
-        silent(tokens), forward_with_ablation(heard, tokens, Ablation(disabled_branch=branch)), rtol=0, atol=1e-12
+        disabled(tokens), forward_with_ablation(full, tokens, Ablation(disabled_branch=branch)), rtol=0, atol=1e-12
     )
 
 
 def test_with_only_the_window_outputs_depend_only_on_the_window() -> None:
-    """Two layers of a window of 10: a token 19 back is out of reach, one 18 back is not."""
+    """Two layers with a window of 10 depend on the token 18 back, but not on the one 19 back."""
     model, tokens = make_model(silent=["cmp", "sel"]), make_tokens(make_config(), 61, batch=1)
     before = model(tokens)[0, 40]
-    for back, reached in ((19, False), (18, True)):
+    for back, is_in_reach in ((19, False), (18, True)):
         other = tokens.clone()
         other[0, 40 - back] = (other[0, 40 - back] + 1) % 64
-        assert torch.equal(model(other)[0, 40], before) != reached
+        assert torch.equal(model(other)[0, 40], before) != is_in_reach
 
 
 def test_softmax_gates_are_normalized_over_the_other_branches() -> None:
@@ -60,18 +60,18 @@ def test_only_the_enabled_branches_are_trained(gate: str) -> None:
 def test_branches_are_disabled_in_decoding_too() -> None:
     model, tokens = make_model(silent=["sel"]).eval(), make_tokens(make_config(), 33)
     decoder = Decoder(model, 33, batch=2)
-    told = torch.cat([decoder.append(part) for part in tokens.split([20, 1, 1, 11], dim=1)], dim=1)
-    torch.testing.assert_close(told, model(tokens), rtol=0, atol=1e-10)
+    logits = torch.cat([decoder.append(part) for part in tokens.split([20, 1, 1, 11], dim=1)], dim=1)
+    torch.testing.assert_close(logits, model(tokens), rtol=0, atol=1e-10)
 
 
 def test_invalid_disabled_branches_raise() -> None:
     for silent in (["cmp", "sel", "win"], ["cmp", "cmp"]):
-        with pytest.raises(ConfigError, match="name a branch once, and leave one of cmp, sel and win"):
+        with pytest.raises(ConfigError, match="name each branch once, and at most two of cmp, sel and win"):
             ModelConfig(silent=silent)
     with pytest.raises(ConfigError, match="a dense model has no branches"):
         ModelConfig(silent=["cmp"], attention="dense")
     with pytest.raises(ConfigError, match=r"model\.silent\.0 = 'all'"):
         RunConfig.from_dict({"model": {"silent": ["all"]}})
     assert "silent" not in RunConfig().to_dict()["model"]
-    said = RunConfig.from_dict({"model": {"silent": ["cmp", "sel"]}})
-    assert RunConfig.from_dict(said.to_dict()) == said and said.to_dict()["model"]["silent"] == ["cmp", "sel"]
+    config = RunConfig.from_dict({"model": {"silent": ["cmp", "sel"]}})
+    assert RunConfig.from_dict(config.to_dict()) == config and config.to_dict()["model"]["silent"] == ["cmp", "sel"]

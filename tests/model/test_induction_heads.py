@@ -1,4 +1,4 @@
-"""What makes a model find things: partial rotation, matching heads, and the loss that teaches the choice."""
+"""Partial RoPE, induction-initialized heads, and the selection loss of the compressed branch."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ def make_model(**changes: object) -> NSATransformer:
 
 def test_partial_rope_keeps_the_other_channels() -> None:
     x = torch.randn(1, 9, 3, 8, dtype=torch.float64)
-    turned = rotate(x, compute_rotary(torch.arange(9), 4, 100.0))
-    assert torch.equal(turned[..., 4:], x[..., 4:])
-    assert torch.equal(turned[..., :4], rotate(x[..., :4].contiguous(), compute_rotary(torch.arange(9), 4, 100.0)))
-    assert not torch.equal(turned[:, 1:, :, :4], x[:, 1:, :, :4])
+    rotated = rotate(x, compute_rotary(torch.arange(9), 4, 100.0))
+    assert torch.equal(rotated[..., 4:], x[..., 4:])
+    assert torch.equal(rotated[..., :4], rotate(x[..., :4].contiguous(), compute_rotary(torch.arange(9), 4, 100.0)))
+    assert not torch.equal(rotated[:, 1:, :, :4], x[:, 1:, :, :4])
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 def test_induction_heads_attend_to_the_token_after_a_match_at_initialization(attention: str) -> None:
-    """One layer, nothing turned but two channels: of all tokens past the first, the best match follows the same token."""
+    """With one layer and two rotated channels, the best match is the token after an earlier equal token."""
     config = make_config(attention=attention, d_k=32, dim=64, rotary_share=1 / 16, matching_heads=2, n_layers=1)
     model = NSATransformer(config, dtype=torch.float64, seed=3).double()
     layer = model.blocks[0].attention
     tokens = torch.randperm(60, generator=torch.Generator().manual_seed(0))[:40][None]
     tokens[0, 30] = tokens[0, 7]
     x, rotary = model.prepare_inputs(tokens)
-    q, (k, *_), _, _ = layer.heads(model.blocks[0].attention_norm(x), rotary)
+    q, (k, *_), _, _ = layer.project_heads(model.blocks[0].attention_norm(x), rotary)
     for head in (0, 1):
         assert (q[0, 30, head] @ k[0, :31, 0].T).argmax() == 8
     assert (q[0, 30, 3] @ k[0, :31, 1].T).argmax() != 8
-    weights = layer.qkv.weight[: (4 + layer.BRANCHES * 2) * 32].view(-1, 32, 64)
-    keys = weights[4:].view(layer.BRANCHES, 2, 32, 64)
-    still = (model.blocks[0].attention_norm(x) @ keys[0, 1].T)[..., 2:]
-    torch.testing.assert_close(k[0, :, 1, 2:], still[0])  # the second group's keys are those of the token itself
+    weights = layer.qkv.weight[: (4 + layer.N_BRANCHES * 2) * 32].view(-1, 32, 64)
+    keys = weights[4:].view(layer.N_BRANCHES, 2, 32, 64)
+    unshifted = (model.blocks[0].attention_norm(x) @ keys[0, 1].T)[..., 2:]
+    torch.testing.assert_close(k[0, :, 1, 2:], unshifted[0])  # the second group's keys are not shifted
     assert torch.equal(weights[0], keys[0, 0]) and torch.equal(weights[1], keys[0, 0])
     assert not torch.equal(weights[2], keys[0, 1]) and not torch.equal(weights[3], keys[0, 1])
     assert all(torch.equal(branch, keys[0]) for branch in keys)
@@ -74,9 +74,9 @@ def test_the_auxiliary_loss_is_the_sum_over_layers_in_training_and_zero_otherwis
     torch.testing.assert_close(model.auxiliary_loss(), 0.1 * expected, rtol=1e-12, atol=0.0)
     assert model.auxiliary_loss() > 0
     assert copy.deepcopy(model).auxiliary_loss() == 0.0
-    with pytest.raises(ValueError, match="tokens: expected numbers"):
+    with pytest.raises(ValueError, match="tokens: expected values"):
         model(torch.full_like(tokens, 10**6))
-    assert model.auxiliary_loss() == 0.0, "that of a pass which failed, not of the one before"
+    assert model.auxiliary_loss() == 0.0, "a failed pass must not keep the loss of the pass before"
     model.eval()(tokens)
     assert model.auxiliary_loss() == 0.0
     for other in (make_model(selection_loss=0.0), make_model(attention="dense")):
@@ -90,7 +90,9 @@ def test_the_auxiliary_loss_changes_no_logit_and_trains_the_compressed_keys() ->
     assert torch.equal(model(tokens), plain(tokens))
     model.auxiliary_loss().backward()
     c = model.config
-    rows = model.blocks[-1].attention.qkv.weight.grad  # of a layer below, what feeds the layers above moves too
+    rows = model.blocks[
+        -1
+    ].attention.qkv.weight.grad  # in a lower layer, the inputs of the layers above have a gradient too
     q, k_cmp, rest = rows.split([c.n_heads * c.d_k, 2 * c.d_k, 4 * c.d_k + 6 * c.d_v])
     assert q.abs().sum() > 0 and k_cmp.abs().sum() > 0 and rest.abs().sum() == 0
     assert model.embedding.weight.grad.abs().sum() > 0

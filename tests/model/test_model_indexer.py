@@ -27,8 +27,8 @@ def test_the_selection_loss_trains_only_the_indexer() -> None:
     model(make_tokens(model.config, 61))
     model.auxiliary_loss().backward()
     for name, p in model.named_parameters():
-        moved = p.grad is not None and bool(p.grad.abs().sum() > 0)
-        assert moved == is_indexer_parameter(name), name
+        has_gradient = p.grad is not None and bool(p.grad.abs().sum() > 0)
+        assert has_gradient == is_indexer_parameter(name), name
 
 
 def test_the_language_loss_trains_everything_except_the_indexer() -> None:
@@ -40,7 +40,7 @@ def test_the_language_loss_trains_everything_except_the_indexer() -> None:
 
 @pytest.mark.parametrize("block", [1, 2])
 def test_every_indexer_weight_gets_a_gradient(block: int) -> None:
-    """Also where a key is of one token, which has nothing to be weighed against."""
+    """Also if an index key covers a single token, which needs no weights."""
     model = make_model(indexer_block=block)
     model(make_tokens(model.config, 61))
     model.auxiliary_loss().backward()
@@ -49,7 +49,7 @@ def test_every_indexer_weight_gets_a_gradient(block: int) -> None:
 
 
 def test_a_pool_of_one_token_raises() -> None:
-    with pytest.raises(ConfigError, match=r"nsa.l = 1 is one; use nsa.phi = avg"):
+    with pytest.raises(ConfigError, match=r"nsa.l = 1 has only one; use nsa.phi = avg"):
         ModelConfig(nsa=NSAConfig(phi="pool", l=1, d=1))
 
 
@@ -67,15 +67,15 @@ def test_blocks_are_selected_by_its_queries_and_keys() -> None:
     assert torch.equal(seen["blocks"], score_and_select_blocks(q, k, nsa))
     own = reference.select_blocks(inputs[0], inputs[1], seen["lse_cmp"], model.config.nsa)
     assert not torch.equal(seen["blocks"], own)
-    mixed = layer._attend(inputs, (q, k, nsa), None)
-    torch.testing.assert_close(mixed, reference.nsa_attention(*inputs, model.config.nsa, blocks=seen["blocks"]))
+    out = layer._attend(inputs, (q, k, nsa), None)
+    torch.testing.assert_close(out, reference.nsa_attention(*inputs, model.config.nsa, blocks=seen["blocks"]))
 
 
 @pytest.mark.parametrize(("width", "channels"), [(0, [*range(8)]), (4, [0, 2, 4, 6])])
 @pytest.mark.parametrize("matching", [0, 1])
 def test_it_starts_with_weights_of_the_first_head_of_its_group(matching: int, width: int, channels: list[int]) -> None:
-    """It asks with that head's queries and is found by the selected branch's keys; a narrow one with channels of theirs,
-    the first of the two pairs that are turned, (0, 2) and (1, 3), and every second of those that are not."""
+    """Its queries equal those of the head and its keys those of the selected branch. A narrow indexer has some channels
+    of them: the first of the two rotated pairs, (0, 2) and (1, 3), and every second unrotated channel."""
     model = make_model(matching_heads=matching, indexer_width=width)
     layer, tokens = model.blocks[0].attention, make_tokens(model.config, 40)
     assert isinstance(layer, SparseAttention) and layer.indexer is not None
@@ -86,21 +86,21 @@ def test_it_starts_with_weights_of_the_first_head_of_its_group(matching: int, wi
 
 
 def test_it_continues_from_the_previous_token() -> None:
-    """In two parts, of which the second is told the first one's last key, it gives what it gives of all."""
+    """Two parts equal the full sequence if the second gets the last key of the first."""
     model = make_model(matching_heads=1)
     layer, tokens = model.blocks[0].attention, make_tokens(model.config, 23)
     x, rotary = model.prepare_inputs(tokens)
     whole = layer.indexer(x, rotary)
     first, rest = (layer.indexer(x[:, at], tuple(table[at] for table in rotary)) for at in (slice(9), slice(9, 23)))
-    told = layer.indexer(x[:, 9:], tuple(table[9:] for table in rotary), before=first.unmixed[:, -1:])
-    torch.testing.assert_close(torch.cat([first.k, told.k], 1), whole.k, rtol=0, atol=1e-12)
-    torch.testing.assert_close(torch.cat([first.q, told.q], 1), whole.q, rtol=0, atol=1e-12)
-    assert not torch.allclose(rest.k[:, 0], told.k[:, 0]) and torch.equal(rest.k[:, 1:], told.k[:, 1:])
+    continued = layer.indexer(x[:, 9:], tuple(table[9:] for table in rotary), previous_k=first.k_before_conv[:, -1:])
+    torch.testing.assert_close(torch.cat([first.k, continued.k], 1), whole.k, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat([first.q, continued.q], 1), whole.q, rtol=0, atol=1e-12)
+    assert not torch.allclose(rest.k[:, 0], continued.k[:, 0]) and torch.equal(rest.k[:, 1:], continued.k[:, 1:])
 
 
 @pytest.mark.parametrize("matching", [0, 1])
 def test_its_documents_are_separate(matching: int) -> None:
-    """More blocks than are chosen, so that what it scores decides."""
+    """There are more blocks than are selected, so its scores decide."""
     model = make_model(matching_heads=matching, nsa={"l_sel": 4, "n_sel": 4})
     for block in model.blocks:
         torch.nn.init.normal_(block.attention.indexer.qk.weight, generator=torch.Generator().manual_seed(1))
@@ -111,21 +111,21 @@ def test_its_documents_are_separate(matching: int) -> None:
     torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=0, atol=1e-12)
     layer, span = model.blocks[0].attention, Span.packed(torch.tensor([0, *lengths]).cumsum(0).int())
     x, rotary = model.prepare_inputs(tokens, span)
-    found = layer.scoring(x, layer.project(x, rotary, span), rotary, span)
+    found = layer.project_selection_inputs(x, layer.project(x, rotary, span), rotary, span)
     parts = [model.prepare_inputs(document) for document in tokens.split(lengths, dim=1) if document.shape[1]]
-    each = [layer.scoring(x, layer.project(x, rotary), rotary) for x, rotary in parts]
+    each = [layer.project_selection_inputs(x, layer.project(x, rotary), rotary) for x, rotary in parts]
     for at in (0, 1):
-        torch.testing.assert_close(found[at], torch.cat([scoring[at] for scoring in each], 1), rtol=0, atol=1e-12)
+        torch.testing.assert_close(found[at], torch.cat([inputs[at] for inputs in each], 1), rtol=0, atol=1e-12)
 
 
 def test_the_loss_compares_its_scores_with_the_attention_of_the_heads() -> None:
-    """By brute force: what the heads look at among the free blocks, against the importances of the indexer."""
+    """By brute force: the attention mass of the heads on free blocks against the importances of the indexer."""
     config = make_config(**TRAINING_RECIPE)
     nsa, generator = config.selection_nsa, torch.Generator().manual_seed(0)
     T, G = 37, 2
-    looking = torch.randn(1, T, 4, 8, generator=generator, dtype=torch.float64)
+    attention_q = torch.randn(1, T, 4, 8, generator=generator, dtype=torch.float64)
     k_sel = torch.randn(1, T, G, 8, generator=generator, dtype=torch.float64)
-    # Narrower than the heads, as an indexer may be.
+    # An indexer can be narrower than the heads.
     q, k = (torch.randn(1, n, G, 4, generator=generator, dtype=torch.float64) for n in (T, T // 2))
     _, lse = reference.compressed_attention(q, k, k, nsa)
     importance = reference.block_importance(q, k, lse, nsa).double()
@@ -136,12 +136,12 @@ def test_the_loss_compares_its_scores_with_the_attention_of_the_heads() -> None:
         for g in range(G):
             mass = torch.zeros(own + 1, dtype=torch.float64)
             for head in (2 * g, 2 * g + 1):
-                shares = (k_sel[0, : t + 1, g] @ looking[0, t, head] * 8**-0.5).softmax(0)
+                shares = (k_sel[0, : t + 1, g] @ attention_q[0, t, head] * 8**-0.5).softmax(0)
                 for s in range(t + 1):
                     mass[s // nsa.l_sel] += shares[s] / 2
             total = sum(importance[0, t, g, j] for j in free)
             expected -= sum(mass[j] * (importance[0, t, g, j] / total).log() for j in free)
-    found = selection_loss(q, k, k_sel, nsa, attention_q=looking, n_queries=None)
+    found = selection_loss(q, k, k_sel, nsa, attention_q=attention_q, n_queries=None)
     torch.testing.assert_close(found, torch.as_tensor(expected / (T * G)), rtol=1e-5, atol=0)
 
 
@@ -171,13 +171,13 @@ def test_the_kernels_use_given_blocks(T: int) -> None:
     [
         ({"indexer_block": 24, "selection_loss": 0.1}, "24 does not divide .* 64; use model.indexer_block = 16"),
         ({"indexer_block": 99, "selection_loss": 0.1}, "99 does not divide .* 64; use model.indexer_block = 64"),
-        ({"indexer_block": 8}, "nothing else teaches an indexer; use model.selection_loss = 0.05"),
-        ({"indexer_width": 32}, "not read without model.indexer_block; set model.indexer_block: 1"),
-        ({"indexer_width": 24, "indexer_block": 1, "selection_loss": 0.1}, "multiple of it, .* model.indexer_width = 16"),
-        ({"indexer_width": 128, "indexer_block": 1, "selection_loss": 0.1}, "multiple of it, .* model.indexer_width = 64"),
+        ({"indexer_block": 8}, "only this loss trains the indexer; use model.selection_loss = 0.05"),
+        ({"indexer_width": 32}, "not used without model.indexer_block; set model.indexer_block: 1"),
+        ({"indexer_width": 24, "indexer_block": 1, "selection_loss": 0.1}, "must divide .* model.indexer_width = 16"),
+        ({"indexer_width": 128, "indexer_block": 1, "selection_loss": 0.1}, "must divide .* model.indexer_width = 64"),
         (
             {"indexer_width": 2, "indexer_block": 1, "selection_loss": 0.1, "rotary_share": 0.5},
-            "pairs of channels; use model.indexer_width = 4",
+            "must be even; use model.indexer_width = 4",
         ),
     ],
 )
@@ -197,15 +197,15 @@ def test_the_target_is_the_attention_of_the_heads() -> None:
     torch.nn.init.normal_(layer.indexer.qk.weight)
     x, rotary = model.prepare_inputs(tokens)
     x = 50 * x
-    _, taught = layer(x, rotary)
+    _, loss = layer(x, rotary)
     inputs = layer.project(x, rotary)
-    q, k, nsa = layer.scoring(x, inputs, rotary)
-    torch.testing.assert_close(taught, selection_loss(q, k, inputs[3], nsa, attention_q=inputs[0]))
-    assert (taught - selection_loss(q, k, inputs[3], nsa)).abs() > 1e-3
+    q, k, nsa = layer.project_selection_inputs(x, inputs, rotary)
+    torch.testing.assert_close(loss, selection_loss(q, k, inputs[3], nsa, attention_q=inputs[0]))
+    assert (loss - selection_loss(q, k, inputs[3], nsa)).abs() > 1e-3
 
 
 def test_reset_parameters_equals_a_new_model() -> None:
-    """The pooling of an indexer's keys starts as the mean, whatever it had become, and the convolution as a shift."""
+    """After a reset, the pooling of index keys is the mean again, and the convolution a shift."""
     model, new = (NSATransformer(make_config(**TRAINING_RECIPE), seed=0) for _ in range(2))
     assert not any(p.any() for name, p in model.named_parameters() if ".phi." in name)
     with torch.no_grad():
@@ -238,7 +238,7 @@ def test_removing_a_presets_indexer_resets_its_width() -> None:
 
 @pytest.mark.parametrize("width", [0, 4])
 def test_its_scores_count_as_flops(width: int) -> None:
-    """Of 61 tokens and 61 // 2 keys of two tokens, query t scores (t + 1) // 2, in 2 groups of 2 layers, 8 or 4 wide."""
+    """With 61 tokens and 61 // 2 keys of two tokens, query t scores (t + 1) // 2 keys, in 2 groups of 2 layers."""
     model = make_model(indexer_width=width)
     scores = sum((t + 1) // 2 for t in range(61)) / 61
     weights = sum(p.numel() for name, p in model.named_parameters() if is_indexer_parameter(name))

@@ -55,15 +55,15 @@ def test_selection_statistics_equal_counting(model: NSATransformer) -> None:
         for sequence in seen["blocks"].tolist():
             for t, groups in enumerate(sequence):
                 for g, row in enumerate(groups):
-                    chosen = {j for j in row if j >= 0}
-                    distance += [t // nsa.l_sel - j for j in chosen]
-                    read = [s for j in chosen for s in range(j * nsa.l_sel, (j + 1) * nsa.l_sel) if s <= t]
+                    selected_tokens = {j for j in row if j >= 0}
+                    distance += [t // nsa.l_sel - j for j in selected_tokens]
+                    read = [s for j in selected_tokens for s in range(j * nsa.l_sel, (j + 1) * nsa.l_sel) if s <= t]
                     keys += len(read)
                     per_query.append(len(read))
                     near += sum(t - s < nsa.w for s in read)
                     if t:
                         before = {j for j in sequence[t - 1][g] if j >= 0}
-                        reuse.append(len(chosen & before) / len(chosen))
+                        reuse.append(len(selected_tokens & before) / len(selected_tokens))
         assert stats["sel_reuse"][layer].item() == pytest.approx(sum(reuse) / len(reuse), rel=1e-5)
         assert stats["sel_distance"][layer].item() == pytest.approx(sum(distance) / len(distance), rel=1e-5)
         assert stats["sel_window_overlap"][layer].item() == pytest.approx(near / keys, rel=1e-5)
@@ -75,22 +75,20 @@ def test_selection_statistics_equal_counting(model: NSATransformer) -> None:
 
 
 def test_a_query_selects_752_5_keys_of_2048_on_average_and_1024_at_most() -> None:
-    """At the default geometry, whatever is chosen."""
+    """At the defaults, for any selection."""
     config = make_config(nsa=NSAConfig().model_dump(exclude={"phi", "gate"}))
     stats = NSATransformer(config, seed=0).statistics(make_tokens(config, 2048, batch=1))
     assert stats["sel_keys"].tolist() == [752.5] * config.n_layers
     assert stats["sel_keys_most"].tolist() == [1024.0] * config.n_layers
 
 
-def test_gate_shares_have_the_right_branch_names(
-    model: NSATransformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Gates in the order of the definition (`reference.combine`), each of another height."""
+def test_gate_shares_have_the_right_branch_names(model: NSATransformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gates in the order of the definition (`reference.combine`), with different values."""
     gates = torch.tensor([0.1, 0.3, 0.6])
-    monkeypatch.setattr(type(model.blocks[0].attention), "gates", lambda self, x: gates.expand(*x.shape[:2], 4, 3))
+    monkeypatch.setattr(type(model.blocks[0].attention), "compute_gates", lambda self, x: gates.expand(*x.shape[:2], 4, 3))
     stats = model.statistics(make_tokens(model.config, T))
     for name in ("cmp", "sel", "win"):
-        # The mix of outputs of which this branch's alone is 1 is its gate.
+        # If only this branch's output is 1, the gated sum is its gate.
         outs = {f"out_{branch}": torch.full((1, 1, 1, 1), float(branch == name)) for branch in ("cmp", "sel", "win")}
         weight = reference.combine(**outs, gates=gates.view(1, 1, 1, 3)).item()
         assert stats[f"gate_share_{name}"].tolist() == pytest.approx([weight] * 2)
@@ -102,13 +100,15 @@ def test_the_sink_share_is_the_attention_to_the_first_block(model: NSATransforme
     layer = model.blocks[0]
     q, _, _, k, _, _, _, _ = layer.attention.project(layer.attention_norm(x), rotary)
     seen = model.observe(tokens)[0]
-    held = []
+    shares = []
     for t in range(model.config.nsa.l_sel, T):
         for n in range(4):
-            chosen = [s for j in seen["blocks"][0, t, n // 2].tolist() if j >= 0 for s in range(8 * j, 8 * j + 8) if s <= t]
-            p = (k[0, chosen, n // 2] @ q[0, t, n] * 6**-0.5).softmax(0)
-            held.append(p[:8].sum().item())
-    expected = sum(held) / len(held)
+            selected_tokens = [
+                s for j in seen["blocks"][0, t, n // 2].tolist() if j >= 0 for s in range(8 * j, 8 * j + 8) if s <= t
+            ]
+            p = (k[0, selected_tokens, n // 2] @ q[0, t, n] * 6**-0.5).softmax(0)
+            shares.append(p[:8].sum().item())
+    expected = sum(shares) / len(shares)
     assert model.statistics(tokens)["sel_sink_share"][0].item() == pytest.approx(expected, rel=1e-4)
 
 
@@ -119,7 +119,7 @@ def test_short_sequences_have_statistics_too(model: NSATransformer, length: int)
 
 @pytest.mark.parametrize("length", [1, 7, 8])
 def test_a_text_within_the_first_block_has_a_sink_share_of_1(model: NSATransformer, length: int) -> None:
-    """No query stands past the block, and the last one speaks for them."""
+    """No query is after the block, so the last one counts."""
     assert model.statistics(make_tokens(model.config, length))["sel_sink_share"].tolist() == pytest.approx([1.0, 1.0])
 
 
@@ -131,21 +131,23 @@ def test_observing_changes_nothing(model: NSATransformer) -> None:
 
 
 def test_equal_gates_have_an_entropy_of_ln_3(model: NSATransformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The value that a gate which never moves is pinned at; a gate that is on or off is saturated."""
+    """Equal gates have the maximum entropy; gates of 0 or 1 are saturated."""
     kind = type(model.blocks[0].attention)
-    monkeypatch.setattr(kind, "gates", lambda self, x: torch.full((*x.shape[:2], 4, 3), 1 / 3))
+    monkeypatch.setattr(kind, "compute_gates", lambda self, x: torch.full((*x.shape[:2], 4, 3), 1 / 3))
     flat = model.statistics(make_tokens(model.config, T))
     torch.testing.assert_close(flat["gate_entropy"], torch.full((2,), math.log(3)))
-    monkeypatch.setattr(kind, "gates", lambda self, x: torch.tensor([1.0, 0.0, 0.0]).expand(*x.shape[:2], 4, 3))
-    pinned = model.statistics(make_tokens(model.config, T))
-    assert (pinned["gate_entropy"].abs() < 1e-6).all() and (pinned["gate_saturation"] == 1).all()
+    monkeypatch.setattr(kind, "compute_gates", lambda self, x: torch.tensor([1.0, 0.0, 0.0]).expand(*x.shape[:2], 4, 3))
+    saturated = model.statistics(make_tokens(model.config, T))
+    assert (saturated["gate_entropy"].abs() < 1e-6).all() and (saturated["gate_saturation"] == 1).all()
 
 
 def test_a_gate_within_a_hundredth_of_its_ends_is_saturated(model: NSATransformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of these three the first alone, of those the last."""
+    """One of the three gates is saturated: the first, then the last."""
     for gates in ([0.009, 0.011, 0.5], [0.5, 0.989, 0.991]):
         monkeypatch.setattr(
-            type(model.blocks[0].attention), "gates", lambda self, x, of=gates: torch.tensor(of).expand(*x.shape[:2], 4, 3)
+            type(model.blocks[0].attention),
+            "compute_gates",
+            lambda self, x, of=gates: torch.tensor(of).expand(*x.shape[:2], 4, 3),
         )
         found = model.statistics(make_tokens(model.config, T))["gate_saturation"]
         torch.testing.assert_close(found, torch.full((2,), 1 / 3))
@@ -181,20 +183,20 @@ def test_statistics_respect_documents(model: NSATransformer) -> None:
         rows = seen["blocks"][0].tolist()
         for row, t in enumerate(places):
             for g, found in enumerate(rows[row]):
-                chosen = {j for j in found if j >= 0}
-                distance += [t // nsa.l_sel - j for j in chosen]
-                read = [s for j in chosen for s in range(j * nsa.l_sel, (j + 1) * nsa.l_sel) if s <= t]
+                selected_tokens = {j for j in found if j >= 0}
+                distance += [t // nsa.l_sel - j for j in selected_tokens]
+                read = [s for j in selected_tokens for s in range(j * nsa.l_sel, (j + 1) * nsa.l_sel) if s <= t]
                 keys.append(len(read))
                 near += sum(t - s < nsa.w for s in read)
                 if t:
-                    reuse.append(len(chosen & {j for j in rows[row - 1][g] if j >= 0}) / len(chosen))
-        held = (seen["lse_sink"] - seen["lse_sel"]).exp()[0, [t >= nsa.l_sel for t in places]]
+                    reuse.append(len(selected_tokens & {j for j in rows[row - 1][g] if j >= 0}) / len(selected_tokens))
+        shares = (seen["lse_sink"] - seen["lse_sel"]).exp()[0, [t >= nsa.l_sel for t in places]]
         expected = {
             "sel_reuse": sum(reuse) / len(reuse),
             "sel_distance": sum(distance) / len(distance),
             "sel_keys": sum(keys) / len(keys),
             "sel_keys_most": max(keys),
             "sel_window_overlap": near / sum(keys),
-            "sel_sink_share": held.mean().item(),
+            "sel_sink_share": shares.mean().item(),
         }
         assert {name: stats[name][layer].item() for name in expected} == pytest.approx(expected, rel=1e-5)

@@ -175,14 +175,14 @@ def test_nsa_with_full_coverage_equals_the_dense_baseline(monkeypatch: pytest.Mo
     state = {k: v for k, v in dense.state_dict().items() if "qkv" not in k}
     nsa.load_state_dict(state, strict=False)
     with torch.no_grad():
-        for mine, twin in zip(nsa.blocks, dense.blocks, strict=True):
-            q, k, v = twin.attention.qkv.weight.split([H * d_k, G * d_k, G * d_v])
-            mine.attention.qkv.weight.copy_(torch.cat([q, k, k, k, v, v, v]))
+        for nsa_block, dense_block in zip(nsa.blocks, dense.blocks, strict=True):
+            q, k, v = dense_block.attention.qkv.weight.split([H * d_k, G * d_k, G * d_v])
+            nsa_block.attention.qkv.weight.copy_(torch.cat([q, k, k, k, v, v, v]))
 
     def selection_only(self, x):
         return torch.tensor([0.0, 1.0, 0.0]).expand(*x.shape[:2], H, 3)
 
-    monkeypatch.setattr(type(nsa.blocks[0].attention), "gates", selection_only)
+    monkeypatch.setattr(type(nsa.blocks[0].attention), "compute_gates", selection_only)
     tokens = make_tokens(config, 64)
     torch.testing.assert_close(nsa(tokens), dense(tokens), rtol=1e-4, atol=1e-5)
     longer = make_tokens(config, 80)
@@ -191,7 +191,7 @@ def test_nsa_with_full_coverage_equals_the_dense_baseline(monkeypatch: pytest.Mo
 
 
 def test_reference_is_imported_and_not_touched_by_the_torch_backend() -> None:
-    """`choose` is the one thing that both use; the rest of the torch backend is its own."""
+    """Both share only `select_by_importance` and `combine`; the torch backend implements everything else itself."""
     shared = {
         name
         for name in ("compressed_attention", "select_blocks", "selected_attention", "window_attention")

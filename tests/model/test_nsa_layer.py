@@ -1,4 +1,4 @@
-"""`NSAttention`, the attention layer by itself, and packed documents through it and through the whole model."""
+"""`NSAttention`, the stand-alone layer, and packed documents in the layer and in the model."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_signature_is_the_public_one() -> None:
 @pytest.mark.parametrize("phi", PHIS)
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 def test_it_equals_the_definition(phi: str, gate: str) -> None:
-    """Against brute force, up to the float32 of the rotary table."""
+    """The layer equals brute force, up to the float32 of the RoPE table."""
     layer = make_layer(phi, gate).double()
     c, n = layer.config, layer.config.nsa
     weights = {name: y.detach().numpy() for name, y in layer.state_dict().items()}
@@ -78,19 +78,19 @@ def test_it_equals_the_definition(phi: str, gate: str) -> None:
 
 @pytest.mark.parametrize("phi", PHIS)
 def test_it_equals_the_reference_bitwise_in_float64(phi: str) -> None:
-    """From its own projections on, for a whole sequence and for documents."""
+    """Starting from its own projections, for a full sequence and for documents."""
     layer = make_layer(phi).double()
     inner, c = layer.attention, layer.config
     for x, span in ((draw_rows(61), None), (draw_rows(sum(LENGTHS), batch=1), make_packed_span(*LENGTHS, capacity=8))):
         rotary = get_rotary_table(x.shape[1], c.d_k, c.rope_theta, CPU, span)
-        mixed = reference.nsa_attention(*inner.project(x, rotary, span), c.nsa, span=span)
-        torch.testing.assert_close(layer(x, span), inner.out(mixed.flatten(2)), rtol=1e-12, atol=1e-12)
+        out = reference.nsa_attention(*inner.project(x, rotary, span), c.nsa, span=span)
+        torch.testing.assert_close(layer(x, span), inner.out(out.flatten(2)), rtol=1e-12, atol=1e-12)
 
 
 def check_packed_equals_separate(call: Callable[..., torch.Tensor], x: torch.Tensor, capacity: int | None) -> None:
-    together = call(x, make_packed_span(*LENGTHS, capacity=capacity))
+    packed = call(x, make_packed_span(*LENGTHS, capacity=capacity))
     parts = [call(part, None) for part in x.split(LENGTHS, dim=1) if part.shape[1]]
-    torch.testing.assert_close(together, torch.cat(parts, 1), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(packed, torch.cat(parts, 1), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("phi", PHIS)
@@ -126,8 +126,8 @@ def test_a_document_does_not_affect_its_neighbor() -> None:
     for document in span.documents:
         changed = tokens.clone()
         changed[:, document.query_rows] = (changed[:, document.query_rows] + 1) % model.config.vocab_size
-        moved = (model(changed, span) != before).flatten(2).any(-1)[0].nonzero().flatten().tolist()
-        assert moved == list(range(document.query_rows.start, document.query_rows.stop))
+        changed_rows = (model(changed, span) != before).flatten(2).any(-1)[0].nonzero().flatten().tolist()
+        assert changed_rows == list(range(document.query_rows.start, document.query_rows.stop))
 
 
 def test_positions_restart_in_every_document() -> None:
@@ -141,7 +141,7 @@ def test_a_chunk_without_a_cache_raises(build: Callable[[], torch.nn.Module]) ->
     module = build()
     x = draw_rows(7, dtype=torch.float32) if isinstance(module, NSAttention) else make_tokens(module.config, 7)
     assert torch.equal(module(x, Span.chunk(0, 7)), module(x))
-    with pytest.raises(ValueError, match=r"has no cache with those before position 3; give all tokens"):
+    with pytest.raises(ValueError, match=r"has no cache of keys before position 3; pass all tokens"):
         module(x, Span.chunk(3, 7))
 
 
@@ -151,42 +151,42 @@ def test_a_step_changes_every_parameter(phi: str, span: Span | None) -> None:
     layer = make_layer(phi)
     before = {name: p.detach().clone() for name, p in layer.named_parameters()}
     x = draw_rows(sum(LENGTHS), batch=1, dtype=torch.float32)
-    optimiser = torch.optim.Adam(layer.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-3)
     layer(x, span).square().mean().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.abs().max() > 0 for p in layer.parameters())
-    optimiser.step()
+    optimizer.step()
     assert not any(torch.equal(p, before[name]) for name, p in layer.named_parameters())
 
 
 def test_it_starts_as_the_transformer_does() -> None:
-    """The same deviations, from torch's own generator; the output projection has no depth to be reduced by."""
+    """Standard deviations are equal, except for the output projection, which is not scaled by depth."""
     one, same, other = make_layer(), make_layer(), make_layer(seed=1)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
     assert not torch.equal(one.attention.qkv.weight, other.attention.qkv.weight)
     wide = NSAttention(512, 8, 2, nsa=NSAConfig(**TINY_NSA, phi="mlp"))
-    twin = (
+    model_layer = (
         NSATransformer(make_config(dim=512, n_heads=8, d_k=64, d_v=64, n_layers=1, phi="mlp"), seed=0).blocks[0].attention
     )
     for name, weight in wide.attention.named_parameters():
-        expected = twin.get_parameter(name).std() * (2**0.5 if name == "out.weight" else 1.0)
+        expected = model_layer.get_parameter(name).std() * (2**0.5 if name == "out.weight" else 1.0)
         torch.testing.assert_close(weight.std(), expected, rtol=0.15, atol=0.0)
 
 
 def test_the_backend_is_resolved_for_the_autocast_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    resolved_for = []
     real = layers_module.resolve_backend
-    monkeypatch.setattr(layers_module, "resolve_backend", lambda *a, **k: asked.append(a[:2]) or real(*a, **k))
+    monkeypatch.setattr(layers_module, "resolve_backend", lambda *a, **k: resolved_for.append(a[:2]) or real(*a, **k))
     seen = set()
     attend = torch_backend.selected_attention
     monkeypatch.setattr(torch_backend, "selected_attention", lambda q, *rest: seen.add(q.dtype) or attend(q, *rest))
     layer, x = make_layer(), draw_rows(33, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        rough = [layer(x) for _ in range(2)]
-    assert asked == [(CPU, torch.bfloat16)] and seen == {torch.bfloat16}
-    exact = layer(x)
-    assert asked == [(CPU, torch.bfloat16), (CPU, torch.float32)] and seen == {torch.bfloat16, torch.float32}
-    assert (rough[0].float() - exact).norm() < 0.01 * exact.norm()
-    rough[0].float().square().mean().backward()
+        bf16_outputs = [layer(x) for _ in range(2)]
+    assert resolved_for == [(CPU, torch.bfloat16)] and seen == {torch.bfloat16}
+    fp32_output = layer(x)
+    assert resolved_for == [(CPU, torch.bfloat16), (CPU, torch.float32)] and seen == {torch.bfloat16, torch.float32}
+    assert (bf16_outputs[0].float() - fp32_output).norm() < 0.01 * fp32_output.norm()
+    bf16_outputs[0].float().square().mean().backward()
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in layer.parameters())
 
 
@@ -203,7 +203,7 @@ def test_it_can_be_copied_and_loaded(tmp_path) -> None:
 
 
 def test_state_dict_keys_of_a_transformer_layer() -> None:
-    """Checkpoints written before there was a layer by itself load."""
+    """Checkpoints from before the stand-alone layer existed can be loaded."""
     names = set(NSATransformer(make_config(n_layers=1), seed=0).state_dict())
     inside = {f"blocks.0.attention.{name}.weight" for name in ("qkv", "gate", "out")}
     norms = {"blocks.0.attention_norm.weight", "blocks.0.mlp_norm.weight", "norm.weight"}
@@ -233,7 +233,7 @@ def test_autocast_accepts_dtypes_that_it_casts(dtype: torch.dtype) -> None:
 
 
 def test_its_loss_belongs_to_the_last_pass() -> None:
-    """A copy has none, and neither has a pass that failed."""
+    """Neither a copy nor a failed pass has a loss."""
     layer = make_layer(selection_loss=0.5)
     layer(draw_rows(41, dtype=torch.float32))
     assert layer.auxiliary_loss() > 0 and copy.deepcopy(layer).auxiliary_loss() == 0.0
@@ -243,9 +243,9 @@ def test_its_loss_belongs_to_the_last_pass() -> None:
 
 
 def test_every_argument_reaches_the_layer() -> None:
-    given = {"rope_theta": 50.0, "rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.25, "indexer_block": 2}
-    layer = make_layer(head_dim=8, indexer_width=4, **given).double()
-    assert {name: getattr(layer.config, name) for name in given} == given and layer.config.index_width == 4
+    options = {"rope_theta": 50.0, "rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.25, "indexer_block": 2}
+    layer = make_layer(head_dim=8, indexer_width=4, **options).double()
+    assert {name: getattr(layer.config, name) for name in options} == options and layer.config.index_width == 4
     x, inner = draw_rows(29), layer.attention
     rotary = compute_rotary(torch.arange(29), 4, 50.0)
     torch.testing.assert_close(layer(x), inner(x, rotary)[0], rtol=0, atol=0)
@@ -262,12 +262,12 @@ def test_every_argument_reaches_the_layer() -> None:
     [
         (
             lambda: NSAttention(100, 3, 1),
-            r"dim = 100 does not divide into n_heads = 3; give head_dim=, or use dim = 99 or 102",
+            r"dim = 100 is not a multiple of n_heads = 3; set head_dim=, or use dim = 99 or 102",
         ),
-        (lambda: NSAttention(4, 8, 1), r"dim = 4 does not divide into n_heads = 8; give head_dim=, or use dim = 8 or 16"),
+        (lambda: NSAttention(4, 8, 1), r"dim = 4 is not a multiple of n_heads = 8; set head_dim=, or use dim = 8 or 16"),
         (lambda: make_layer(value_dim=0), r"model.d_v = 0"),
-        (lambda: NSAttention(15, 3, 1), r"head_dim = 5 is odd, .* give head_dim=4 or head_dim=6"),
-        (lambda: NSAttention(4, 4, 2), r"head_dim = 1 is odd, .* give head_dim=2$"),
+        (lambda: NSAttention(15, 3, 1), r"head_dim = 5 is odd, .* use head_dim=4 or head_dim=6"),
+        (lambda: NSAttention(4, 4, 2), r"head_dim = 1 is odd, .* use head_dim=2$"),
         (lambda: NSAttention(24, 4, 3), r"is not a multiple of model.n_kv_groups = 3"),
         (lambda: NSAttention(24, 0, 1), r"n_heads = 0: expected at least 1"),
         (lambda: make_layer()(torch.randn(9, 24)), r"expected x \[B, T, 24\], got \(9, 24\)"),
@@ -275,7 +275,7 @@ def test_every_argument_reaches_the_layer() -> None:
         (lambda: make_layer()(torch.randn(1, 0, 24)), r"B and T at least 1; got \(1, 0, 24\)"),
         (
             lambda: make_layer()(torch.zeros(1, 9, 24, dtype=torch.int64)),
-            r"expected x in torch.float32, the dtype of its weights, got torch.int64; use x.to\(torch.float32\)$",
+            r"expected x in torch.float32, as its weights, got torch.int64; use x.to\(torch.float32\)$",
         ),
         (
             lambda: make_layer()(torch.zeros(1, 9, 24, dtype=torch.float64)),
@@ -294,8 +294,8 @@ def test_every_argument_reaches_the_layer() -> None:
             lambda: run_model(torch.zeros(9, dtype=torch.int64)),
             r"tokens: expected int64 \[B, T\], got torch.int64 \(9,\)",
         ),
-        (lambda: run_model(torch.tensor([[3, 17]])), r"expected numbers from 0 to 16 .*, got 3 to 17; use the tokenizer"),
-        (lambda: run_model(torch.tensor([[-1, 3]])), r"expected numbers from 0 to 16 .*, got -1 to 3; use the tokenizer"),
+        (lambda: run_model(torch.tensor([[3, 17]])), r"expected values from 0 to 16 .*, got 3 to 17; use the tokenizer"),
+        (lambda: run_model(torch.tensor([[-1, 3]])), r"expected values from 0 to 16 .*, got -1 to 3; use the tokenizer"),
         (lambda: make_layer()(torch.randn(2, 9, 24), make_packed_span(4, 5)), r"is one row of documents, B = 1; got B = 2"),
         (lambda: make_layer()(torch.randn(1, 9, 24), make_packed_span(4, 4)), r"Span.packed\(2 documents, 8 tokens\)"),
     ],
@@ -306,7 +306,7 @@ def test_inconsistent_arguments_raise(build: Callable[[], object], words: str) -
 
 
 def test_padded_documents_train_as_unpadded_ones() -> None:
-    """With a capacity, the model's loss and gradients are those without."""
+    """A capacity does not change the loss and gradients."""
     model = NSATransformer(make_config(phi="linear"), dtype=torch.float64, seed=0).double()
     tokens = make_tokens(model.config, sum(LENGTHS), batch=1)
     results = []
@@ -319,7 +319,7 @@ def test_padded_documents_train_as_unpadded_ones() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # the compiler's own modules warn of each other
+@pytest.mark.filterwarnings("ignore")  # the compiler's modules raise warnings
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.parametrize(
     "span",
@@ -341,10 +341,10 @@ def test_the_compiled_layer_equals_the_eager_layer(span: Span | None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # the compiler's own modules warn of each other
+@pytest.mark.filterwarnings("ignore")  # the compiler's modules raise warnings
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 def test_compiled_blocks_support_any_documents_without_recompiling(attention: str) -> None:
-    """Their bounds are data: as constants of a trace, every batch would be compiled, and from the eighth on none."""
+    """Document bounds are inputs. As constants of the graph, every batch would compile again until the cache limit."""
     config = make_config(attention=attention, matching_heads=1, **({"selection_loss": 0.1} if attention == "nsa" else {}))
     model = NSATransformer(config, seed=0)
     for block in model.blocks:
@@ -361,22 +361,28 @@ def test_compiled_blocks_support_any_documents_without_recompiling(attention: st
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("indexed", [pytest.param(False, marks=pytest.mark.soak), True], ids=["own choice", "indexer"])
-def test_a_layer_on_the_kernels_is_one_graph_for_all_documents(indexed: bool) -> None:
-    """And what torch computes, gradients too. Nothing but tensors is asked of documents within what is compiled."""
+@pytest.mark.parametrize(
+    "has_indexer", [pytest.param(False, marks=pytest.mark.soak), True], ids=["compressed branch", "indexer"]
+)
+def test_a_layer_on_the_kernels_is_one_graph_for_all_documents(has_indexer: bool) -> None:
+    """Gradients equal those of the torch backend. The graph takes documents only as tensors."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    taught = {"selection_loss": 0.1, "indexer_block": 4} if indexed else {}
-    config = make_config(nsa={"l": 8, "d": 4, "l_sel": 16, "n_sel": 4, "w": 13}, d_k=16, d_v=16, matching_heads=1, **taught)
-    ours, by_torch = (NSATransformer(config, backend=name, device=device, seed=0) for name in ("triton", "torch"))
+    indexer = {"selection_loss": 0.1, "indexer_block": 4} if has_indexer else {}
+    config = make_config(
+        nsa={"l": 8, "d": 4, "l_sel": 16, "n_sel": 4, "w": 13}, d_k=16, d_v=16, matching_heads=1, **indexer
+    )
+    kernel_model, torch_model = (
+        NSATransformer(config, backend=name, device=device, seed=0) for name in ("triton", "torch")
+    )
     counter = CompileCounter()
-    for block in ours.blocks:
+    for block in kernel_model.blocks:
         block.compile(dynamic=False, fullgraph=True, backend=counter)
     frames = []
     for lengths in ((81, 0, 10), (1, 7, 83)):
         span, tokens = make_packed_span(*lengths, capacity=4), make_tokens(config, sum(lengths), batch=1).to(device)
         found, expected = (
             torch.autograd.grad(model(tokens, span).square().sum() + model.auxiliary_loss(), list(model.parameters()))
-            for model in (ours, by_torch)
+            for model in (kernel_model, torch_model)
         )
         for a, b in zip(found, expected, strict=True):
             assert (a - b).norm() <= 1e-4 * b.norm() + 1e-6
@@ -385,7 +391,7 @@ def test_a_layer_on_the_kernels_is_one_graph_for_all_documents(indexed: bool) ->
 
 
 class CountOps(TorchDispatchMode):
-    """Counts the operations that reach the device."""
+    """Count the operations that reach the device."""
 
     count = 0
 
@@ -395,20 +401,20 @@ class CountOps(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
-@pytest.mark.parametrize("taught", [False, True])
+@pytest.mark.parametrize("has_loss", [False, True])
 def test_the_number_of_launches_does_not_depend_on_the_documents(
-    monkeypatch: pytest.MonkeyPatch, phi: str, taught: bool
+    monkeypatch: pytest.MonkeyPatch, phi: str, has_loss: bool
 ) -> None:
-    """Forward and backward, with all that is made once per span. The attention itself is one operator of a backend."""
+    """Forward and backward, including tensors that are built once per layout. Attention is replaced by one operator."""
 
     def operator(q: torch.Tensor, *others: Any, **_: Any) -> torch.Tensor:
-        each = q.mean(-1, keepdim=True) + sum(x.mean() for x in others if torch.is_tensor(x))
-        return each.expand(*q.shape[:3], others[1].shape[-1])
+        mean = q.mean(-1, keepdim=True) + sum(x.mean() for x in others if torch.is_tensor(x))
+        return mean.expand(*q.shape[:3], others[1].shape[-1])
 
     monkeypatch.setattr(layers_module, "nsa_attention", operator)
-    model = NSATransformer(make_config(phi=phi, matching_heads=1, selection_loss=0.1 * taught), seed=0)
+    model = NSATransformer(make_config(phi=phi, matching_heads=1, selection_loss=0.1 * has_loss), seed=0)
     tokens, counts = make_tokens(model.config, 200, batch=1), []
-    for documents in (2, 2, 40):  # torch 2.6 does more in a first backward pass
+    for documents in (2, 2, 40):  # torch 2.6 runs more operations in a first backward pass
         with CountOps() as launches:
             loss = model(tokens, make_packed_span(*[200 // documents] * documents, capacity=48)).sum()
             (loss + model.auxiliary_loss()).backward()
@@ -418,5 +424,5 @@ def test_the_number_of_launches_does_not_depend_on_the_documents(
 
 @pytest.mark.parametrize("tokens", [10, 30])
 def test_a_layout_of_another_input_raises(tokens: int) -> None:
-    with pytest.raises(ValueError, match="give the span of this input"):
+    with pytest.raises(ValueError, match="pass the span of this input"):
         check_span(Span.full(tokens), 20)

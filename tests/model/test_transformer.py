@@ -82,20 +82,20 @@ def test_the_first_loss_is_ln_v(config: ModelConfig, length: int) -> None:
 
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 def test_gates_start_different_and_have_a_gradient_for_their_input(gate: str) -> None:
-    """A last layer of zeros gives flat gates, and what feeds it no gradient at all."""
+    """A gate layer of zeros would give uniform gates and no gradient for its input."""
     config = make_config(gate=gate, dim=64)
     layer = NSATransformer(config, seed=0).blocks[0].attention
     x = torch.nn.functional.normalize(torch.randn(2, 50, 64), dim=-1) * 8  # rms 1, as after the norm
     x.requires_grad_()
     assert layer.gate(x).std() > 0.5
-    gates = layer.gates(x)
+    gates = layer.compute_gates(x)
     assert gates.std() > 0.05 and not ((gates < 0.01) | (gates > 0.99)).float().mean() > 0.05
     (grad,) = torch.autograd.grad(gates[..., 0].sum(), x)
     assert (grad != 0).any(-1).all()
 
 
 def test_activations_keep_their_scale_through_the_layers() -> None:
-    """The residual stream grows by about as much with twelve layers as with one."""
+    """The residual stream grows about as much with twelve layers as with one."""
     growth = []
     for layers in (1, 12):
         model = NSATransformer(make_config(dim=96, n_layers=layers), seed=0)
