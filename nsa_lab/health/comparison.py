@@ -1,7 +1,7 @@
-"""Several models beside one of them: what they cost, what they find, how well they read, and which part of them does it.
+"""Compare several models with one of them: cost, needle retrieval, text losses and ablations.
 
-Everything is from the records of runs and from what `nsa-lab evaluate` wrote into them. What is not compared stands in
-`not_compared`, with its reason. The quality of the choice and the loss of packed documents are told run by run, in reports.
+All data is from the records of runs and their `evaluation.json`. `not_compared` lists omitted comparisons with reasons. The
+quality of block selection and the loss of packed documents are in the reports of single runs.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from nsa_lab.health.sweep_results import SeedMean
 from nsa_lab.runs.evaluation import get_depth_counts
 from nsa_lab.runs.history import collect_facts, compute_median_speeds, compute_step_time
 
-ABLATIONS = "interventions"
+ABLATIONS = "ablations"
 
 
 @dataclass(frozen=True)
 class RunCost:
-    """`seconds` are those of optimiser steps, `wall_s` with evaluations, saves and the start; speeds are tokens per second,
-    one of each stage. None where the record does not say."""
+    """Cost of one run. None if the record does not contain the value.
+
+    `seconds`: step time. `wall_s`: also evaluation, saving and startup. `tokens_per_s`: median speed of each stage.
+    """
 
     run: str
     seed: int
@@ -39,7 +41,7 @@ class RunCost:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """`seconds_share` and `wall_share`: of the baseline's time at the seeds that both have; None where one is not known."""
+    """Cost of a model. `seconds_share`, `wall_share`: relative to the baseline, over the seeds of both; None if unknown."""
 
     model: str
     attention: str
@@ -50,10 +52,10 @@ class ModelCost:
 
 @dataclass(frozen=True)
 class NeedleResult:
-    """Answers that are right, teacher-forced, by seed and of all seeds; and those that a model wrote by itself.
+    """Proportion of correct answers, teacher-forced by seed and over all seeds (`every`), and generated (`written`).
 
-    `far` counts those whose fact lies beyond the window and behind the first selection block, by its depth; so it is right
-    to within the length of a question. None where there are none such, or they were not recorded.
+    `far`: facts beyond the window and after the first selection block. It is computed from the depth, so it is exact up to
+    the length of a question. None if there are no such answers or they were not recorded.
     """
 
     model: str
@@ -67,7 +69,7 @@ class NeedleResult:
 
 @dataclass(frozen=True)
 class AblationResult:
-    """Needles found under an intervention, and what it costs in text: bits per byte, less those of the chosen blocks."""
+    """Needles found under an ablation. `d_text`: its text loss minus that with selected blocks, bits per byte."""
 
     model: str
     length: int
@@ -80,7 +82,7 @@ class AblationResult:
 
 @dataclass(frozen=True)
 class ModelComparison:
-    """All tables. `baseline` is the name of the model that the others are compared with."""
+    """All results. `baseline`: name of the model with which the others are compared."""
 
     baseline: str
     costs: list[ModelCost]
@@ -90,56 +92,59 @@ class ModelComparison:
     not_compared: list[str]
 
 
-def compare_models(models: Sequence[ModelRuns], baseline: ModelRuns, noted: Iterable[str] = ()) -> ModelComparison:
-    """The models in their order, each beside `baseline`; `noted` is what is known by now not to be compared."""
-    notes = list(noted)
+def compare_models(models: Sequence[ModelRuns], baseline: ModelRuns, known_notes: Iterable[str] = ()) -> ModelComparison:
+    """Compare each model with `baseline`. `known_notes`: earlier notes on omitted comparisons."""
+    notes = list(known_notes)
     others = [model for model in models if model is not baseline]
     for model in others:
         _note_unpaired(model, baseline, notes.append)
     _note_condition_differences(models, notes.append)
     _note_not_evaluated(models, notes.append)
-    texts = [found for model in others for found in compare_texts(model, baseline, notes.append)]
+    texts = [text for model in others for text in compare_texts(model, baseline, notes.append)]
     return ModelComparison(
         baseline=baseline.name,
         costs=[_compute_model_cost(model, baseline) for model in models],
-        needles=[found for model in models for found in collect_needle_results(model)],
+        needles=[needles for model in models for needles in collect_needle_results(model)],
         texts=texts,
-        interventions=[found for model in models for found in collect_ablation_results(model)],
+        interventions=[ablation for model in models for ablation in collect_ablation_results(model)],
         not_compared=notes,
     )
 
 
 def _compute_model_cost(model: ModelRuns, baseline: ModelRuns) -> ModelCost:
-    ours, theirs = ({seed: _compute_run_cost(seed, run) for seed, run in one.runs.items()} for one in (model, baseline))
+    costs, baseline_costs = (
+        {seed: _compute_run_cost(seed, run) for seed, run in group.runs.items()} for group in (model, baseline)
+    )
     return ModelCost(
         model.name,
         model.attention,
-        list(ours.values()),
-        _compute_time_ratio(ours, theirs, lambda cost: cost.seconds),
-        _compute_time_ratio(ours, theirs, lambda cost: cost.wall_s),
+        list(costs.values()),
+        _compute_time_ratio(costs, baseline_costs, lambda cost: cost.seconds),
+        _compute_time_ratio(costs, baseline_costs, lambda cost: cost.wall_s),
     )
 
 
 def _compute_run_cost(seed: int, run: EvaluatedRun) -> RunCost:
-    known, history = collect_facts(run.history), run.history
+    facts, history = collect_facts(run.history), run.history
     speeds = compute_median_speeds(history)
     seconds = compute_step_time(history)
-    return RunCost(run.name, seed, known.step, known.tokens, known.parameters, seconds, known.wall_s, speeds)
+    return RunCost(run.name, seed, facts.step, facts.tokens, facts.parameters, seconds, facts.wall_s, speeds)
 
 
 def _compute_time_ratio(
-    ours: dict[int, RunCost], theirs: dict[int, RunCost], of: Callable[[RunCost], float | None]
+    costs: dict[int, RunCost], baseline_costs: dict[int, RunCost], get_time: Callable[[RunCost], float | None]
 ) -> float | None:
-    both = [(of(ours[seed]), of(theirs[seed])) for seed in ours if seed in theirs]
-    told = [(one, other) for one, other in both if one is not None and other is not None]
-    return sum(one for one, _ in told) / sum(other for _, other in told) if told and len(told) == len(both) else None
+    """Return the total time over the seeds of both relative to the baseline; None if a time is unknown."""
+    pairs = [(get_time(costs[seed]), get_time(baseline_costs[seed])) for seed in costs if seed in baseline_costs]
+    known = [(time, baseline_time) for time, baseline_time in pairs if time is not None and baseline_time is not None]
+    return sum(time for time, _ in known) / sum(time for _, time in known) if known and len(known) == len(pairs) else None
 
 
 def collect_needle_results(model: ModelRuns) -> list[NeedleResult]:
-    """Of every task and length that a run of the model was asked, in their order."""
-    cells = {seed: found.get("retrieval", []) for seed, found in model.evaluated.items()}
-    asked = dict.fromkeys((cell["task"], cell["length"]) for row in cells.values() for cell in row)
-    return [_build_needle_result(model, task, length, cells) for task, length in asked]
+    """Return the results of every task and length that a run of the model was evaluated on, in order."""
+    cells = {seed: evaluation.get("retrieval", []) for seed, evaluation in model.evaluated.items()}
+    tasks = dict.fromkeys((cell["task"], cell["length"]) for row in cells.values() for cell in row)
+    return [_build_needle_result(model, task, length, cells) for task, length in tasks]
 
 
 def _build_needle_result(model: ModelRuns, task: str, length: int, cells: dict[int, list[dict[str, Any]]]) -> NeedleResult:
@@ -162,14 +167,14 @@ def _compute_far_proportion(cells: Iterable[dict[str, Any]]) -> Proportion | Non
     counts = [get_depth_counts(cell) for cell in cells]
     known = [count for count in counts if count is not None]
     return (
-        Proportion.from_counts(sum(right for right, _ in known), sum(every for _, every in known))
+        Proportion.from_counts(sum(n_found for n_found, _ in known), sum(n_facts for _, n_facts in known))
         if len(known) == len(counts)
         else None
     )
 
 
 def is_far(depth: float, length: int, nsa: NSAConfig) -> bool:
-    """Whether a fact at `depth` of `length` bytes lies beyond the window of the answer, and behind the first block."""
+    """Return True if a fact at `depth` of `length` bytes is beyond the answer's window and after the first block."""
     return depth * length >= nsa.l_sel and (1 - depth) * length > nsa.w
 
 
@@ -177,17 +182,17 @@ def _get_nsa_config(model: ModelRuns, seed: int) -> NSAConfig:
     return model.runs[seed].history.config.nsa
 
 
-def _compute_proportion(cells: Iterable[dict[str, Any]], right: str, asked: str) -> Proportion | None:
-    counted = [(cell[right], cell[asked]) for cell in cells]
-    return Proportion.from_counts(sum(one for one, _ in counted), sum(every for _, every in counted))
+def _compute_proportion(cells: Iterable[dict[str, Any]], correct_key: str, total_key: str) -> Proportion | None:
+    counts = [(cell[correct_key], cell[total_key]) for cell in cells]
+    return Proportion.from_counts(sum(n_correct for n_correct, _ in counts), sum(n_total for _, n_total in counts))
 
 
 def collect_ablation_results(model: ModelRuns) -> list[AblationResult]:
-    """Of every length and intervention that a run of the model was measured with, in their order."""
+    """Return the results of every length and ablation that a run of the model was evaluated with, in order."""
     parts = {
         (seed, part["length"], effect["name"]): (part, effect)
-        for seed, found in model.evaluated.items()
-        for part in found.get("selection", [])
+        for seed, evaluation in model.evaluated.items()
+        for part in evaluation.get("selection", [])
         for effect in part["interventions"]
     }
     return [
@@ -197,7 +202,7 @@ def collect_ablation_results(model: ModelRuns) -> list[AblationResult]:
 
 def _build_ablation_result(model: ModelRuns, length: int, name: str, parts: dict[Any, Any]) -> AblationResult:
     own = {seed: parts[seed, length, name] for seed in model.evaluated if (seed, length, name) in parts}
-    # One answer in each sequence.
+    # One answer per sequence.
     by_seed = {
         seed: Proportion.from_counts(round(e["accuracy"] * p["sequences"]), p["sequences"]) for seed, (p, e) in own.items()
     }
@@ -215,64 +220,68 @@ def _build_ablation_result(model: ModelRuns, length: int, name: str, parts: dict
 
 
 def _list_far_results(part: dict[str, Any], effect: dict[str, Any], nsa: NSAConfig) -> list[float]:
-    """Of the far needles whether each was found; none of an evaluation that did not record it."""
+    """Return for each far needle whether it was found; empty if the evaluation did not record it."""
     pairs = zip(part.get("depths", []), effect.get("right", []), strict=True)
     return [right for depth, right in pairs if is_far(depth, part["length"], nsa)]
 
 
-def _note_unpaired(model: ModelRuns, baseline: ModelRuns, say: AddNote) -> None:
-    for one, other in ((model, baseline), (baseline, model)):
-        if alone := [str(seed) for seed in one.runs if seed not in other.runs]:
-            say(f"{other.name} has no run at seed {', '.join(alone)} of {one.name}: no pairs of those")
-    both = model.evaluated.keys() & baseline.evaluated.keys()
-    if len(both) < 2:
-        why = (
-            "one seed alone, so no interval over seeds"
-            if both
-            else "no seed at which both were evaluated: no text is compared"
+def _note_unpaired(model: ModelRuns, baseline: ModelRuns, add_note: AddNote) -> None:
+    for first, second in ((model, baseline), (baseline, model)):
+        if unpaired := [str(seed) for seed in first.runs if seed not in second.runs]:
+            add_note(f"{second.name} has no run with seed {', '.join(unpaired)} of {first.name}: not paired")
+    common_seeds = model.evaluated.keys() & baseline.evaluated.keys()
+    if len(common_seeds) < 2:
+        reason = (
+            "only one common seed, so no interval over seeds"
+            if common_seeds
+            else "no common evaluated seed, so no text is compared"
         )
-        say(f"{model.name} and {baseline.name} have {why}")
+        add_note(f"{model.name} and {baseline.name} have {reason}")
 
 
-def _note_condition_differences(models: Sequence[ModelRuns], say: AddNote) -> None:
-    told = {run: _get_conditions(found) for run, found in _iterate_evaluations(models)}
-    for name in dict.fromkeys(name for conditions in told.values() for name in conditions):
-        _note_if_different(f"the evaluations differ in {name}", {run: str(own.get(name)) for run, own in told.items()}, say)
+def _note_condition_differences(models: Sequence[ModelRuns], add_note: AddNote) -> None:
+    conditions = {run: _get_conditions(evaluation) for run, evaluation in _iterate_evaluations(models)}
+    for name in dict.fromkeys(name for own in conditions.values() for name in own):
+        _note_if_different(
+            f"the evaluations differ in {name}", {run: str(own.get(name)) for run, own in conditions.items()}, add_note
+        )
 
 
 def _get_conditions(evaluation: dict[str, Any]) -> dict[str, Any]:
-    """What evaluations that are compared should have in common, by what it is called; the last make the questions."""
+    """Return the conditions, by name, that compared evaluations should share. The last ones determine the questions."""
     return {
         "dtype": evaluation.get("dtype"),
         "device": evaluation.get("device"),
         "code": evaluation.get("code", {}).get("source"),
-        "the seed of their questions": evaluation.get("seed"),
-        "the text of their questions": evaluation.get("data_identity"),
-        **{f"the data.{key} of their questions": value for key, value in evaluation.get("recall", {}).items()},
+        "the seed of the questions": evaluation.get("seed"),
+        "the text of the questions": evaluation.get("data_identity"),
+        **{f"data.{key} of the questions": value for key, value in evaluation.get("recall", {}).items()},
     }
 
 
-def _note_not_evaluated(models: Sequence[ModelRuns], say: AddNote) -> None:
-    """Needles and interventions that a run was not asked, or not as often as others."""
-    found = dict(_iterate_evaluations(models))
-    asked = {run: _get_evaluated_counts(one) for run, one in found.items()}
-    why = {run: _get_skip_reasons(one) for run, one in found.items()}
+def _note_not_evaluated(models: Sequence[ModelRuns], add_note: AddNote) -> None:
+    """Note needle tasks and ablations that a run was not evaluated on, or with another number of sequences than others."""
+    evaluations = dict(_iterate_evaluations(models))
+    counts = {run: _get_evaluated_counts(evaluation) for run, evaluation in evaluations.items()}
+    reasons = {run: _get_skip_reasons(evaluation) for run, evaluation in evaluations.items()}
     lines: list[tuple[str, str]] = []
-    for what in dict.fromkeys(what for parts in (asked, why) for part in parts.values() for what in part):
-        lacking = [run for run in found if what not in asked[run]]
-        lines += [(f"{what}: {why[run].get(what) or _explain_missing(what, found[run])}", run) for run in lacking]
-        _note_if_different(f"{what}: not asked alike", {run: own[what] for run, own in asked.items() if what in own}, say)
+    for part in dict.fromkeys(part for group in (counts, reasons) for parts in group.values() for part in parts):
+        missing = [run for run in evaluations if part not in counts[run]]
+        lines += [(f"{part}: {reasons[run].get(part) or _explain_missing(part, evaluations[run])}", run) for run in missing]
+        _note_if_different(
+            f"{part}: different counts", {run: own[part] for run, own in counts.items() if part in own}, add_note
+        )
     for line, runs in _group_values(lines).items():
-        say(f"{line} ({runs})")
+        add_note(f"{line} ({runs})")
 
 
-def _explain_missing(what: str, evaluation: dict[str, Any]) -> str:
-    is_dense = evaluation.get("attention") == "dense" and what.startswith(ABLATIONS)
-    return "dense attention has neither blocks nor branches" if is_dense else "the evaluation was not to ask it"
+def _explain_missing(part: str, evaluation: dict[str, Any]) -> str:
+    is_dense = evaluation.get("attention") == "dense" and part.startswith(ABLATIONS)
+    return "dense attention has neither blocks nor branches" if is_dense else "not requested"
 
 
 def _get_evaluated_counts(evaluation: dict[str, Any]) -> dict[str, str]:
-    """Of needles by task and length, and of interventions by length, how much was asked."""
+    """Return how much was evaluated: of needles by task and length, of ablations by length."""
     cells: dict[str, list[tuple[str, str]]] = {}
     for cell in evaluation.get("retrieval", []):
         cells.setdefault(_format_task(cell), []).append((str(cell["sequences"]), f"{cell['depth']:g}"))
@@ -285,8 +294,8 @@ def _get_evaluated_counts(evaluation: dict[str, Any]) -> dict[str, str]:
 
 
 def _get_skip_reasons(evaluation: dict[str, Any]) -> dict[str, str]:
-    """What an evaluation says that it did not ask, and why."""
-    needles = {_format_task(row): f"not asked: {row['why']}" for row in evaluation.get("not_asked", [])}
+    """Return the parts that an evaluation skipped, with its reasons."""
+    needles = {_format_task(row): f"skipped: {row['why']}" for row in evaluation.get("not_asked", [])}
     parts = [part for part in evaluation.get("selection", []) if not part["interventions"]]
     return needles | {_format_ablations(part): str(part.get("why_not")) for part in parts}
 
@@ -300,19 +309,19 @@ def _format_ablations(part: dict[str, Any]) -> str:
 
 
 def _iterate_evaluations(models: Sequence[ModelRuns]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every run that was evaluated, by name."""
-    yield from ((model.runs[seed].name, found) for model in models for seed, found in model.evaluated.items())
+    """Yield (run name, evaluation) of every evaluated run."""
+    yield from ((model.runs[seed].name, evaluation) for model in models for seed, evaluation in model.evaluated.items())
 
 
-def _note_if_different(what: str, of_runs: dict[str, str], say: AddNote) -> None:
-    values = _group_values((value, run) for run, value in of_runs.items())
+def _note_if_different(subject: str, value_by_run: dict[str, str], add_note: AddNote) -> None:
+    values = _group_values((value, run) for run, value in value_by_run.items())
     if len(values) > 1:
-        say(f"{what}: " + "; ".join(f"{value} ({runs})" for value, runs in values.items()))
+        add_note(f"{subject}: " + "; ".join(f"{value} ({runs})" for value, runs in values.items()))
 
 
 def _group_values(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """`a` -> `x, y` of pairs (a, x) and (a, y), in their order."""
-    found: dict[str, list[str]] = {}
+    """Group pairs by their first element: (a, x), (a, y) becomes {a: "x, y"}. Order is preserved."""
+    groups: dict[str, list[str]] = {}
     for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return {key: ", ".join(values) for key, values in found.items()}
+        groups.setdefault(key, []).append(value)
+    return {key: ", ".join(values) for key, values in groups.items()}

@@ -1,4 +1,4 @@
-"""A comparison of models as Markdown, for `nsa-lab compare` and notebook 08: tables that a page can hold as they are."""
+"""Format a comparison of models as Markdown tables, for `nsa-lab compare` and notebook 08."""
 
 from __future__ import annotations
 
@@ -11,50 +11,52 @@ from nsa_lab.health.paired_text_loss import RangeDifference, TextDifference
 from nsa_lab.health.proportions import Proportion
 from nsa_lab.health.sweep_results import SeedMean
 
-# What a table holds where there is nothing to tell.
 EMPTY_CELL = "–"
 
 
-def format_markdown(found: ModelComparison) -> str:
-    """Every table under its heading, and what was not compared."""
-    parts = {"Models": format_costs, "Needles": format_needles, "Text": format_texts, "Interventions": format_ablations}
-    tables = {heading: part(found) for heading, part in parts.items()}
-    told = [f"## {heading}\n\n{table}\n" for heading, table in tables.items() if table]
-    return "\n".join([*told, "## What could not be compared, or not alike", "", format_not_compared(found)])
+def format_markdown(comparison: ModelComparison) -> str:
+    """Return all tables with headings, and the list of omitted comparisons."""
+    parts = {"Models": format_costs, "Needles": format_needles, "Text": format_texts, "Ablations": format_ablations}
+    tables = {heading: format_part(comparison) for heading, format_part in parts.items()}
+    sections = [f"## {heading}\n\n{table}\n" for heading, table in tables.items() if table]
+    return "\n".join([*sections, "## Not compared, or under different conditions", "", format_not_compared(comparison)])
 
 
-def format_not_compared(found: ModelComparison) -> str:
-    """A list of it, or that there is nothing."""
-    return "\n".join([f"* {line}" for line in found.not_compared] or ["Everything was."])
+def format_not_compared(comparison: ModelComparison) -> str:
+    """Return the list of omitted comparisons, or a sentence that there are none."""
+    return "\n".join([f"* {line}" for line in comparison.not_compared] or ["Nothing was omitted."])
 
 
-def format_costs(found: ModelComparison) -> str:
-    """Sizes, tokens, seconds and speeds of every model."""
-    return "\n".join(_format_cost_lines(found))
+def format_costs(comparison: ModelComparison) -> str:
+    """Return the table of sizes, tokens, times and speeds of all models."""
+    return "\n".join(_format_cost_lines(comparison))
 
 
-def format_needles(found: ModelComparison) -> str:
-    """Answers that are right, by task and length; empty where none was asked."""
-    return "\n".join(_format_needle_lines(found))
+def format_needles(comparison: ModelComparison) -> str:
+    """Return the tables of correct answers by task and length; empty if there are none."""
+    return "\n".join(_format_needle_lines(comparison))
 
 
-def format_texts(found: ModelComparison, only: str | None = None, *, level: int = 3) -> str:
-    """Losses by position of every text, or of `only` that one, a heading of `level` for each; empty where there is none."""
-    return "\n".join(_format_text_lines(found, only, "#" * level))
+def format_texts(comparison: ModelComparison, only: str | None = None, *, level: int = 3) -> str:
+    """Return a table of losses by position for each text, under headings of `level`; empty if there are no texts.
+
+    `only`: name of the only text to include; None: all texts.
+    """
+    return "\n".join(_format_text_lines(comparison, only, "#" * level))
 
 
-def format_ablations(found: ModelComparison) -> str:
-    """Answers and text under every intervention; empty where there was none."""
-    return "\n".join(_format_ablation_lines(found))
+def format_ablations(comparison: ModelComparison) -> str:
+    """Return the table of answers and text losses under all ablations; empty if there are none."""
+    return "\n".join(_format_ablation_lines(comparison))
 
 
-def _format_cost_lines(found: ModelComparison) -> Iterator[str]:
-    share = f"share of {found.baseline}"
-    names = ("model", "seeds", "parameters", "tokens", "steps, seconds", share, "whole runs, seconds", share)
-    yield from _format_table((*names, "tokens per second, stage by stage"), map(_format_cost_row, found.costs))
+def _format_cost_lines(comparison: ModelComparison) -> Iterator[str]:
+    ratio = f"ratio to {comparison.baseline}"
+    names = ("model", "seeds", "parameters", "tokens", "step time, s", ratio, "total time, s", ratio)
+    yield from _format_table((*names, "tokens per second, by stage"), map(_format_cost_row, comparison.costs))
     yield from (
-        "Seconds of each seed in order: of optimiser steps, and of whole runs, with evaluations, saves and compiling. "
-        f"Shares are of the time of {found.baseline} at the same seeds. Speeds are medians of readings, means over seeds.",
+        "Times are per seed, in order: optimizer steps only, and the whole run with evaluation, saving and compilation. "
+        f"Ratios are to {comparison.baseline} over the same seeds. Speeds are medians of readings, averaged over seeds.",
         "",
     )
 
@@ -73,34 +75,34 @@ def _format_cost_row(cost: ModelCost) -> list[str]:
     ]
 
 
-def _format_per_run(runs: Sequence[RunCost], of: Callable[[RunCost], int | None]) -> str:
-    """What all runs have, once, or that of each."""
-    return " / ".join(dict.fromkeys(_format_number(of(run), "{:,}") for run in runs))
+def _format_per_run(runs: Sequence[RunCost], get_value: Callable[[RunCost], int | None]) -> str:
+    """Return the value of each run; only once if all are equal."""
+    return " / ".join(dict.fromkeys(_format_number(get_value(run), "{:,}") for run in runs))
 
 
 def _format_speeds(runs: Sequence[RunCost]) -> str:
     if len({len(run.tokens_per_s) for run in runs}) > 1:
-        return "readings of other stages: " + "; ".join(_format_speeds([run]) for run in runs)
+        return "different stages: " + "; ".join(_format_speeds([run]) for run in runs)
     return ", ".join(f"{speed:,.0f}" for speed in np.mean([run.tokens_per_s for run in runs], axis=0)) or EMPTY_CELL
 
 
-def _format_needle_lines(found: ModelComparison) -> Iterator[str]:
-    if not found.needles:
+def _format_needle_lines(comparison: ModelComparison) -> Iterator[str]:
+    if not comparison.needles:
         return
     yield from (
-        "Percent of the answers that are right in every token, seed by seed: of all seeds [95 %, Wilson].",
+        "Percent of answers with all tokens correct, per seed: over all seeds [95% Wilson interval].",
         "",
     )
-    yield from _format_needle_table(found.needles, lambda one: _format_proportions(one.by_seed, one.every))
-    yield from ("Of these, facts beyond the window and behind the first block, of all seeds:", "")
-    yield from _format_needle_table(found.needles, lambda one: _format_proportion(one.far))
-    yield from ("Written by the model itself, of all seeds:", "")
-    yield from _format_needle_table(found.needles, lambda one: _format_proportion(one.written))
+    yield from _format_needle_table(comparison.needles, lambda result: _format_proportions(result.by_seed, result.every))
+    yield from ("Only facts beyond the window and after the first block, over all seeds:", "")
+    yield from _format_needle_table(comparison.needles, lambda result: _format_proportion(result.far))
+    yield from ("Generated answers, over all seeds:", "")
+    yield from _format_needle_table(comparison.needles, lambda result: _format_proportion(result.written))
 
 
-def _format_needle_table(needles: Sequence[NeedleResult], cell: Callable[[NeedleResult], str]) -> Iterator[str]:
-    models = list(dict.fromkeys(one.model for one in needles))
-    cells = {(one.task, one.length, one.model): cell(one) for one in needles}
+def _format_needle_table(needles: Sequence[NeedleResult], format_cell: Callable[[NeedleResult], str]) -> Iterator[str]:
+    models = list(dict.fromkeys(result.model for result in needles))
+    cells = {(result.task, result.length, result.model): format_cell(result) for result in needles}
     rows = dict.fromkeys((task, length) for (task, length, _), text in cells.items() if text != EMPTY_CELL)
     yield from _format_table(
         ("task", "bytes", *models),
@@ -111,14 +113,14 @@ def _format_needle_table(needles: Sequence[NeedleResult], cell: Callable[[Needle
     )
 
 
-def _format_text_lines(found: ModelComparison, only: str | None, heading: str) -> Iterator[str]:
-    wanted = [text for text in found.texts if only in (None, text.text)]
-    if not wanted:
+def _format_text_lines(comparison: ModelComparison, only: str | None, heading: str) -> Iterator[str]:
+    texts = [text for text in comparison.texts if only in (None, text.text)]
+    if not texts:
         return
-    yield from ("Bits per byte, means over seeds, and differences with their 95 % intervals (Student's t).", "")
-    for text in wanted:
+    yield from ("Bits per byte, means over seeds, and differences with 95% confidence intervals (Student's t).", "")
+    for text in texts:
         seeds = f"seed{'s' * (len(text.seeds) != 1)} {', '.join(map(str, text.seeds))}"
-        yield from (f"{heading} {text.text}: {text.model} less {text.baseline}, {seeds}", "")
+        yield from (f"{heading} {text.text}: {text.model} minus {text.baseline}, {seeds}", "")
         names = ("positions", text.model, text.baseline, "difference", "over windows", "windows", "over seeds")
         yield from _format_table(names, (_format_range_row(place, text) for place in text.places))
 
@@ -129,58 +131,60 @@ def _format_range_row(place: RangeDifference, text: TextDifference) -> list[str]
         f"{place.bits:.4f}",
         f"{place.baseline_bits:.4f}",
         f"{place.difference:+.4f}",
-        _format_interval(place.over_windows, "not known" if place.windows is None else "none: one window"),
+        _format_interval(place.over_windows, "unknown" if place.windows is None else "none: one window"),
         _format_number(place.windows, "{:,}"),
         _format_interval(place.over_seeds, "none: one seed"),
     ]
 
 
-def _format_ablation_lines(found: ModelComparison) -> Iterator[str]:
-    if not found.interventions:
+def _format_ablation_lines(comparison: ModelComparison) -> Iterator[str]:
+    if not comparison.interventions:
         return
     yield from (
-        "Percent of the needles found, seed by seed: of all seeds [95 %, Wilson]; of facts beyond the window and behind "
-        "the first block; and bits per byte of the text around, less those of the chosen blocks, ± 95 % over seeds.",
+        "Percent of needles found, per seed: over all seeds [95% Wilson interval]; only facts beyond the window and after "
+        "the first block; and bits per byte of the surrounding text minus those with selected blocks, ± 95% over seeds.",
         "",
     )
-    for model in dict.fromkeys(one.model for one in found.interventions):
+    for model in dict.fromkeys(result.model for result in comparison.interventions):
         yield from (f"### {model}", "")
-        own = [one for one in found.interventions if one.model == model]
+        own = [result for result in comparison.interventions if result.model == model]
         yield from _format_table(
-            ("bytes", "blocks, or what is silent", "found", "of far facts", "text"), map(_format_ablation_row, own)
+            ("bytes", "blocks, or disabled branch", "found", "far facts", "text"), map(_format_ablation_row, own)
         )
 
 
-def _format_ablation_row(one: AblationResult) -> list[str]:
+def _format_ablation_row(result: AblationResult) -> list[str]:
     return [
-        f"{one.length:,}",
-        one.name,
-        _format_proportions(one.by_seed, one.every),
-        _format_proportion(one.far),
-        _format_seed_mean(one.d_text),
+        f"{result.length:,}",
+        result.name,
+        _format_proportions(result.by_seed, result.every),
+        _format_proportion(result.far),
+        _format_seed_mean(result.d_text),
     ]
 
 
 def _format_proportions(by_seed: dict[int, Proportion | None], every: Proportion | None) -> str:
-    each = " / ".join(EMPTY_CELL if share is None else f"{100 * share.share:.1f}" for share in by_seed.values())
-    return f"{each}: {_format_proportion(every)}"
+    per_seed = " / ".join(
+        EMPTY_CELL if proportion is None else f"{100 * proportion.share:.1f}" for proportion in by_seed.values()
+    )
+    return f"{per_seed}: {_format_proportion(every)}"
 
 
-def _format_proportion(share: Proportion | None) -> str:
-    if share is None:
+def _format_proportion(proportion: Proportion | None) -> str:
+    if proportion is None:
         return EMPTY_CELL
-    low, high = 100 * share.low, 100 * share.high
-    return f"{100 * share.share:.1f} [{low:.1f}, {high:.1f}] of {share.asked:,}"
+    low, high = 100 * proportion.low, 100 * proportion.high
+    return f"{100 * proportion.share:.1f} [{low:.1f}, {high:.1f}] of {proportion.asked:,}"
 
 
-def _format_seed_mean(found: SeedMean | None) -> str:
-    if found is None:
+def _format_seed_mean(seed_mean: SeedMean | None) -> str:
+    if seed_mean is None:
         return EMPTY_CELL
-    return f"{found.mean:+.4f} " + ("(one seed)" if found.half is None else f"± {found.half:.4f}")
+    return f"{seed_mean.mean:+.4f} " + ("(one seed)" if seed_mean.half is None else f"± {seed_mean.half:.4f}")
 
 
-def _format_interval(found: tuple[float, float] | None, without: str) -> str:
-    return without if found is None else f"[{found[0]:+.4f}, {found[1]:+.4f}]"
+def _format_interval(interval: tuple[float, float] | None, placeholder: str) -> str:
+    return placeholder if interval is None else f"[{interval[0]:+.4f}, {interval[1]:+.4f}]"
 
 
 def _format_number(value: float | None, form: str) -> str:

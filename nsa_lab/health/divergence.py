@@ -1,4 +1,4 @@
-"""Why a run diverged, as far as its record tells: what to look at and what to change, before anybody resumes it."""
+"""Diagnose from the record why a run diverged: what to inspect and what to change before it is resumed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from nsa_lab.runs import directory
 from nsa_lab.runs.history import History
 from nsa_lab.runs.rerun_command import build_rerun_command
 
-N_SHOWN_LOSSES = 3  # losses before the end
-SAFE_LR = 1e-3  # models of these sizes train with it
+N_SHOWN_LOSSES = 3  # number of last losses in the report
+SAFE_LR = 1e-3  # models of these sizes train with this rate
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """`seen`: what the record says, a line each; `change`: what to do about it; `resume` comes last."""
+    """Diagnosis of a diverged run. `action`: what to change; `resume_hint`: when to resume unchanged."""
 
     observations: list[str]
     action: str
@@ -30,21 +30,21 @@ class Divergence:
 
 
 def diagnose_divergence(history: History, limits: Limits) -> Divergence | None:
-    """Of a run that is halted and whose losses rose, or ended in what is no number; None for any other."""
+    """Diagnose a halted run whose losses rose or became non-finite. Return None for any other run."""
     if history.status.get("status") != directory.HALTED:
         return None
     steps, losses = _get_finite_series(history, "bpb")
-    rose = len(losses) > 1 and losses[-1] > limits.diverged_loss * losses.min()
-    broke = any(event.get("rule") == "non_finite" for event in history.events_of_kind("guard"))
-    if not (rose or broke):
+    has_risen = len(losses) > 1 and losses[-1] > limits.diverged_loss * losses.min()
+    is_nonfinite = any(event.get("rule") == "non_finite" for event in history.events_of_kind("guard"))
+    if not (has_risen or is_nonfinite):
         return None
-    gradient = _describe_gradient_growth(history, limits)
-    # AdamW, and Muon at its scale, moves every weight by about the rate in a step, however small its gradient.
-    rash = _get_peak_lr(history) > limits.risky_lr or history.last_step <= history.config.train.warmup_steps
-    seen = [_describe_last_losses(steps, losses), _describe_lr(history), gradient]
+    gradient_growth = _describe_gradient_growth(history, limits)
+    # AdamW, and Muon at its scale, moves every weight by about the rate per step, however small its gradient is.
+    is_risky = _get_peak_lr(history) > limits.risky_lr or history.last_step <= history.config.train.warmup_steps
+    observations = [_describe_last_losses(steps, losses), _describe_lr(history), gradient_growth]
     return Divergence(
-        [line for line in seen if line],
-        _describe_action(history, rose or rash or bool(gradient)),
+        [line for line in observations if line],
+        _describe_action(history, has_risen or is_risky or bool(gradient_growth)),
         _describe_resume(history),
     )
 
@@ -55,18 +55,18 @@ def _get_peak_lr(history: History) -> float:
 
 def _get_finite_series(history: History, name: str) -> tuple[np.ndarray, np.ndarray]:
     steps, values = history.series(name)
-    finite = np.isfinite(values)
-    return steps[finite], values[finite]
+    is_finite = np.isfinite(values)
+    return steps[is_finite], values[is_finite]
 
 
 def _describe_last_losses(steps: np.ndarray, losses: np.ndarray) -> str:
     if not len(losses):
-        return "No loss was a number, from the first step on."
-    shown = ", ".join(
+        return "No loss was finite, from the first step on."
+    last_losses = ", ".join(
         f"{loss:,.3f} at step {step:,}"
         for step, loss in zip(steps[-N_SHOWN_LOSSES:], losses[-N_SHOWN_LOSSES:], strict=True)
     )
-    return f"Last losses that are numbers, bits per byte: {shown}; the lowest was {losses.min():,.3f}."
+    return f"Last finite losses, bits per byte: {last_losses}; the lowest was {losses.min():,.3f}."
 
 
 def _describe_lr(history: History) -> str | None:
@@ -77,33 +77,33 @@ def _describe_lr(history: History) -> str | None:
 
 
 def _describe_gradient_growth(history: History, limits: Limits) -> str | None:
-    """How the norm of the gradient grew; None where it did not."""
+    """Return how much the gradient norm grew; None if it did not."""
     steps, norms = _get_finite_series(history, "grad_norm")
     if len(norms) < 2 or norms[-1] < limits.diverged_gradient * norms.min() or norms.min() <= 0:
         return None
     least = int(norms.argmin())
     return (
-        f"The gradient's norm grew from {norms[least]:.3g} at step {steps[least]:,} to {norms[-1]:.3g} at step "
+        f"The gradient norm grew from {norms[least]:.3g} at step {steps[least]:,} to {norms[-1]:.3g} at step "
         f"{steps[-1]:,}, before clipping to {history.config.train.grad_clip:g}."
     )
 
 
-def _describe_action(history: History, grew: bool) -> str:
-    if not grew:
+def _describe_action(history: History, is_lr_suspected: bool) -> str:
+    if not is_lr_suspected:
         return (
-            "Losses and gradients were as ever until then, so the learning rate is not the first suspect: look at the "
-            "batch in the newest halt-… folder of the run, and at the precision and the kernels of that step."
+            "Losses and gradients were normal until then, so the learning rate is an unlikely cause: inspect the batch in "
+            "the newest halt-… folder of the run, and the precision and kernels of that step."
         )
     train = history.config.train
-    warm = " and a longer train.warmup_steps" if train.warmup_steps < train.steps // 10 else ""
+    warmup_hint = " and a longer train.warmup_steps" if train.warmup_steps < train.steps // 10 else ""
     return (
-        f"Suspect: the learning rate. Train anew with a lower train.lr{warm}: "
+        f"Likely cause: the learning rate. Train again with a lower train.lr{warmup_hint}: "
         f"{build_rerun_command(history.run_dir, history.config, _lower_lr(history))}"
     )
 
 
 def _lower_lr(history: History) -> RunConfig:
-    """The run's configuration with a learning rate that is worth a try, in every stage that is above it."""
+    """Return the run's configuration with a safer learning rate in every stage whose rate is higher."""
     rate = float(f"{min(_get_peak_lr(history) / 10, SAFE_LR):.1g}")
     sections = history.config.to_dict()
     for stage in sections["train"].get("stages") or [sections["train"]]:
@@ -114,6 +114,6 @@ def _lower_lr(history: History) -> RunConfig:
 
 def _describe_resume(history: History) -> str:
     return (
-        f"The weights are those of step {history.last_step:,}, the last good one. Only if the cause lay outside, in data or "
-        f"machine, is it worth going on from them with the same settings: nsa-lab resume {history.run}"
+        f"The weights are those of step {history.last_step:,}, the last good step. Resume from them with the same settings "
+        f"only if the cause was the data or the machine: nsa-lab resume {history.run}"
     )

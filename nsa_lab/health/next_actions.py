@@ -7,7 +7,7 @@ from nsa_lab.health.verdict import LIMITS
 from nsa_lab.runs import directory
 from nsa_lab.runs.history import History
 
-# There is no such folder if a check before the first step failed or the text could not be read.
+# This folder does not exist if a check before the first step failed or the text could not be read.
 DIAGNOSIS_HINT = "See the newest halt-… folder of the run for the diagnosis."
 RERUN_HINT = "If the cause is a setting, train again with another value: nsa-lab run NAME -p section.key=value."
 BEFORE_FIRST_STEP = (

@@ -113,7 +113,9 @@ def find_matched_pairs(runs: Sequence[History]) -> list[tuple[History, History]]
 def summarize_comparisons(runs: Sequence[History]) -> list[str]:
     """Return one line per comparison: by window and by batch for exactly two runs, by seed for matched pairs."""
     lines = (
-        [str(compare(*runs)) for compare in (compare_validation_windows, compare_training_batches)] if len(runs) == 2 else []
+        [str(compare(*runs)) for compare in (compare_validation_windows, compare_training_batches)]
+        if len(runs) == 2
+        else []
     )
     return lines + [str(result) for result in compare_seeds(runs)]
 

@@ -1,4 +1,4 @@
-"""How many of those asked were right, with an interval."""
+"""Proportions of correct answers with confidence intervals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nsa_lab.runs.evaluation import compute_wilson_interval
 
 @dataclass(frozen=True)
 class Proportion:
-    """`right` of `asked`, the share that is, and its 95 % interval by Wilson (1927), from `low` to `high`."""
+    """`right` correct of `asked` answers, their ratio `share`, and its 95% Wilson interval [`low`, `high`]."""
 
     right: int
     asked: int
@@ -20,11 +20,11 @@ class Proportion:
 
     @classmethod
     def from_counts(cls, right: int, asked: int) -> Proportion | None:
-        """None where nothing was asked."""
+        """Return the proportion right / asked; None if `asked` is 0."""
         return cls(right, asked, right / asked, *compute_wilson_interval(right, asked)) if asked else None
 
     @classmethod
-    def pool(cls, shares: Iterable[Proportion | None]) -> Proportion | None:
-        """All that was asked, as one share."""
-        told = [share for share in shares if share]
-        return cls.from_counts(sum(share.right for share in told), sum(share.asked for share in told))
+    def pool(cls, proportions: Iterable[Proportion | None]) -> Proportion | None:
+        """Return the proportion over the answers of all given proportions; None if there are none."""
+        known = [proportion for proportion in proportions if proportion]
+        return cls.from_counts(sum(proportion.right for proportion in known), sum(proportion.asked for proportion in known))

@@ -1,6 +1,6 @@
-"""What a run's result is worth: whether the run was long enough to say anything, and what others make of the same text.
+"""Reference values for a run's result: whether the run was long enough to judge, and the bpb of others on the same text.
 
-References come from records alone: what the trainer wrote of a compressor, and runs beside this one in its folder.
+References come only from records: compressor results recorded by the trainer, and other runs in the same folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nsa_lab.runs.summary import format_size
 
 @dataclass(frozen=True)
 class Reference:
-    """Bits per byte of something else on the text that the run was evaluated on; `note` says what it is."""
+    """Bits per byte of another run or a compressor on the evaluated text of a run. `note` describes it."""
 
     name: str
     bpb: float
@@ -29,45 +29,48 @@ class Reference:
 
 
 def explain_trial(history: History, limits: Limits) -> str | None:
-    """Why the run is too short to say what its model can do; None if it is not, or if its size is not known.
+    """Return why the run is too short to judge its model; None if it is long enough or the model size is unknown.
 
-    Fewer steps than verdicts need, or fewer tokens than the model has parameters.
+    A run is too short with fewer steps than the checks need, or fewer tokens than the model has parameters.
     """
-    known = collect_facts(history)
-    steps, tokens = known.step, known.tokens
+    facts = collect_facts(history)
+    steps, tokens = facts.step, facts.tokens
     if steps < limits.trial_steps:
-        return f"{steps:,} steps, and under {limits.trial_steps} say little"
-    if known.parameters and tokens < limits.trial_tokens * known.parameters:
-        return f"{steps:,} steps, and {tokens:,} tokens for {known.parameters:,} parameters"
+        return f"{steps:,} steps, fewer than {limits.trial_steps}"
+    if facts.parameters and tokens < limits.trial_tokens * facts.parameters:
+        return f"{steps:,} steps with {tokens:,} tokens for {facts.parameters:,} parameters"
     return None
 
 
 def find_references(history: History) -> list[Reference]:
-    """The dense twin (of a dense run the NSA twin), the compressor, and, without a twin, the run before of that name."""
-    beside = _list_comparable_runs(history)
-    twin = next((run for run in beside if _is_matched_pair(history, run)), None)
-    before = next((run for run in beside if _is_earlier(history, run)), None)
-    found = [_make_baseline_reference(twin)] if twin else [_make_earlier_reference(before)] if before else []
-    return [*found, *_list_compressor_references(history)]
+    """Return the references of a run: its matched baseline, else the previous run of its name, and the compressors.
+
+    The matched baseline of a dense run is the NSA run.
+    """
+    runs = _list_comparable_runs(history)
+    baseline = next((run for run in runs if _is_matched_pair(history, run)), None)
+    earlier = next((run for run in runs if _is_earlier(history, run)), None)
+    references = [_make_baseline_reference(baseline)] if baseline else [_make_earlier_reference(earlier)] if earlier else []
+    return [*references, *_list_compressor_references(history)]
 
 
 def _list_comparable_runs(history: History) -> list[History]:
-    """Finished runs in the same folder, as long as this one and evaluated on the same text, newest first."""
-    folder = resolve.list_run_dirs(history.run_dir.resolve().parent)
-    found = [
-        History.read(run) for run in reversed(folder) if run.name != history.run and _is_comparable(run, history.config)
+    """Return finished runs in the same folder with the same length and evaluated text, newest first."""
+    run_dirs = resolve.list_run_dirs(history.run_dir.resolve().parent)
+    runs = [
+        History.read(run) for run in reversed(run_dirs) if run.name != history.run and _is_comparable(run, history.config)
     ]
-    return [run for run in found if run.evaluations and not have_different_eval_texts((history, run))]
+    return [run for run in runs if run.evaluations and not have_different_eval_texts((history, run))]
 
 
 def _is_comparable(run_dir: Path, config: RunConfig) -> bool:
-    """Whether it is DONE, after as many steps on the same source. The list of runs names those that cannot be read."""
+    """Return True if the run is DONE with the same steps and data source. Unreadable runs are reported elsewhere."""
     try:
         other = RunConfig.from_yaml(run_dir / directory.CONFIG)
     except ConfigError:
         return False
-    done = directory.read_status(run_dir).get("status") == directory.DONE
-    return done and (other.train.steps, other.data.source) == (config.train.steps, config.data.source)
+    is_done = directory.read_status(run_dir).get("status") == directory.DONE
+    return is_done and (other.train.steps, other.data.source) == (config.train.steps, config.data.source)
 
 
 def _is_matched_pair(history: History, other: History) -> bool:
@@ -76,30 +79,30 @@ def _is_matched_pair(history: History, other: History) -> bool:
 
 
 def _is_earlier(history: History, other: History) -> bool:
-    began = [run.attempts()[0].started_at for run in (other, history) if run.attempts()]
-    return history.config.name == other.config.name and len(began) == 2 and began[0] < began[1]
+    starts = [run.attempts()[0].started_at for run in (other, history) if run.attempts()]
+    return history.config.name == other.config.name and len(starts) == 2 and starts[0] < starts[1]
 
 
-def _make_baseline_reference(twin: History) -> Reference:
-    known = collect_facts(twin)
-    assert known.last_validation_bpb is not None, "it has evaluations"
-    kind = {"dense": "dense twin", "nsa": "NSA twin"}[known.attention]
-    size = f"{known.parameters:,} parameters, " if known.parameters else ""
-    return Reference(kind, known.last_validation_bpb, f"{twin.run}: {size}one run of each")
+def _make_baseline_reference(baseline: History) -> Reference:
+    facts = collect_facts(baseline)
+    assert facts.last_validation_bpb is not None, "it has evaluations"
+    kind = {"dense": "dense baseline", "nsa": "matched NSA run"}[facts.attention]
+    size = f"{facts.parameters:,} parameters, " if facts.parameters else ""
+    return Reference(kind, facts.last_validation_bpb, f"{baseline.run}: {size}one run of each")
 
 
 def _make_earlier_reference(run: History) -> Reference:
-    known = collect_facts(run)
-    assert known.last_validation_bpb is not None, "it has evaluations"
-    return Reference("the run before", known.last_validation_bpb, run.run)
+    facts = collect_facts(run)
+    assert facts.last_validation_bpb is not None, "it has evaluations"
+    return Reference("previous run", facts.last_validation_bpb, run.run)
 
 
 def _list_compressor_references(history: History) -> list[Reference]:
-    told = {event.get("name"): event for event in history.events_of_kind("reference")}
+    events = {event.get("name"): event for event in history.events_of_kind("reference")}
     return [
         Reference(
-            f"the compressor {name} on the same text", event["bpb"], f"{format_size(event['bytes'])} of the held-out text"
+            f"compressor {name} on the same text", event["bpb"], f"{format_size(event['bytes'])} of the held-out text"
         )
-        for name, event in told.items()
+        for name, event in events.items()
         if event.get("bpb") and event.get("bytes")
     ]

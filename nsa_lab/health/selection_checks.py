@@ -99,7 +99,7 @@ def _format_nats(value: float | None) -> str:
 
 
 def _compute_gain(loss: Mapping[str, float | None], ablation: str) -> float:
-    """Return the loss under `ablation` minus the loss with selection, nats per byte; minus infinity if either is missing."""
+    """Return the loss under `ablation` minus the loss with selection, nats per byte; -inf if either is missing."""
     selected_loss, ablated_loss = loss.get("chosen"), loss.get(ablation)
     return -math.inf if selected_loss is None or ablated_loss is None else ablated_loss - selected_loss
 
@@ -202,7 +202,7 @@ def check_sink_share(history: History, limits: Limits) -> Verdict | None:
 
 
 def _get_last_reading(history: History, name: str, verdict: str) -> tuple[np.ndarray, SelectionRange] | Verdict:
-    """Return the last reading of a statistic by layer and its bounds; an unknown result with the reason if there is none."""
+    """Return the last reading of a statistic by layer and its bounds; a result with the reason if there is none."""
     length, nsa = history.config.train.stage_at(history.last_step).seq_len, history.config.nsa
     bounds = compute_selection_range(length, nsa)
     if not bounds.has_selection:

@@ -1,7 +1,7 @@
-"""What a sweep found, variant by variant: the last validation over seeds, with its noise, and beside the baseline.
+"""Results of a sweep per variant: the last validation, its confidence interval, and the difference to the baseline.
 
-A seed is what is drawn anew, so intervals are over seeds; runs of one seed are averaged first, and how far they lie apart
-is told by itself. What was evaluated on different texts, or at different lengths, is compared nowhere.
+Confidence intervals are over seeds. Runs with the same seed are averaged first; their standard deviation is reported
+separately. Evaluations on different texts or at different lengths are never compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nsa_lab.runs.sweep_runner import Sweep, SweepRunState
 
 @dataclass(frozen=True)
 class SeedMean:
-    """A mean over seeds, bits per byte, and half of its 95 % interval; None of a single seed, which tells no noise."""
+    """Mean over seeds in bits per byte and the half-width of its 95% confidence interval; None for a single seed."""
 
     mean: float
     half: float | None
@@ -28,17 +28,20 @@ class SeedMean:
 
     @classmethod
     def from_values(cls, values: Sequence[float]) -> SeedMean | None:
+        """Compute the mean of one value per seed; None without values."""
         if not values:
             return None
-        found = compute_paired_difference("", np.array(values), np.zeros(len(values)))
-        return cls(float(np.mean(values)), found.half_width if isinstance(found, PairedDifference) else None, len(values))
+        difference = compute_paired_difference("", np.array(values), np.zeros(len(values)))
+        return cls(
+            float(np.mean(values)), difference.half_width if isinstance(difference, PairedDifference) else None, len(values)
+        )
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """A run of a sweep: its validation at its last step, and the text that was read. Both None where there is none.
+    """A run of a sweep with the validation at its last step. `bpb` and `text` are None if that step was not evaluated.
 
-    `seconds` are those of optimiser steps (`seconds_of_steps`).
+    `text`: identifier of the evaluated text. `seconds`: step time (`compute_step_time`).
     """
 
     run: str
@@ -52,15 +55,16 @@ class RunResult:
 
     @classmethod
     def from_run(cls, run: SweepRunState, history: History | None) -> RunResult:
-        known = run.name, run.requested.seed, run.requested.repeat, run.state
+        """Read the results of a run; without `history` only its name, seed and state are known."""
+        identity = run.name, run.requested.seed, run.requested.repeat, run.state
         if history is None:
-            return cls(*known)
+            return cls(*identity)
         last = history.evaluations[-1] if history.evaluations else {}
-        at_its_end = last.get("bpb") is not None and last["step"] == history.config.train.steps
+        is_final = last.get("bpb") is not None and last["step"] == history.config.train.steps
         return cls(
-            *known,
-            bpb=last["bpb"] if at_its_end else None,
-            text=history.describe_eval_text(last) if at_its_end else None,
+            *identity,
+            bpb=last["bpb"] if is_final else None,
+            text=history.describe_eval_text(last) if is_final else None,
             seconds=compute_step_time(history),
             parameters=collect_facts(history).parameters,
         )
@@ -68,7 +72,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Curve:
-    """Validation at every evaluation of a variant's finished runs: mean, lowest and highest; over tokens, over seconds."""
+    """Validation curve of a variant's finished runs: mean, lowest and highest bpb against tokens and seconds."""
 
     variant: str
     seeds: int
@@ -81,9 +85,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class VariantResult:
-    """What the finished runs of a variant say. `apart` is the standard deviation of runs of one seed, pooled over seeds.
+    """Results of the finished runs of a variant.
 
-    `less_baseline` is paired seed by seed; `seconds` is a mean over runs; `notes` say what could not be told, and why.
+    `apart`: standard deviation of runs with the same seed, pooled over seeds. `less_baseline`: variant minus baseline,
+    paired by seed. `seconds`: mean over runs. `notes`: values that could not be computed, with the reasons.
     """
 
     name: str
@@ -104,16 +109,16 @@ class VariantResult:
 
 
 def collect_results(sweep: Sweep) -> list[VariantResult]:
-    """One for each variant, the baseline first."""
-    found: list[VariantResult] = []
-    standing = sweep.get_run_states()
+    """Return one result per variant, the baseline first."""
+    results: list[VariantResult] = []
+    states = sweep.get_run_states()
     for variant, overrides in sweep.config.variants.items():
-        own = [run for run in standing if run.requested.variant == variant]
+        own = [run for run in states if run.requested.variant == variant]
         histories = {run.name: History.read(run.run_dir) for run in own if run.run_dir and run.state == DONE}
         runs = [RunResult.from_run(run, histories.get(run.name)) for run in own]
         tokens = own[0].requested.config.train.tokens
-        found.append(_build_result(variant, overrides, runs, tokens, histories, found[0].runs if found else None))
-    return found
+        results.append(_build_result(variant, overrides, runs, tokens, histories, results[0].runs if results else None))
+    return results
 
 
 def _build_result(
@@ -124,11 +129,11 @@ def _build_result(
     histories: Mapping[str, History],
     baseline: list[RunResult] | None,
 ) -> VariantResult:
-    read, texts = _group_by_seed(runs), _get_texts(runs)
+    bpb_by_seed, texts = _group_by_seed(runs), _get_texts(runs)
     has_mean = len(texts) == 1
-    # A baseline that has not been read yet contradicts nobody.
-    comparable = has_mean and (not baseline or not _get_texts(baseline) or texts == _get_texts(baseline))
-    less = _compute_difference(read, _group_by_seed(baseline)) if comparable and baseline else None
+    # A baseline without evaluations does not prevent the curve.
+    is_comparable = has_mean and (not baseline or not _get_texts(baseline) or texts == _get_texts(baseline))
+    difference = _compute_difference(bpb_by_seed, _group_by_seed(baseline)) if is_comparable and baseline else None
     seconds = [run.seconds for run in runs if run.seconds is not None]
     return VariantResult(
         name=variant,
@@ -137,69 +142,73 @@ def _build_result(
         parameters=next((run.parameters for run in runs if run.parameters), None),
         tokens=tokens,
         seconds=float(np.mean(seconds)) if seconds else None,
-        bpb=SeedMean.from_values([float(np.mean(values)) for values in read.values()]) if has_mean else None,
-        apart=_compute_seed_std(read) if has_mean else None,
-        less_baseline=less,
-        notes=_make_notes(runs, texts, comparable, less),
-        curve=compute_curve(variant, [histories[run.run] for run in runs if run.bpb is not None]) if comparable else None,
+        bpb=SeedMean.from_values([float(np.mean(values)) for values in bpb_by_seed.values()]) if has_mean else None,
+        apart=_compute_seed_std(bpb_by_seed) if has_mean else None,
+        less_baseline=difference,
+        notes=_make_notes(runs, texts, is_comparable, difference),
+        curve=compute_curve(variant, [histories[run.run] for run in runs if run.bpb is not None])
+        if is_comparable
+        else None,
     )
 
 
 def _group_by_seed(runs: Sequence[RunResult]) -> dict[int, list[float]]:
-    found: dict[int, list[float]] = {}
+    bpb_by_seed: dict[int, list[float]] = {}
     for run in runs:
         if run.bpb is not None:
-            found.setdefault(run.seed, []).append(run.bpb)
-    return found
+            bpb_by_seed.setdefault(run.seed, []).append(run.bpb)
+    return bpb_by_seed
 
 
 def _get_texts(runs: Sequence[RunResult]) -> set[str]:
     return {run.text for run in runs if run.text is not None}
 
 
-def _compute_difference(ours: dict[int, list[float]], theirs: dict[int, list[float]]) -> SeedMean | None:
-    return SeedMean.from_values([float(np.mean(ours[seed]) - np.mean(theirs[seed])) for seed in ours if seed in theirs])
+def _compute_difference(variant: dict[int, list[float]], baseline: dict[int, list[float]]) -> SeedMean | None:
+    return SeedMean.from_values(
+        [float(np.mean(variant[seed]) - np.mean(baseline[seed])) for seed in variant if seed in baseline]
+    )
 
 
-def _compute_seed_std(by_seed: dict[int, list[float]]) -> float | None:
-    """Within seeds, pooled; None where no seed has two runs."""
-    freedom = sum(len(values) - 1 for values in by_seed.values())
-    squares = sum(float(((np.array(values) - np.mean(values)) ** 2).sum()) for values in by_seed.values())
-    return (squares / freedom) ** 0.5 if freedom else None
+def _compute_seed_std(bpb_by_seed: dict[int, list[float]]) -> float | None:
+    """Return the pooled standard deviation within seeds; None if no seed has two runs."""
+    n_free = sum(len(values) - 1 for values in bpb_by_seed.values())
+    squares = sum(float(((np.array(values) - np.mean(values)) ** 2).sum()) for values in bpb_by_seed.values())
+    return (squares / n_free) ** 0.5 if n_free else None
 
 
-def _make_notes(runs: list[RunResult], texts: set[str], comparable: bool, less: SeedMean | None) -> list[str]:
+def _make_notes(runs: list[RunResult], texts: set[str], is_comparable: bool, difference: SeedMean | None) -> list[str]:
     notes = []
     if len(texts) > 1:
-        notes.append("its runs were evaluated on different texts, which have no mean")
-    elif texts and not comparable:
-        notes.append("evaluated on another text than the baseline, or at another length: not compared")
+        notes.append("runs evaluated on different texts: no mean")
+    elif texts and not is_comparable:
+        notes.append("evaluated on another text or at another length than the baseline: not compared")
     if len(texts) == 1 and len(_group_by_seed(runs)) == 1:
-        notes.append("a single seed has no interval")
-    if less and less.half is not None and abs(less.mean) <= less.half:
-        notes.append("no difference to the baseline can be told")
-    if unread := [run.run for run in runs if run.state == DONE and run.bpb is None]:
-        notes.append(f"not evaluated at their end, and left out: {', '.join(unread)}")
+        notes.append("single seed: no interval")
+    if difference and difference.half is not None and abs(difference.mean) <= difference.half:
+        notes.append("difference to the baseline not significant")
+    if unevaluated := [run.run for run in runs if run.state == DONE and run.bpb is None]:
+        notes.append(f"not evaluated at the end and omitted: {', '.join(unevaluated)}")
     return notes
 
 
 def compute_curve(variant: str, runs: list[History]) -> Curve:
-    """Of runs that were evaluated: at the steps that all of them read the text that they read last.
+    """Compute the validation curve of evaluated runs at the steps that all runs evaluated on the text of their last one.
 
-    Without step 0, far above all others.
+    Step 0 is omitted, because its loss is far above all others.
     """
-    told = [_get_bpb_by_step(run) for run in runs]
-    steps = sorted(set.intersection(*map(set, told)) - {0})
-    values = np.array([[of_run[step] for step in steps] for of_run in told])
+    bpb_by_step = [_get_bpb_by_step(run) for run in runs]
+    steps = sorted(set.intersection(*map(set, bpb_by_step)) - {0})
+    values = np.array([[bpb[step] for step in steps] for bpb in bpb_by_step])
     seeds = np.array([run.config.train.seed for run in runs])
-    over_seeds = np.array([values[seeds == seed].mean(axis=0) for seed in np.unique(seeds)])
+    seed_means = np.array([values[seeds == seed].mean(axis=0) for seed in np.unique(seeds)])
     times = np.array([np.interp(steps, *compute_cumulative_step_time(run)) for run in runs])
     return Curve(
         variant,
-        seeds=len(over_seeds),
+        seeds=len(seed_means),
         tokens=[runs[0].config.train.tokens_until(step) for step in steps],
         seconds=times.mean(axis=0).tolist(),
-        mean=over_seeds.mean(axis=0).tolist(),
+        mean=seed_means.mean(axis=0).tolist(),
         low=values.min(axis=0).tolist(),
         high=values.max(axis=0).tolist(),
     )
@@ -207,5 +216,5 @@ def compute_curve(variant: str, runs: list[History]) -> Curve:
 
 def _get_bpb_by_step(run: History) -> dict[int, float]:
     text = run.describe_eval_text(run.evaluations[-1])
-    known = [event for event in run.evaluations if run.describe_eval_text(event) == text and event.get("bpb") is not None]
-    return {event["step"]: event["bpb"] for event in known}
+    events = [event for event in run.evaluations if run.describe_eval_text(event) == text and event.get("bpb") is not None]
+    return {event["step"]: event["bpb"] for event in events}

@@ -94,9 +94,9 @@ def list_runs_named(name: str, outputs: Path | None = None) -> list[Path]:
 def start(run_dir: str | Path, *, ranks: int = 1, gpu: str | None = None) -> int:
     """Start a detached trainer in the directory and return its pid. If a trainer is alive, return its pid instead.
 
-    Training resumes from the newest checkpoint. If `ranks` > 1, the process is a supervisor of that many trainers. `gpu`: the
-    trainer's value of CUDA_VISIBLE_DEVICES; None: as in this process. Raises `ConfigError` if the ranks cannot share a step
-    or there are fewer GPUs than ranks.
+    Training resumes from the newest checkpoint. If `ranks` > 1, the process is a supervisor of that many trainers. `gpu`:
+    the trainer's CUDA_VISIBLE_DEVICES; None: as in this process. Raises `ConfigError` if the ranks cannot share a step or
+    there are fewer GPUs than ranks.
     """
     folder = directory.check_run_dir(run_dir)
     check_ranks(RunConfig.from_yaml(folder / directory.CONFIG), ranks)
@@ -140,8 +140,8 @@ def attach(run_dir: str | Path, timeout_s: float = 10.0) -> int:
     while (owner := lock_owner(folder)) is not None:
         if "orphan" in owner:
             raise RunDirectoryError(
-                f"{folder}: the supervisor has exited, but its rank {owner['orphan']} (process {owner['pid']}) is alive. It "
-                f"should exit within seconds; if it does not, kill it (kill -9 {owner['pid']}), then resume"
+                f"{folder}: the supervisor has exited, but its rank {owner['orphan']} (process {owner['pid']}) is alive. "
+                f"It should exit within seconds; if it does not, kill it (kill -9 {owner['pid']}), then resume"
             )
         if owner:
             return owner["pid"]

@@ -1,4 +1,4 @@
-"""Notebooks that train, through papermill with params/ci.yaml: again, killed, with mistakes. The others: `make nbval`."""
+"""Training notebooks through papermill with params/ci.yaml: repeated, killed, and with mistakes. Others: `make nbval`."""
 
 import os
 import signal
@@ -25,25 +25,24 @@ def test_training_again_and_its_health(execute, tmp_path):
     assert "new run" in printed(first) and "a trial, and no fault in it" in printed(first)
     assert len(pictures(first)) >= 7
 
-    again = execute("04_production_run", cwd=ROOT / "notebooks", **CI, outputs=str(outputs))
+    second = execute("04_production_run", cwd=ROOT / "notebooks", **CI, outputs=str(outputs))
     assert list(outputs.iterdir()) == [run]
-    assert "this run is finished" in printed(again)
+    assert "this run is finished" in printed(second)
 
-    # As `nsa-lab run` calls it: the run directory alone.
+    # `nsa-lab run` passes only the run directory.
     shown = execute("03_smoke_training", run_dir=str(run))
     assert "this run is finished" in printed(shown)
 
-    twin = lifecycle.ensure(RunConfig.from_yaml(ROOT / "params" / "ci.yaml", {"model.attention": "dense"}), outputs)
-    assert lifecycle.wait(twin, CELL_TIMEOUT_S) and status(twin) == "DONE"
-    health = execute("05_health_analysis", run_dir=str(run), other_run=str(twin))
+    dense = lifecycle.ensure(RunConfig.from_yaml(ROOT / "params" / "ci.yaml", {"model.attention": "dense"}), outputs)
+    assert lifecycle.wait(dense, CELL_TIMEOUT_S) and status(dense) == "DONE"
+    health = execute("05_health_analysis", run_dir=str(run), other_run=str(dense))
     for line in (
         "every step once",
         "as good as dense",
-        "time as planned: the plan named no speed",
+        "time as planned: the plan has no throughput",
         "Is the gate alive?",
-        "twins: the same configuration but for attention",
-        "decoding is the model: step-00000020",
-        "their number",
+        "same training: same configuration except for attention",
+        "cached decoding is exact: step-00000020",
     ):
         assert line in printed(health) + str(health.cells), line
     assert any("Blocks selected" in output["metadata"]["image/png"]["alt"] for output in pictures(health))
@@ -75,11 +74,11 @@ def test_papermill_alone_and_a_killed_kernel_leave_the_trainer_alone(tmp_path, e
         assert notebook.wait(60) != 0
     finally:
         notebook.kill()
-    again = execute("04_production_run", **parameters, outputs=str(outputs))
+    second = execute("04_production_run", **parameters, outputs=str(outputs))
     assert list(outputs.iterdir()) == [run]
     assert status(run) == "DONE"
-    assert "attached to the run" in printed(again) or "this run is finished" in printed(again)
-    assert "none lost, none doubled; one attempt" in printed(again)
+    assert "attached to the running run" in printed(second) or "this run is finished" in printed(second)
+    assert "none lost, none doubled; one attempt" in printed(second)
 
 
 @pytest.mark.slow
