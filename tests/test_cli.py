@@ -188,7 +188,7 @@ def test_export_to_an_unwritable_path_is_reported_in_one_line(run_cli, tmp_path:
         (["generate", "needle-8m", "--seed", str(2**70)], "--seed"),
         (["evaluate", "needle-8m", "--seed", str(2**70)], "--seed"),
         (["generate", "needle-8m", "--prompt", "\udcff"], "--prompt '\\udcff': expected valid UTF-8"),
-        (["evaluate", "needle-8m", "--out", __file__], "it cannot hold an evaluation"),
+        (["evaluate", "needle-8m", "--out", __file__], "cannot write an evaluation here"),
         (["bench", "attention", "--json", "/nowhere/x.json"], "--json"),
         (["bench", "decode", "--picture", "/nowhere/x.png"], "--picture"),
         (["bench", "attention", "--backend", "cuda"], "--backend"),
@@ -402,7 +402,7 @@ def test_report_record_option_is_passed_on(
     page, calls = tmp_path / "page.html", []
     monkeypatch.setattr("nsa_lab.report.write_report", lambda *given, **named: calls.append((given, named)) or page)
     assert run_cli("report", run_dir.name, "--page", page, *option).exit_code == 0
-    assert calls == [((run_dir, page), {"record_alone": record_only})]
+    assert calls == [((run_dir, page), {"record_only": record_only})]
 
 
 def test_status_follow_and_report_read_a_finished_run(run_cli, tmp_path: Path) -> None:
@@ -421,7 +421,7 @@ def test_status_follow_and_report_read_a_finished_run(run_cli, tmp_path: Path) -
 def test_plan_shows_steps_and_the_source_of_the_speed(run_cli, tiny: Path, tmp_path: Path) -> None:
     result = run_cli("plan", tiny)
     assert result.exit_code == 0
-    assert "optimiser steps" in result.out
+    assert "optimizer steps" in result.out
     assert "measure it with nsa-lab preflight tiny" in result.out
     before = write_run(tmp_path / "outputs", RunConfig.from_yaml(tiny))
     result = run_cli("plan", tiny)
@@ -438,16 +438,16 @@ def test_model_larger_than_memory_is_rejected_before_it_is_built(run_cli, tiny: 
 
 def test_plan_uses_a_reference_speed_only_for_the_same_configuration(run_cli) -> None:
     reference = run_cli("plan", "production_50k")
-    assert "measured on one NVIDIA" in reference.out and "not known" not in reference.out
+    assert "measured on one NVIDIA" in reference.out and "unknown" not in reference.out
     for other in ("model.dim=384", "train.seq_len=1024", "runtime.cuda_graph=false", "runtime.compile=false"):
         result = run_cli("plan", "production_50k", "-p", other, "-p", "train.min_tokens_per_s=0")
-        assert result.exit_code == 0 and result.out.count("not known") == 3 and "measured on" not in result.out
+        assert result.exit_code == 0 and result.out.count("unknown") == 3 and "measured on" not in result.out
     limited = run_cli("plan", "production_50k", "-p", "model.dim=384")
     assert "20,000 tokens/s" in limited.out and "train.min_tokens_per_s, the lower limit" in limited.out
     assert "2 h 16 min" in run_cli("plan", "production_50k", "--tokens-per-s", "50000").out
     decoding = run_cli("plan", "production_50k", "--decode").out.splitlines()
     assert any(line.split()[0] == "65,536" and line.endswith("34.60 MB") for line in decoding if line)
-    assert decoding[-1] == "  each token of a sequence takes 6,528 bytes"
+    assert decoding[-1] == "  each token of a sequence uses 6,528 bytes"
 
 
 @pytest.mark.slow
@@ -470,10 +470,10 @@ def test_train_detached_then_stop_resume_and_generate(run_cli, tiny: Path, tmp_p
     prompt.write_text("the " * 30)
     greedy = run_cli("generate", "latest", "--prompt-file", prompt, "--tokens", "20", "--temperature", "0")
     assert greedy.out == run_cli("generate", "latest", "--prompt", "the " * 30, "--tokens", "20", "--temperature", "0").out
-    assert greedy.err.startswith("121 tokens read, the first drawn after ") and greedy.err.endswith(" tokens/s\n")
+    assert greedy.err.startswith("prompt of 121 tokens, first token after ") and greedy.err.endswith(" tokens/s\n")
     refused = run_cli("generate", "latest", "--step", "5")
     assert refused.exit_code == 2
-    assert "no checkpoint of step 5; there is 3, 6" in refused.err
+    assert "no checkpoint of step 5; available: 3, 6" in refused.err
 
 
 @pytest.fixture
@@ -493,7 +493,7 @@ def test_sweep_dry_run_and_table(run_cli, rates: Path, tmp_path: Path) -> None:
         write_run(tmp_path / "outputs", run.config, name=run.config.name)
     assert "4 runs, 1 to train" in run_cli("sweep", rates, "--dry-run").out
     table = run_cli("sweep", rates, "--table").out
-    assert "2 of 2" in table and "1 of 2" in table and "slow: a single seed has no interval" in table
+    assert "2 of 2" in table and "1 of 2" in table and "slow: single seed" in table
     json_table = json.loads(run_cli("sweep", rates, "--table", "--json").out)
     assert json_table["baseline"] == "as_it_is" and [len(variant["runs"]) for variant in json_table["variants"]] == [2, 2]
     assert not (tmp_path / "outputs/sweeps").exists(), "--table writes nothing"
@@ -597,9 +597,7 @@ def test_the_live_view_shows_numbers_phase_and_notes(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_warmup_needs_a_gpu(run_cli, tiny: Path) -> None:
     result = run_cli("warmup", tiny, outputs=False)
-    assert result.exit_code == 2 and result.err == (
-        "nsa-lab: nsa-lab warmup compiles kernels for the GPU of this machine, and torch sees none\n"
-    )
+    assert result.exit_code == 2 and result.err.startswith("nsa-lab: nsa-lab warmup ") and result.err.count("\n") == 1
 
 
 def test_path_with_an_equals_sign_is_not_a_named_run() -> None:

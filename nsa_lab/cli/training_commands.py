@@ -55,8 +55,8 @@ def run(
         raise ConfigError("nsa-lab run: give either the NAME of a params file, for example smoke, or --into RUN")
     console = Console(stderr=True)
     console.print(f"{source.stem} on {run_dir}", highlight=False, soft_wrap=True)
-    problem = runner.execute(source, run_dir, console)
-    runner.report_on(run_dir, problem, console)
+    problem = runner.execute_notebook(source, run_dir, console)
+    runner.write_run_report(run_dir, problem, console)
     raise typer.Exit(get_exit_code(run_dir, problem))
 
 
@@ -191,7 +191,7 @@ def _find_measured_run(config: RunConfig, folder: Path) -> tuple[str, float] | N
 def _describe_missing_speed(config: RunConfig) -> str:
     if config.train.min_tokens_per_s:
         return "train.min_tokens_per_s, the lower limit of this configuration; give --tokens-per-s"
-    return f"not known; measure it with nsa-lab preflight {config.name}, or give --tokens-per-s"
+    return f"unknown; measure it with nsa-lab preflight {config.name}, or give --tokens-per-s"
 
 
 @app.command()
