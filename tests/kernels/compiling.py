@@ -1,12 +1,21 @@
-"""Compiles kernels for a GPU that is not there: `python compiling.py 80 narrow wide`. `narrow` and `wide` are heads of 64
-and of 128, the shapes that kernels are tuned for, and together every kernel; `wider`, heads that nobody timed; `corners`,
-the ends of what they take; `documents`, packed rows. `ahead` compiles `chosen`, two kernels, in parallel; `lengths`
-compiles nothing, and counts what another length would compile anew.
+"""Compile kernels for a GPU that this machine does not have: `python compiling.py ARCHITECTURE SET ...`, e.g. `80 narrow
+wide`.
 
-Prints the bytes of shared memory of each kernel, or those counts, as JSON.
+Sets of shapes:
+    narrow, wide      heads of width 64 and 128, for which the kernels are tuned; together they cover every kernel
+    wider             wider heads, which have not been timed
+    corners           the limits of the supported shapes
+    documents         packed documents
+    two_selections    two variants of the block selection kernel
+    in_parallel       the same two, compiled in parallel
+    lengths           compile nothing; count which kernels other lengths would compile again
+    cached_launches   compile nothing; compare the launches of `fast_launch` with Triton's own
+    first_calls       count the kernels of first calls that are compiled in parallel and one by one
 
-The launchers run as they are, on CPU tensors; Triton is told of a device of that architecture, compiles, and launches
-nothing. Not under the interpreter.
+Prints the shared memory of each kernel in bytes, or the counts, as JSON.
+
+The launchers run unchanged on CPU tensors. Triton gets a fake driver with the given architecture, compiles, and launches
+nothing. This does not work under the interpreter.
 """
 
 from __future__ import annotations
@@ -45,10 +54,10 @@ shared_memory: dict[str, int] = {}
 
 class FakeDriver(DriverBase):
     def __init__(self) -> None:
-        pass  # the parent's looks for CUDA's libraries
+        pass  # the base class would search for CUDA libraries
 
     is_active = staticmethod(lambda: True)
-    map_python_to_cpp_type = get_benchmarker = set_current_device = None  # what only a launch would ask for
+    map_python_to_cpp_type = get_benchmarker = set_current_device = None  # only needed to launch
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("hip", sys.argv[1], 64) if AMD else GPUTarget("cuda", ARCHITECTURE, 32)
@@ -66,7 +75,7 @@ class FakeDriver(DriverBase):
 def compile_only(kernel: JITFunction, grid):
     def launch(*args, **options) -> None:
         compiled = kernel.run(*args, grid=grid, warmup=True, **options)
-        name = compiled.metadata.name  # what a profile shows
+        name = compiled.metadata.name  # the name in a profile
         shared_memory[name] = max(shared_memory.get(name, 0), compiled.metadata.shared)
 
     return launch
@@ -82,7 +91,7 @@ def attend(
     dtype: torch.dtype = torch.bfloat16,
     span: Span | None = None,
 ) -> None:
-    """The whole operator and the selected branch on its own, forward and backward."""
+    """Compile the operator, and the selected branch separately, forward and backward."""
     nsa = nsa or NSAConfig()
     compressed = num_compressed(T, nsa) if span is None else span.num_compressed(nsa)
     widths = (D, Dv or D)
@@ -96,9 +105,9 @@ def attend(
     )
     gates = torch.zeros(1, T, H, 3, dtype=dtype, requires_grad=True)
     kernels.nsa_attention(q, *kv, gates, nsa, span=span).sum().backward()
-    # Each once in a row, and none that there is not, as the public function asks.
-    first = torch.arange(nsa.n_sel, dtype=torch.int32)
-    blocks = torch.where(first < num_selection(T, nsa), first, -1).expand(1, T, G, -1).contiguous()
+    # Distinct and existing blocks, as the public function requires.
+    slots = torch.arange(nsa.n_sel, dtype=torch.int32)
+    blocks = torch.where(slots < num_selection(T, nsa), slots, -1).expand(1, T, G, -1).contiguous()
     kernels.selected_attention(q, *kv[2:4], blocks, nsa, span=span)[0].sum().backward()
 
 
@@ -114,46 +123,51 @@ def decode(
     capacity: int = 2000,
     has_indexer: bool = False,
 ) -> None:
-    """A decoding step of one sequence, through a cache for `capacity` tokens."""
+    """Compile a decoding step of one sequence with a cache for `capacity` tokens."""
     nsa = nsa or NSAConfig()
-    rows = (num_compressed(capacity, nsa), capacity, nsa.w + S)
-    cache = [torch.zeros(1, n, G, width, dtype=dtype) for n in rows for width in (D, Dv or D)]
+    cache_rows = (num_compressed(capacity, nsa), capacity, nsa.w + S)
+    cache = [torch.zeros(1, n, G, width, dtype=dtype) for n in cache_rows for width in (D, Dv or D)]
     index_q, k_index = (torch.zeros(1, n, G, D, dtype=dtype) if has_indexer else None for n in (S, capacity // nsa.d))
-    choice_nsa = nsa.model_copy(update={"l": nsa.d}) if has_indexer else None
+    indexer_nsa = nsa.model_copy(update={"l": nsa.d}) if has_indexer else None
     q, gates = torch.zeros(1, S, H, D, dtype=dtype), torch.zeros(1, S, H, 3, dtype=dtype)
     lengths = torch.zeros(1, dtype=torch.int32)
-    kept = LayerCache(*cache, k_index)
-    kernels.cached_attention(q, gates, kept, lengths, nsa, index_q=index_q, selection_nsa=choice_nsa)
-    # As a projection gives them: neighbours in one row.
-    roped, values = torch.zeros(1, S, (H + 3 * G) * D + 3 * G * (Dv or D), dtype=dtype).split((H + 3 * G) * D, dim=-1)
+    layer_cache = LayerCache(*cache, k_index)
+    kernels.cached_attention(q, gates, layer_cache, lengths, nsa, index_q=index_q, selection_nsa=indexer_nsa)
+    # Views of one row, as the output of a projection.
+    q_and_k, values = torch.zeros(1, S, (H + 3 * G) * D + 3 * G * (Dv or D), dtype=dtype).split((H + 3 * G) * D, dim=-1)
     rotary = torch.zeros(capacity, D // 2), torch.zeros(capacity, D // 2)
-    raw = [torch.zeros(1, nsa.l - 1 + 256, G, width, dtype=dtype) for width in (D, Dv or D)]
-    roped, values = roped.unflatten(-1, (-1, D)), values.unflatten(-1, (-1, Dv or D))
-    mixed = {}
+    raw_rings = [torch.zeros(1, nsa.l - 1 + 256, G, width, dtype=dtype) for width in (D, Dv or D)]
+    q_and_k, values = q_and_k.unflatten(-1, (-1, D)), values.unflatten(-1, (-1, Dv or D))
+    conv_args = {}
     if has_indexer:
-        mixed = {"past": torch.zeros(1, 257, 3 * G, D, dtype=dtype), "mix": torch.zeros(2, 3 * G, D, dtype=dtype)}
+        conv_args = {
+            "k_before_conv": torch.zeros(1, 257, 3 * G, D, dtype=dtype),
+            "conv_weight": torch.zeros(2, 3 * G, D, dtype=dtype),
+        }
     kernels.rotate_and_append(
-        roped, values, rotary, lengths, CacheWriteBuffers(*raw, *cache[2:]), **mixed, can_prefetch=True
+        q_and_k, values, rotary, lengths, CacheWriteBuffers(*raw_rings, *cache[2:]), **conv_args, can_prefetch=True
     )
-    kernels.update_compressed(*raw, *cache[:2], lengths, S, nsa, can_prefetch=True)
-    if index_q is not None and k_index is not None and choice_nsa is not None:
-        pool = torch.zeros(D, D, dtype=dtype), torch.zeros(D, choice_nsa.l, dtype=dtype)
-        kernels.rotate_and_append(index_q.repeat(1, 1, 2, 1), None, rotary, lengths, CacheWriteBuffers(k_raw=raw[0]))
-        kernels.update_compressed(raw[0], None, k_index, None, lengths, S, choice_nsa, k_pool=pool)
+    kernels.update_compressed(*raw_rings, *cache[:2], lengths, S, nsa, can_prefetch=True)
+    if index_q is not None and k_index is not None and indexer_nsa is not None:
+        pool = torch.zeros(D, D, dtype=dtype), torch.zeros(D, indexer_nsa.l, dtype=dtype)
+        kernels.rotate_and_append(index_q.repeat(1, 1, 2, 1), None, rotary, lengths, CacheWriteBuffers(k_raw=raw_rings[0]))
+        kernels.update_compressed(raw_rings[0], None, k_index, None, lengths, S, indexer_nsa, k_pool=pool)
     x, norm = torch.zeros(1, S, 12 * D, dtype=dtype), (torch.zeros(12 * D, dtype=dtype), 1e-5)
-    maps = [(torch.zeros(columns, 12 * D, dtype=dtype), then) for columns, then in ((H * D, ""), (3 * H, "sigmoid"))]
-    kernels.linear(x, *maps, norm=norm, can_prefetch=True)
-    kernels.linear(x, (maps[0][0], "silu"), norm=norm, is_gated=True, can_prefetch=True)
-    kernels.linear(x, maps[0], residual=torch.zeros(1, S, H * D, dtype=dtype))
+    projections = [
+        (torch.zeros(columns, 12 * D, dtype=dtype), activation) for columns, activation in ((H * D, ""), (3 * H, "sigmoid"))
+    ]
+    kernels.linear(x, *projections, norm=norm, can_prefetch=True)
+    kernels.linear(x, (projections[0][0], "silu"), norm=norm, is_gated=True, can_prefetch=True)
+    kernels.linear(x, projections[0], residual=torch.zeros(1, S, H * D, dtype=dtype))
 
 
 def select(T: int, G: int, D: int, d: int, dtype: torch.dtype = torch.bfloat16) -> None:
-    """An indexer's choice: one head per group, a key for every d tokens."""
+    """Compile the block selection of an indexer: one head per group, a key for every d tokens."""
     q, k = torch.zeros(1, T, G, D, dtype=dtype), torch.zeros(1, T // d, G, D, dtype=dtype)
     kernels.select_blocks(q, k, None, NSAConfig(l=d, d=d))
 
 
-# Lengths between which the launchers decide alike: for each, all of its kernels are compiled by three lengths.
+# Ranges of lengths with equal launch decisions. Three lengths of a range compile all of its kernels.
 CLASSES = ((1024, 2047), (2112, 4031), (4160, 16000))
 
 driver.set_active(FakeDriver())
@@ -167,14 +181,14 @@ launch_table.is_blackwell = lambda device: ARCHITECTURE == 100
 
 
 def narrow() -> None:
-    # What documents alone need; the others they share with what has none.
+    # The only kernel that is used for packed documents and not otherwise.
     table = Span.packed(torch.tensor([0, 9, 20], dtype=torch.int32)).row_bounds(NSAConfig(), torch.device("cpu"))
     globalize_blocks(torch.zeros(1, 20, 1, 16, dtype=torch.int32), 64, make_token_bounds(table, 16, 20))
     attend(T=300, H=6, G=1, D=64)
     selected.UNION_TOKENS = 0
     attend(T=300, H=6, G=1, D=64)
     decode(S=1, H=6, G=1, D=64, has_indexer=True)
-    decode(S=1, H=6, G=1, D=64, capacity=1024)  # every block has a place
+    decode(S=1, H=6, G=1, D=64, capacity=1024)  # all blocks can be selected
     select(T=300, G=2, D=64, d=2)
 
 
@@ -182,7 +196,7 @@ def wide() -> None:
     selected.UNION_TOKENS = 0
     workspace_pieces.SORT_ABOVE_BYTES = 0
     attend(T=320, H=32, G=2, D=128)  # a length that fills its tiles
-    workspace_pieces.WORKSPACE_BYTES = 30 * 2**20  # in pieces
+    workspace_pieces.WORKSPACE_BYTES = 30 * 2**20  # several pieces
     attend(T=300, H=32, G=2, D=128)
     decode(S=8, H=32, G=2, D=128)
     decode(S=1, H=32, G=2, D=128, has_indexer=True)
@@ -201,12 +215,12 @@ def wider() -> None:
     select(T=320, G=2, D=256, d=1, dtype=torch.float32)
     for l_sel in (16, 96):  # tiles of 16 keys and of 32
         attend(T=200, H=1, G=1, D=256, nsa=NSAConfig(l=16, d=16, l_sel=l_sel, n_sel=4, w=32))
-    for dtype in (torch.bfloat16, torch.float32):  # the most strides of a selection block
+    for dtype in (torch.bfloat16, torch.float32):  # the maximum number of strides of a selection block
         attend(T=1100, H=4, G=2, D=256, nsa=NSAConfig(l=16, d=8, l_sel=128, n_sel=4, w=32), dtype=dtype)
 
 
 def corners() -> None:
-    """Widths that differ, one no power of two; heads that are none, blocks that are none, and the other dtypes."""
+    """Compile different widths of keys and values, sizes that are not powers of two, and the other dtypes."""
     attend(130, 3, 1, 96, 32, NSAConfig(l=16, d=16, l_sel=48, n_sel=5, w=1), torch.float16)
     decode(3, 3, 1, 96, 32, NSAConfig(l=16, d=16, l_sel=48, n_sel=5, w=1), torch.float16, has_indexer=True)
     select(130, 1, 96, 16, torch.float16)
@@ -221,34 +235,34 @@ def documents() -> None:
 
 
 def lengths() -> None:
-    """Counts, in place of bytes: what lengths compile anew although others of their class came before them."""
-    known: set[tuple[str, str]] = set()
-    settled = False
+    """Count the kernels that a length compiles after three other lengths of its range."""
+    compiled: set[tuple[str, str]] = set()
+    is_warm = False
 
-    def tell(*, key: Any, fn: Any, **_: Any) -> bool:
-        """Asked by Triton for every kernel that it would compile, which then it does not."""
-        new = settled and (fn.name, str(key)) not in known
+    def record_compile(*, key: Any, fn: Any, **_: Any) -> bool:
+        """Record a kernel that Triton is about to compile, and prevent the compilation."""
+        new = is_warm and (fn.name, str(key)) not in compiled
         shared_memory[fn.name] = shared_memory.get(fn.name, 0) + new
-        known.add((fn.name, str(key)))
+        compiled.add((fn.name, str(key)))
         return True
 
-    triton.knobs.runtime.jit_cache_hook = tell
+    triton.knobs.runtime.jit_cache_hook = record_compile
     JITFunction.__getitem__ = lambda kernel, grid: functools.partial(kernel.run, grid=grid, warmup=True)
-    draw = random.Random(3)
+    rng = random.Random(3)
     for low, high in CLASSES:
-        # The last tile of keys is full, or it is not.
-        for number, T in enumerate([low, low + 1, high, *(draw.randint(low, high) for _ in range(12))]):
-            settled = number > 2
+        # The last tile of keys is full or partial.
+        for index, T in enumerate([low, low + 1, high, *(rng.randint(low, high) for _ in range(12))]):
+            is_warm = index > 2
             attend(T, H=6, G=2, D=64)
             select(T, G=2, D=64, d=8)
             decode(S=1, H=6, G=2, D=64, capacity=T)
             decode(S=1, H=6, G=2, D=64, capacity=T, has_indexer=True)
-            table = torch.tensor([0, 3, T // 2, T], dtype=torch.int32)
-            attend(T, H=6, G=2, D=64, span=Span.packed(table, capacity=4, longest=high))
+            cu_seqlens = torch.tensor([0, 3, T // 2, T], dtype=torch.int32)
+            attend(T, H=6, G=2, D=64, span=Span.packed(cu_seqlens, capacity=4, longest=high))
 
 
 class RecordingKernel(CompiledKernel):
-    """A kernel that is not compiled, to see which one is launched."""
+    """A kernel that is not compiled and records its launches."""
 
     function = packed_metadata = None
 
@@ -256,7 +270,7 @@ class RecordingKernel(CompiledKernel):
         self.arguments: list[tuple[object, ...]] = []
 
     def run(self, *args) -> None:
-        self.arguments.append(args[9:])  # behind the grid, the stream, the function and its hooks
+        self.arguments.append(args[9:])  # after the grid, the stream, the function and its hooks
 
     def launch_metadata(self, *args) -> None:
         return None
@@ -265,68 +279,65 @@ class RecordingKernel(CompiledKernel):
         pass
 
 
-def again() -> None:
-    """How many launches there are, how many of a kernel that is kept, and how many of another kernel, or with other
-    arguments, than Triton itself would take."""
+def cached_launches() -> None:
+    """Count the launches, those of a cached kernel, and those that differ from Triton's in kernel or arguments."""
     JITFunction.__getitem__ = original_getitem
-    looked = defaultdict[Any, RecordingKernel](RecordingKernel)
-    JITFunction._do_compile = lambda kernel, key, *args: kernel.device_caches[0][0].setdefault(key, looked[kernel, key])
+    recorded = defaultdict[Any, RecordingKernel](RecordingKernel)
+    JITFunction._do_compile = lambda kernel, key, *args: kernel.device_caches[0][0].setdefault(key, recorded[kernel, key])
     launch, count = fast_launch.CachedLauncher._launch, Counter[str]()
 
-    def launched_by(act: Callable[[], object]) -> tuple[RecordingKernel, tuple[object, ...]]:
-        act()
-        kernel = next(kernel for kernel in looked.values() if kernel.arguments)
+    def find_launched_kernel(call: Callable[[], object]) -> tuple[RecordingKernel, tuple[object, ...]]:
+        call()
+        kernel = next(kernel for kernel in recorded.values() if kernel.arguments)
         return kernel, kernel.arguments.pop()
 
-    def compared(self, grid, *args, **options) -> None:
-        if not fast_launch.is_launch_enabled():  # compiled together, before the first call of a kind
+    def compare(self, grid, *args, **options) -> None:
+        if not fast_launch.is_launch_enabled():  # parallel compilation before the first call of a kind
             return
-        kept = len(self._compiled)
-        kernel, ours = launched_by(lambda: launch(self, grid, *args, **options))
-        by_triton, theirs = launched_by(lambda: self.kernel[grid](*args, **options))
-        same = kernel is by_triton and all(a is b or a == b for a, b in zip(ours, theirs, strict=True))
-        count.update(launches=1, again=len(self._compiled) == kept, other=not same)
+        n_cached = len(self._compiled)
+        kernel, actual = find_launched_kernel(lambda: launch(self, grid, *args, **options))
+        triton_kernel, expected = find_launched_kernel(lambda: self.kernel[grid](*args, **options))
+        is_same = kernel is triton_kernel and all(a is b or a == b for a, b in zip(actual, expected, strict=True))
+        count.update(launches=1, cached=len(self._compiled) == n_cached, other=not is_same)
 
-    fast_launch.CachedLauncher._launch = compared
-    draw = random.Random(5)
+    fast_launch.CachedLauncher._launch = compare
+    rng = random.Random(5)
     for T in (1, 2, 15, 16, 64, 127, 300, 300, 1024, 2047, 4160, 4160):
         attend(T, H=6, G=2, D=64)
-        attend(
-            T, H=draw.choice((2, 4)), G=1, D=draw.choice((32, 48, 96)), dtype=draw.choice((torch.float16, torch.float32))
-        )
-        decode(S=draw.choice((1, 3)), H=6, G=2, D=64, capacity=T + 64, has_indexer=draw.random() < 0.5)
-        table = torch.tensor([0, 0, T // 2, T], dtype=torch.int32)
-        attend(T, H=6, G=2, D=64, span=Span.packed(table, capacity=4, longest=T))
-    # Of 4 bytes where 16 were: an address that no wide load may take, and rows that are not next to each other.
+        attend(T, H=rng.choice((2, 4)), G=1, D=rng.choice((32, 48, 96)), dtype=rng.choice((torch.float16, torch.float32)))
+        decode(S=rng.choice((1, 3)), H=6, G=2, D=64, capacity=T + 64, has_indexer=rng.random() < 0.5)
+        cu_seqlens = torch.tensor([0, 0, T // 2, T], dtype=torch.int32)
+        attend(T, H=6, G=2, D=64, span=Span.packed(cu_seqlens, capacity=4, longest=T))
+    # Addresses that are aligned to 4 and to 16 bytes, and rows that are not adjacent.
     wide = [torch.zeros(1, n, heads, 72, dtype=torch.bfloat16) for n, heads in ((300, 6), (17, 2), (17, 2))]
     for first in (0, 1, 2, 8, 0, 1, 2, 8):
         kernels.compressed_attention(*(x[..., first : first + 64] for x in wide), NSAConfig())
     shared_memory.update(count)
 
 
-def together() -> None:
-    """How many kernels of first calls of their kind are compiled side by side, and how many one by one."""
+def first_calls() -> None:
+    """Count the kernels of first calls that are compiled in parallel, and those that are compiled one by one."""
     from triton.runtime._async_compile import active_mode
 
-    count = Counter(together=0, alone=0)
-    triton.knobs.runtime.jit_post_compile_hook = lambda **_: count.update(["together" if active_mode.get() else "alone"])
+    count = Counter(parallel=0, serial=0)
+    triton.knobs.runtime.jit_post_compile_hook = lambda **_: count.update(["parallel" if active_mode.get() else "serial"])
     attend(T=300, H=6, G=2, D=64)
     attend(T=290, H=6, G=2, D=64)
     shared_memory.clear()
     shared_memory.update(count)
 
 
-def chosen() -> None:
+def two_selections() -> None:
     select(T=300, G=2, D=64, d=8)
     select(T=300, G=2, D=32, d=8)
 
 
-def ahead() -> None:
-    """How many kernels of `chosen` are compiled in parallel, in place of bytes."""
+def in_parallel() -> None:
+    """Compile the kernels of `two_selections` in parallel, and count them."""
     JITFunction.__getitem__ = original_getitem
-    shared_memory["kernels"] = compile_in_parallel(chosen, n_threads=2)
+    shared_memory["kernels"] = compile_in_parallel(two_selections, n_threads=2)
 
 
-for shapes in sys.argv[2:]:
-    globals()[shapes]()
+for name in sys.argv[2:]:
+    globals()[name]()
 print(json.dumps(shared_memory))

@@ -1,7 +1,7 @@
-"""Kernel tests run on the GPU if there is one, and under Triton's interpreter on a CPU if not (tests/conftest.py).
+"""Fixtures of the kernel tests. The tests run on a GPU, or under Triton's interpreter on a CPU (tests/conftest.py).
 
-The rule of error is flash-attention's: against float64, a kernel may err at most `factor` times what the same mathematics
-written plainly in its own dtype errs (2 forward, 3 backward).
+The error limit is the rule of flash-attention: the error against float64 may be at most `factor` times the error of a plain
+PyTorch implementation in the same dtype (2 forward, 3 backward).
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ def device() -> torch.device:
 
 @pytest.fixture
 def poisoned():
-    """Fresh memory holds NaN, so that an element nobody wrote shows."""
+    """Fill new tensors with NaN, so that elements that no kernel writes are visible."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    """||actual - exact|| / ||exact||, NaN where anything is NaN; the root mean square error where `exact` is all zero."""
+    """Return ||actual - exact|| / ||exact||, NaN if anything is NaN; the root mean square error if `exact` is zero."""
     difference = (actual.double() - exact.double()).norm().item()
     return difference / (exact.double().norm().item() or max(exact.numel(), 1) ** 0.5)
 
 
 @pytest.fixture
 def assert_error_within():
-    """assert_error_within(name, actual, exact, plain, factor): the rule above, never asking for less than one rounding."""
+    """assert_error_within(name, actual, exact, plain, factor): the rule above; the limit is at least one rounding."""
 
     def check(name: str, actual: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor, factor: float) -> None:
         assert actual.shape == exact.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"

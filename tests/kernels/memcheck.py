@@ -1,9 +1,9 @@
-"""The whole operator, forward and backward, by every path on small odd shapes, and decoding steps through full caches, for
-a memory checker to watch:
+"""Run all kernels under a memory checker: the operator, forward and backward, on every path with small odd shapes, and
+decoding steps with full caches.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/kernels/memcheck.py
 
-Without the variable PyTorch hands out parts of larger allocations, and what is read past a tensor's end may go unseen.
+Without the variable, PyTorch returns parts of larger allocations, and reads past the end of a tensor can go undetected.
 Needs a CUDA device.
 """
 
@@ -24,15 +24,15 @@ from nsa_lab.config import NSAConfig
 
 
 class Case(NamedTuple):
-    """Sizes, and the path they are to take, which `path` holds them to."""
+    """Sizes, and the path that they should take (see `force_path`)."""
 
     sizes: tuple[int, int, int, int, int, int]  # B, T, H, G, Dk, Dv
     dtype: torch.dtype
     is_union: bool = False
-    is_sorted: bool = False  # work items in the order of their queries
+    is_sorted: bool = False  # work items are sorted by their queries
     in_pieces: bool = False
     nsa: NSAConfig = NSAConfig()
-    documents: tuple[int, ...] = ()  # their lengths, if they stand in one row
+    documents: tuple[int, ...] = ()  # lengths of packed documents
 
     @property
     def span(self) -> Span | None:
@@ -47,7 +47,7 @@ CASES = [
     Case((1, 1111, 32, 2, 128, 128), torch.bfloat16, is_sorted=True, in_pieces=True),
     Case((1, 333, 5, 1, 96, 32), torch.float32),
     Case((2, 257, 6, 2, 32, 96), torch.float16, in_pieces=True, nsa=NSAConfig(l=16, d=8, l_sel=48, n_sel=5, w=100)),
-    Case((2, 1, 4, 2, 64, 128), torch.float16, is_union=True),  # nothing is compressed yet
+    Case((2, 1, 4, 2, 64, 128), torch.float16, is_union=True),  # no compressed block
     Case((1, 1111, 6, 1, 64, 64), torch.bfloat16, is_union=True, documents=(1, 0, 800, 31, 279)),
     Case((1, 1111, 32, 2, 128, 128), torch.bfloat16, is_sorted=True, in_pieces=True, documents=(279, 31, 800, 0, 1)),
     Case((1, 60, 3, 1, 32, 32), torch.float16, nsa=NSAConfig(l=64, d=4, l_sel=16, n_sel=3), documents=(29, 31)),
@@ -55,24 +55,30 @@ CASES = [
 
 
 def force_path(case: Case) -> tuple[bool, bool, bool]:
-    """Have the kernels take the case's path; whether they take the union, order their items, and work in pieces."""
+    """Set the limits so that the kernels take the path of the case. Return (is_union, is_sorted, in_pieces)."""
     B, T, H, G, Dk, Dv = case.sizes
-    width = case.dtype.itemsize
+    element_size = case.dtype.itemsize
     selected.UNION_TOKENS = T if case.is_union else 0
     workspace_pieces.SORT_ABOVE_BYTES = 0 if case.is_sorted else 2**62
     meta = {"dtype": case.dtype, "device": "meta"}
     q, v = torch.empty(B, T, H, Dk, **meta), torch.empty(B, T, G, Dv, **meta)
     sizes = selected._make_sizes(q, v, case.nsa.n_sel, case.nsa.l_sel)
-    each = workspace_pieces.compute_backward_bytes(sizes, width)
-    # Room for half of a group's queries.
-    workspace_pieces.WORKSPACE_BYTES = each.per_group + sizes.heads * each.per_row * T // 2 if case.in_pieces else 2**62
-    cut = workspace_pieces.split_into_pieces(sizes, width)
-    union = selected.get_forward_strategy(T, selected.get_kernel_block(q, v, case.nsa.l_sel)) == "union"
-    return union, all(workspace_pieces.should_sort_items(sizes, piece.t1 - piece.t0, width) for piece in cut), len(cut) > 1
+    bytes_needed = workspace_pieces.compute_backward_bytes(sizes, element_size)
+    # Workspace for half of a group's queries.
+    workspace_pieces.WORKSPACE_BYTES = (
+        bytes_needed.per_group + sizes.heads * bytes_needed.per_row * T // 2 if case.in_pieces else 2**62
+    )
+    split = workspace_pieces.split_into_pieces(sizes, element_size)
+    is_union = selected.get_forward_strategy(T, selected.get_kernel_block(q, v, case.nsa.l_sel)) == "union"
+    return (
+        is_union,
+        all(workspace_pieces.should_sort_items(sizes, piece.t1 - piece.t0, element_size) for piece in split),
+        len(split) > 1,
+    )
 
 
 def run(case: Case) -> None:
-    """Forward and backward; AssertionError where a gradient is not finite."""
+    """Run forward and backward. Raise AssertionError if a gradient is not finite."""
     B, T, H, G, Dk, Dv = case.sizes
     N = num_compressed(T, case.nsa) if case.span is None else case.span.num_compressed(case.nsa)
     shapes = [(B, T, H, Dk), (B, N, G, Dk), (B, N, G, Dv), *[(B, T, G, Dk), (B, T, G, Dv)] * 2]
@@ -83,7 +89,7 @@ def run(case: Case) -> None:
     assert all(torch.isfinite(x.grad).all() for x in (*inputs, gates))
 
 
-# Tokens before, new ones, and the other sizes.
+# Cached tokens, new tokens, (B, H, G, Dk, Dv), dtype.
 STEPS = [
     (1110, 1, (2, 6, 1, 64, 64), torch.bfloat16),
     (1103, 8, (1, 32, 2, 128, 128), torch.bfloat16),
@@ -92,16 +98,18 @@ STEPS = [
 ]
 
 
-def decode(before: int, new: int, sizes: tuple[int, int, int, int, int], dtype: torch.dtype, has_indexer: bool) -> None:
-    """One step through a cache that has room for no more; AssertionError where an output is not finite."""
+def decode(n_before: int, n_new: int, sizes: tuple[int, int, int, int, int], dtype: torch.dtype, has_indexer: bool) -> None:
+    """Run one decoding step with a cache that has no spare rows. Raise AssertionError if an output is not finite."""
     B, H, G, Dk, Dv = sizes
-    nsa, choice = NSAConfig(w=77), NSAConfig(l=8, d=8)
-    rows = (num_compressed(before + new, nsa), before + new, nsa.w + new - 1)
-    cache = [torch.randn(B, n, G, width, dtype=dtype, device="cuda") for n in rows for width in (Dk, Dv)]
-    index = [torch.randn(B, n, G, Dk, dtype=dtype, device="cuda") for n in (new, num_compressed(before + new, choice))]
-    q, gates = (torch.randn(B, new, H, width, dtype=dtype, device="cuda") for width in (Dk, 3))
-    lengths = torch.full((B,), before, dtype=torch.int32, device="cuda")
-    options = {"index_q": index[0], "selection_nsa": choice} if has_indexer else {}
+    nsa, indexer_nsa = NSAConfig(w=77), NSAConfig(l=8, d=8)
+    cache_rows = (num_compressed(n_before + n_new, nsa), n_before + n_new, nsa.w + n_new - 1)
+    cache = [torch.randn(B, n, G, width, dtype=dtype, device="cuda") for n in cache_rows for width in (Dk, Dv)]
+    index = [
+        torch.randn(B, n, G, Dk, dtype=dtype, device="cuda") for n in (n_new, num_compressed(n_before + n_new, indexer_nsa))
+    ]
+    q, gates = (torch.randn(B, n_new, H, width, dtype=dtype, device="cuda") for width in (Dk, 3))
+    lengths = torch.full((B,), n_before, dtype=torch.int32, device="cuda")
+    options = {"index_q": index[0], "selection_nsa": indexer_nsa} if has_indexer else {}
     caches = LayerCache(*cache, index[1] if has_indexer else None)
     out = cached_attention(q, gates, caches, lengths, nsa, backend="triton", **options)
     assert torch.isfinite(out).all()
@@ -116,7 +124,7 @@ if __name__ == "__main__":
             *case.sizes,
             str(case.dtype),
             "union" if case.is_union else "gather",
-            "ordered" * case.is_sorted,
+            "sorted" * case.is_sorted,
             "in pieces" * case.in_pieces,
             f"{len(case.documents)} documents" * bool(case.documents),
             "ok",
@@ -125,4 +133,4 @@ if __name__ == "__main__":
     for step in STEPS:
         for indexed in (False, True):
             decode(*step, has_indexer=indexed)
-            print("decoding", *step, "indexed" * indexed, "ok", flush=True)
+            print("decoding", *step, "indexer" * indexed, "ok", flush=True)

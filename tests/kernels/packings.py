@@ -1,16 +1,15 @@
-"""Random packings of documents through the kernels, against one call per document: `python tests/kernels/packings.py 1000`.
+"""Compare random packings of documents with one call per document: `python tests/kernels/packings.py 1000`.
 
-On a CPU under TRITON_INTERPRET=1, where it takes minutes per packing of any size: `packings.py 2 40`. The second number is
-the most tokens of a document, a third would be the number of the first packing, and a fourth the step from one to the next:
-`packings.py 84 4096 3 12` takes the fourth configuration alone, so that twelve processes share a thousand and no two
-compile the same kernels. Prints how far it is and, at the end, the worst relative error of each part, over what is
-allowed, by configuration; exits with 1 where one is above it, and where a document's neighbours change a bit of what it
-gives.
+Arguments: number of packings, maximum tokens of a document, number of the first packing, and the step from one to the next.
+On a CPU under TRITON_INTERPRET=1 a packing of any size takes minutes: `packings.py 2 40`. `packings.py 84 4096 3 12` runs
+only the fourth configuration, so that twelve processes share a thousand packings and no two compile the same kernels.
+Prints progress and, at the end, the worst relative error of each part as a fraction of the limit, by configuration. Exits
+with 1 if a limit is exceeded, or if a neighbor changes a bit of a document's results.
 
-What is allowed is the parity bar: 2 (outputs) or 3 (gradients) times what the same maths in plain low precision errs. In
-half precision that is one rounding of the result at least, and no more is allowed here. In float32, where a sum over
-thousands of rows errs by more than one rounding, however it is ordered, plain float32 is computed as well, by the torch
-backend, and held against float64. That a call for one document is right is other tests' matter.
+The limit is that of the parity checks: 2 (outputs) or 3 (gradients) times the error of the same computation in plain low
+precision. In half precision this error is at least one rounding of the result, and here the limit is exactly that. In
+float32, where any sum over thousands of rows has an error of more than one rounding, plain float32 is also computed with
+the torch backend and compared with float64. Other tests check calls for a single document.
 """
 
 from __future__ import annotations
@@ -60,13 +59,13 @@ CONFIGURATIONS = (
 )
 
 
-def replace_bfloat16(c: Configuration) -> Configuration:
-    """Triton's interpreter multiplies bfloat16 wrongly."""
-    return c._replace(dtype=FP16) if c.dtype == BF16 else c
+def replace_bfloat16(config: Configuration) -> Configuration:
+    """Replace bfloat16, which Triton's interpreter multiplies wrongly, by float16."""
+    return config._replace(dtype=FP16) if config.dtype == BF16 else config
 
 
 class Packing(NamedTuple):
-    """Raw keys and values of the compressed branch stand before compression, so that phi is part of what is compared."""
+    """Inputs. Keys and values of the compressed branch are raw, so that compression is part of the comparison."""
 
     q: Tensor
     k_raw: Tensor
@@ -81,142 +80,155 @@ class Packing(NamedTuple):
         return Packing(*(x[:, rows] for x in self))
 
 
-def draw_lengths(draw: random.Random, nsa: NSAConfig, most_documents: int, most_tokens: int) -> list[int]:
-    """Of documents: any, and those next to an edge of a block or of a tile."""
+def draw_lengths(rng: random.Random, nsa: NSAConfig, max_documents: int, max_tokens: int) -> list[int]:
+    """Draw document lengths, both arbitrary ones and ones close to an edge of a block or of a tile."""
     edges = [0, 1, nsa.l - 1, nsa.l, nsa.l_sel, nsa.l_sel + 1, 63, 64, 65, 128]
-    number = draw.randint(1, most_documents)
-    lengths = [draw.choice([draw.choice(edges), draw.randint(0, most_tokens)]) for _ in range(number)]
-    return lengths if sum(lengths) else [*lengths[1:], draw.randint(1, most_tokens)]
+    n_documents = rng.randint(1, max_documents)
+    lengths = [rng.choice([rng.choice(edges), rng.randint(0, max_tokens)]) for _ in range(n_documents)]
+    return lengths if sum(lengths) else [*lengths[1:], rng.randint(1, max_tokens)]
 
 
-def draw_inputs(total: int, c: Configuration, seed: int) -> Packing:
+def draw_inputs(total: int, config: Configuration, seed: int) -> Packing:
     generator = torch.Generator(DEVICE).manual_seed(seed)
 
     def normal(heads: int, width: int) -> Tensor:
-        return torch.randn(1, total, heads, width, generator=generator, device=DEVICE).to(c.dtype).requires_grad_()
+        return torch.randn(1, total, heads, width, generator=generator, device=DEVICE).to(config.dtype).requires_grad_()
 
-    H = c.h * c.G
-    return Packing(normal(H, c.D), *(normal(c.G, c.D) for _ in range(6)), normal(H, 3))
+    H = config.h * config.G
+    return Packing(normal(H, config.D), *(normal(config.G, config.D) for _ in range(6)), normal(H, 3))
 
 
 def compute_results(
-    x: Packing, c: Configuration, span: Span | None, phi: list, d_out: Tensor, backend: str = "triton"
+    x: Packing, config: Configuration, span: Span | None, phi: list, d_out: Tensor, backend: str = "triton"
 ) -> dict[str, Tensor]:
-    """Outputs, LSEs and blocks of each part, and the gradients of the whole and of each branch's output and LSE."""
-    how = {"backend": backend, "span": span}
-    k_cmp, v_cmp = (compress_in_float64(y, c.nsa, module, span) for y, module in zip((x.k_raw, x.v_raw), phi, strict=True))
-    out_cmp, lse_cmp = attention.compressed_attention(x.q, k_cmp, v_cmp, c.nsa, **how)
-    blocks = attention.select_blocks(x.q, k_cmp, lse_cmp, c.nsa, **how)
-    out_sel, lse_sel = attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, c.nsa, **how)
-    out_win, lse_win = attention.window_attention(x.q, x.k_win, x.v_win, c.nsa, **how)
-    out = attention.nsa_attention(x.q, k_cmp, v_cmp, *x[3:], c.nsa, **how)
-    found = {"out_cmp": out_cmp, "out_sel": out_sel, "out_win": out_win, "out": out, "lse_cmp": lse_cmp,
+    """Return outputs, LSEs and blocks of each part, and gradients of the operator and of each branch's output and LSE."""
+    options = {"backend": backend, "span": span}
+    k_cmp, v_cmp = (
+        compress_in_float64(y, config.nsa, module, span) for y, module in zip((x.k_raw, x.v_raw), phi, strict=True)
+    )
+    out_cmp, lse_cmp = attention.compressed_attention(x.q, k_cmp, v_cmp, config.nsa, **options)
+    blocks = attention.select_blocks(x.q, k_cmp, lse_cmp, config.nsa, **options)
+    out_sel, lse_sel = attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, config.nsa, **options)
+    out_win, lse_win = attention.window_attention(x.q, x.k_win, x.v_win, config.nsa, **options)
+    out = attention.nsa_attention(x.q, k_cmp, v_cmp, *x[3:], config.nsa, **options)
+    results = {"out_cmp": out_cmp, "out_sel": out_sel, "out_win": out_win, "out": out, "lse_cmp": lse_cmp,
              "lse_sel": lse_sel, "lse_win": lse_win, "blocks": blocks}  # fmt: skip
     grads = torch.autograd.grad(out, x, d_out, allow_unused=True, retain_graph=True)
-    found |= {f"d{name}": zero_if_none(g, y) for name, g, y in zip(x._fields, grads, x, strict=True)}
+    results |= {f"d{name}": zero_if_none(g, y) for name, g, y in zip(x._fields, grads, x, strict=True)}
     for name, y, lse in (("cmp", out_cmp, lse_cmp), ("sel", out_sel, lse_sel), ("win", out_win, lse_win)):
         leaves = [x.q, *((x.k_raw, x.v_raw) if name == "cmp" else (getattr(x, f"k_{name}"), getattr(x, f"v_{name}")))]
         d_lse = torch.where(torch.isinf(lse), 0.0, d_out[..., 0].to(lse.dtype))
         grads = torch.autograd.grad((y, lse), leaves, (d_out, d_lse), allow_unused=True)
-        found |= {f"{name}_d{leaf}": zero_if_none(g, z) for leaf, g, z in zip("qkv", grads, leaves, strict=True)}
-    return {name: y.detach() for name, y in found.items()}
+        results |= {f"{name}_d{leaf}": zero_if_none(g, z) for leaf, g, z in zip("qkv", grads, leaves, strict=True)}
+    return {name: y.detach() for name, y in results.items()}
 
 
 def compress_in_float64(y: Tensor, nsa: NSAConfig, phi: torch.nn.Module | None, span: Span | None) -> Tensor:
-    """`compress` in float64. How a matrix product of low precision rounds depends on how many rows it has."""
+    """Compress in float64, because the rounding of a low-precision matrix product depends on its number of rows."""
     return compress(y.double(), nsa, phi, span=span).to(y.dtype)
 
 
 def zero_if_none(grad: Tensor | None, like: Tensor) -> Tensor:
-    """A document without compressed blocks gives its raw keys no gradient."""
+    """Return zeros if there is no gradient: raw keys of a document without compressed blocks have none."""
     return torch.zeros_like(like) if grad is None else grad
 
 
 def compute_per_document(
-    x: Packing, c: Configuration, span: Span, phi: list, d_out: Tensor, **how: str
+    x: Packing, config: Configuration, span: Span, phi: list, d_out: Tensor, **how: str
 ) -> dict[str, Tensor]:
-    """`results` of each document by itself, one after another."""
+    """Compute the results of each document separately and concatenate them."""
     parts = [
-        compute_results(x.slice_rows(d.query_rows), c, None, phi, d_out[:, d.query_rows], **how)
+        compute_results(x.slice_rows(d.query_rows), config, None, phi, d_out[:, d.query_rows], **how)
         for d in span.documents
         if d.end
     ]
     return {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
 
 
-def compute_plain_errors(x: Packing, c: Configuration, span: Span, phi: list, d_out: Tensor) -> dict[str, float]:
-    """Relative errors of plain float32 against float64; none for half precision, where they are a rounding at least."""
-    if c.dtype != FP32:
+def compute_plain_errors(x: Packing, config: Configuration, span: Span, phi: list, d_out: Tensor) -> dict[str, float]:
+    """Return the relative errors of plain float32 against float64; {} for half precision."""
+    if config.dtype != FP32:
         return {}
     exact = Packing(*(y.detach().double().requires_grad_() for y in x))
-    true = compute_per_document(exact, c, span, phi, d_out.double(), backend="torch")
-    plain = compute_per_document(x, c, span, phi, d_out, backend="torch")
-    both = {name: (y, true[name], torch.isneginf(true[name])) for name, y in plain.items() if name != "blocks"}
-    return {name: compute_relative_error(y.masked_fill(e, 0), z.masked_fill(e, 0)) for name, (y, z, e) in both.items()}
+    true = compute_per_document(exact, config, span, phi, d_out.double(), backend="torch")
+    plain = compute_per_document(x, config, span, phi, d_out, backend="torch")
+    pairs = {name: (y, true[name], torch.isneginf(true[name])) for name, y in plain.items() if name != "blocks"}
+    return {name: compute_relative_error(y.masked_fill(e, 0), z.masked_fill(e, 0)) for name, (y, z, e) in pairs.items()}
 
 
-def compute_errors(together: dict[str, Tensor], alone: dict[str, Tensor], plain: dict[str, float]) -> dict[str, float]:
-    """Of each result: its relative error over what is allowed; infinite where blocks, or what is infinite, differ."""
-    found = {}
-    for name, expected in alone.items():
-        y = together[name]
+def compute_errors(packed: dict[str, Tensor], separate: dict[str, Tensor], plain: dict[str, float]) -> dict[str, float]:
+    """Return the relative error of each result as a fraction of the limit; infinite if blocks or infinities differ."""
+    errors = {}
+    for name, expected in separate.items():
+        y = packed[name]
         if name == "blocks":
-            found[name] = 0.0 if torch.equal(y, expected) else float("inf")
+            errors[name] = 0.0 if torch.equal(y, expected) else float("inf")
             continue
         empty = torch.isneginf(expected)
         if not torch.equal(torch.isneginf(y), empty):
-            found[name] = float("inf")
+            errors[name] = float("inf")
             continue
         factor = GRADIENT_FACTOR if name.startswith("d") or "_d" in name else OUTPUT_FACTOR
         error = compute_relative_error(y.masked_fill(empty, 0), expected.masked_fill(empty, 0))
-        found[name] = error / (factor * max(torch.finfo(y.dtype).eps, plain.get(name, 0.0)))
-    return found
+        errors[name] = error / (factor * max(torch.finfo(y.dtype).eps, plain.get(name, 0.0)))
+    return errors
 
 
-def check(seed: int, c: Configuration, most_documents: int, most_tokens: int) -> dict[str, float]:
-    """`errors` of one packing, `leak` among them: infinite where a document's large neighbour changes a bit."""
-    draw = random.Random(f"packing {seed}")
-    lengths = draw_lengths(draw, c.nsa, most_documents, most_tokens)
-    capacity, longest = draw.choice([None, len(lengths) + draw.randint(0, 3)]), draw.choice([None, max(lengths) * 2])
+def check(seed: int, config: Configuration, max_documents: int, max_tokens: int) -> dict[str, float]:
+    """Return the errors of one packing, including `leak`: infinite if large values in another document change a bit."""
+    rng = random.Random(f"packing {seed}")
+    lengths = draw_lengths(rng, config.nsa, max_documents, max_tokens)
+    capacity, longest = rng.choice([None, len(lengths) + rng.randint(0, 3)]), rng.choice([None, max(lengths) * 2])
     span = Span.packed(torch.tensor([0, *lengths]).cumsum(0).int(), capacity, longest)
     torch.manual_seed(seed)
-    phi = [None if (m := make_phi(c.nsa, c.D)) is None else m.to(DEVICE, torch.float64).requires_grad_(False) for _ in "kv"]
-    x = draw_inputs(span.n_queries, c, seed)
-    d_out = torch.randn(x.q.shape, device=DEVICE).to(c.dtype)
-    together = compute_results(x, c, span, phi, d_out)
-    found = compute_errors(
-        together, compute_per_document(x, c, span, phi, d_out), compute_plain_errors(x, c, span, phi, d_out)
+    phi = [
+        None if (m := make_phi(config.nsa, config.D)) is None else m.to(DEVICE, torch.float64).requires_grad_(False)
+        for _ in "kv"
+    ]
+    x = draw_inputs(span.n_queries, config, seed)
+    d_out = torch.randn(x.q.shape, device=DEVICE).to(config.dtype)
+    packed = compute_results(x, config, span, phi, d_out)
+    errors = compute_errors(
+        packed, compute_per_document(x, config, span, phi, d_out), compute_plain_errors(x, config, span, phi, d_out)
     )
-    spoilt = draw.choice([d for d in span.documents if d.end]).query_rows
+    changed_rows = rng.choice([d for d in span.documents if d.end]).query_rows
     poisoned = Packing(*(y.detach().clone() for y in x))
     for name, y in poisoned._asdict().items():
         if name != "gates":
-            y[:, spoilt] = LARGE
-    after = compute_results(Packing(*(y.requires_grad_() for y in poisoned)), c, span, phi, d_out)
+            y[:, changed_rows] = LARGE
+    changed_results = compute_results(Packing(*(y.requires_grad_() for y in poisoned)), config, span, phi, d_out)
     others = torch.ones(span.n_queries, dtype=torch.bool, device=DEVICE)
-    others[spoilt] = False
-    same = all(torch.equal(y[:, others], after[name][:, others]) for name, y in together.items())
-    return {**found, "leak": 0.0 if same else float("inf")}
+    others[changed_rows] = False
+    is_same = all(torch.equal(y[:, others], changed_results[name][:, others]) for name, y in packed.items())
+    return {**errors, "leak": 0.0 if is_same else float("inf")}
 
 
-def main(count: int = 1000, most_tokens: int = MAX_TOKENS, first: int = 0, every: int = 1) -> int:
-    worst: dict[Configuration, dict[str, float]] = {c: {} for c in CONFIGURATIONS}
-    for number, seed in enumerate(range(first, first + count * every, every), 1):
-        c = CONFIGURATIONS[seed % len(CONFIGURATIONS)]
-        c = replace_bfloat16(c) if DEVICE.type == "cpu" else c
-        found = check(seed, c, MAX_DOCUMENTS if most_tokens == MAX_TOKENS else 4, most_tokens)
-        known = worst.setdefault(c, {})
-        for name, error in found.items():
-            known[name] = max(known.get(name, 0.0), error)
+def main(count: int = 1000, max_tokens: int = MAX_TOKENS, first: int = 0, step: int = 1) -> int:
+    worst: dict[Configuration, dict[str, float]] = {config: {} for config in CONFIGURATIONS}
+    for index, seed in enumerate(range(first, first + count * step, step), 1):
+        config = CONFIGURATIONS[seed % len(CONFIGURATIONS)]
+        config = replace_bfloat16(config) if DEVICE.type == "cpu" else config
+        errors = check(seed, config, MAX_DOCUMENTS if max_tokens == MAX_TOKENS else 4, max_tokens)
+        worst_errors = worst.setdefault(config, {})
+        for name, error in errors.items():
+            worst_errors[name] = max(worst_errors.get(name, 0.0), error)
             if not error <= 1:
-                print(f"packing {seed}, {c}: {name}: {error:.2f} of what is allowed", flush=True)
-        if number % 10 == 0:
-            print(f"{number} of {count}", flush=True)
-    for c, known in worst.items():
-        if known:
-            name = max(known, key=lambda part: known[part])
-            print(f"h {c.h} G {c.G} d {c.D} {c.dtype} {c.nsa}: worst {name} {known[name]:.2f}", flush=True)
-    parts = {name: max(known.get(name, 0.0) for known in worst.values()) for known in worst.values() for name in known}
+                print(f"packing {seed}, {config}: {name}: {error:.2f} of the limit", flush=True)
+        if index % 10 == 0:
+            print(f"{index} of {count}", flush=True)
+    for config, worst_errors in worst.items():
+        if worst_errors:
+            name = max(worst_errors, key=lambda part: worst_errors[part])
+            print(
+                f"h {config.h} G {config.G} d {config.D} {config.dtype} {config.nsa}: "
+                f"worst {name} {worst_errors[name]:.2f}",
+                flush=True,
+            )
+    parts = {
+        name: max(worst_errors.get(name, 0.0) for worst_errors in worst.values())
+        for worst_errors in worst.values()
+        for name in worst_errors
+    }
     print(f"{count} packings: { ({name: round(error, 2) for name, error in parts.items()}) }")
     return int(not all(error <= 1 for error in parts.values()))
 

@@ -1,13 +1,13 @@
-"""Random heads and geometries through every kernel, against float64: `python tests/kernels/shapes.py 200`.
+"""Compare random heads and geometries with float64 in every kernel: `python tests/kernels/shapes.py 200`.
 
-Widths of keys and of values by themselves, up to 64 heads in a group, odd lengths, any block lengths that the kernels
-take, three dtypes. Of each shape every part of `bench attention`, output, gradients and choice, is judged as it is there:
-2 (outputs) and 3 (gradients) times what the same maths in plain low precision errs.
+Widths of keys and values are drawn independently, up to 64 heads per group, odd lengths, any block lengths that the kernels
+support, and three dtypes. For each shape, every part of `bench attention` (output, gradients and selection) is checked with
+the limits of that benchmark: 2 (outputs) and 3 (gradients) times the error of the same computation in plain low precision.
 
-The second number is the most tokens of a sequence, the third the number of the first shape, the fourth the step from one to
-the next: `shapes.py 20 999 3 10` is one of ten processes that share two hundred, each of which takes up to 10 GB of a
-GPU's memory. Prints each shape with its worst part, and at the end the worst of every part, over what is allowed; exits
-with 1 where one is above it.
+Arguments: number of shapes, maximum tokens of a sequence, number of the first shape, and the step from one to the next.
+`shapes.py 20 999 3 10` is one of ten processes that share two hundred shapes; each takes up to 10 GB of GPU memory. Prints
+each shape with its worst part and, at the end, the worst error of every part as a fraction of its limit. Exits with 1 if a
+limit is exceeded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LONGEST_BLOCK = 256
 
 
 class RandomShape(NamedTuple):
-    """B sequences of T tokens, G groups of h heads, keys D and values Dv wide."""
+    """B sequences of T tokens, G groups of h heads, key width D, value width Dv."""
 
     T: int
     B: int
@@ -52,62 +52,62 @@ class RandomShape(NamedTuple):
         )
 
 
-def draw_shape(number: int, most_tokens: int = MAX_TOKENS) -> RandomShape:
-    """The shape of that number: the same on every machine."""
-    draw = random.Random(number)
-    d = draw.choice((1, 2, 3, 4, 5, 8, 12, 16, 16, 16, 32))
+def draw_shape(number: int, max_tokens: int = MAX_TOKENS) -> RandomShape:
+    """Draw the shape with this number. It is the same on every machine."""
+    rng = random.Random(number)
+    d = rng.choice((1, 2, 3, 4, 5, 8, 12, 16, 16, 16, 32))
     step = math.lcm(L_SEL_STEP, d)
-    most = min(LONGEST_BLOCK, STRIDES_LIMIT * d) // step  # blocks that the choice's kernel takes
-    l_sel = step * draw.randint(1, max(most, 1))
-    D, Dv = (WIDTH_STEP * draw.randint(1, WIDTH_LIMIT // WIDTH_STEP) for _ in "kv")
+    max_blocks = min(LONGEST_BLOCK, STRIDES_LIMIT * d) // step  # limit of the selection kernel
+    l_sel = step * rng.randint(1, max(max_blocks, 1))
+    D, Dv = (WIDTH_STEP * rng.randint(1, WIDTH_LIMIT // WIDTH_STEP) for _ in "kv")
     return RandomShape(
-        T=2 * draw.randint(0, (most_tokens - 1) // 2) + 1,
-        B=draw.choice((1, 1, 2)),
-        h=draw.choice(HEADS),
-        G=draw.choice((1, 1, 2, 3)),
+        T=2 * rng.randint(0, (max_tokens - 1) // 2) + 1,
+        B=rng.choice((1, 1, 2)),
+        h=rng.choice(HEADS),
+        G=rng.choice((1, 1, 2, 3)),
         D=D,
-        Dv=draw.choice((D, Dv)),
+        Dv=rng.choice((D, Dv)),
         # Triton's interpreter multiplies bfloat16 wrongly.
-        dtype=draw.choice((torch.bfloat16 if DEVICE.type == "cuda" else torch.float16, torch.float16, torch.float32)),
+        dtype=rng.choice((torch.bfloat16 if DEVICE.type == "cuda" else torch.float16, torch.float16, torch.float32)),
         nsa=NSAConfig(
-            l=d * draw.choice((1, 2, 2, 3, 4)),
+            l=d * rng.choice((1, 2, 2, 3, 4)),
             d=d,
             l_sel=l_sel,
-            n_sel=draw.randint(3, N_SEL_LIMIT),
-            w=draw.choice((1, draw.randint(2, most_tokens), 512)),
+            n_sel=rng.randint(3, N_SEL_LIMIT),
+            w=rng.choice((1, rng.randint(2, max_tokens), 512)),
         ),
     )
 
 
 def compute_worst_errors(shape: RandomShape, seed: int) -> dict[str, float]:
-    """Of each part's output, gradients and choice: the worst error over what is allowed."""
-    choices = resolve_backend(DEVICE, shape.dtype, shape.nsa, backend="triton")
-    sizes = shape.h * shape.G, shape.G, shape.D, shape.nsa, choices, DEVICE, shape.dtype
-    found = {}
+    """Return the worst error of each part's output, gradients and selection, as a fraction of the limit."""
+    backends = resolve_backend(DEVICE, shape.dtype, shape.nsa, backend="triton")
+    sizes = shape.h * shape.G, shape.G, shape.D, shape.nsa, backends, DEVICE, shape.dtype
+    worst = {}
     for part in make_parts(shape.T, shape.B, *sizes, seed=seed, Dv=shape.Dv):
-        told, passed = check_parity(part, part, shape.nsa)
-        shares = {what: error / limit for what, (error, limit) in told.items()}
+        errors, passed = check_parity(part, part, shape.nsa)
+        ratios = {quantity: error / limit for quantity, (error, limit) in errors.items()}
         name = part.name.split(",")[0]
-        for what, share in shares.items():
-            key = f"{name} {what}"
-            found[key] = max(found.get(key, 0.0), share if math.isfinite(share) else math.inf)
-        assert passed == all(share <= 1 for share in shares.values())
-    return found
+        for quantity, ratio in ratios.items():
+            key = f"{name} {quantity}"
+            worst[key] = max(worst.get(key, 0.0), ratio if math.isfinite(ratio) else math.inf)
+        assert passed == all(ratio <= 1 for ratio in ratios.values())
+    return worst
 
 
-def main(count: int, most_tokens: int = MAX_TOKENS, first: int = 0, step: int = 1) -> int:
+def main(count: int, max_tokens: int = MAX_TOKENS, first: int = 0, step: int = 1) -> int:
     worst: dict[str, float] = {}
     for number in range(first, first + step * count, step):
-        shape = draw_shape(number, most_tokens)
+        shape = draw_shape(number, max_tokens)
         try:
-            found = compute_worst_errors(shape, number)
-        except Exception as error:  # noqa: BLE001 - the next shape may tell of another fault
-            found = {f"{type(error).__name__}: {error}": math.inf}
-        at = max(found, key=found.__getitem__)
-        print(f"{number}: {shape}: {found[at]:.2f} {at}", flush=True)
-        for what, share in found.items():
-            worst[what] = max(worst.get(what, 0.0), share)
-    print(f"{count} shapes: { {what: round(share, 2) for what, share in worst.items()} }", flush=True)
+            errors = compute_worst_errors(shape, number)
+        except Exception as error:  # noqa: BLE001 - continue with the other shapes
+            errors = {f"{type(error).__name__}: {error}": math.inf}
+        quantity = max(errors, key=errors.__getitem__)
+        print(f"{number}: {shape}: {errors[quantity]:.2f} {quantity}", flush=True)
+        for quantity, error_ratio in errors.items():
+            worst[quantity] = max(worst.get(quantity, 0.0), error_ratio)
+    print(f"{count} shapes: { {quantity: round(ratio, 2) for quantity, ratio in worst.items()} }", flush=True)
     return int(max(worst.values()) > 1)
 
 

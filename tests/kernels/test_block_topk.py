@@ -1,4 +1,4 @@
-"""Block choice: the same sets as the definition, ties included, and nothing from the future."""
+"""Block selection: the same sets as the reference, including ties, and causal."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from nsa_lab.attention import geometry, reference
 from nsa_lab.attention.kernels import block_topk, select_blocks
 from nsa_lab.config import NSAConfig
 
-# Interpreted, kernel by kernel: minutes on a CPU.
+# Minutes on a CPU, under the interpreter.
 pytestmark = pytest.mark.slow
 
 CUDA = torch.cuda.is_available()
-# B, T, H, G, D, geometry: the default ratios, l = d, l > l_sel + d (compressed blocks reach over several), l_sel/d = 3.
+# B, T, H, G, D, geometry: the default ratios, l = d, l > l_sel + d (compressed blocks overlap several), l_sel/d = 3.
 CASES = [
     (2, 77, 6, 2, 32, NSAConfig(l=8, d=4, l_sel=8, n_sel=4)),
     (1, 400, 3, 1, 64, NSAConfig(l=32, d=16, l_sel=16, n_sel=7)),
@@ -24,7 +24,7 @@ CASES = [
     (1, 9, 3, 1, 96, NSAConfig(l=16, d=16)),
     (1, 130, 3, 3, 32, NSAConfig(l=4, d=4, l_sel=4, n_sel=3)),
     (2, 1, 2, 1, 32, NSAConfig()),
-    (1, 230, 2, 1, 144, NSAConfig(l=4, d=2, l_sel=32, n_sel=4)),  # keys a part of their width at a time
+    (1, 230, 2, 1, 144, NSAConfig(l=4, d=2, l_sel=32, n_sel=4)),  # keys are loaded in parts of their width
 ]
 GPU_CASES = [
     (2, 2500, 12, 2, 64, NSAConfig()),
@@ -34,7 +34,7 @@ GPU_CASES = [
     (1, 4000, 5, 1, 128, NSAConfig(l=64, d=16, l_sel=128, n_sel=9)),
     (1, 4000, 5, 1, 256, NSAConfig(l=16, d=16, l_sel=256, n_sel=9)),
 ]
-# More selection blocks than a tile scores at once, and places for some of those that compete.
+# More selection blocks than a tile scores at once, and slots for some of the competing blocks.
 SEVERAL_TILES = [
     (1, 400, 3, 1, 32, NSAConfig(l=4, d=2, l_sel=8, n_sel=7)),
     (1, 330, 1, 1, 32, NSAConfig(l=10, d=2, l_sel=8, n_sel=5)),
@@ -53,16 +53,21 @@ def make_inputs(B: int, T: int, H: int, G: int, D: int, nsa: NSAConfig, dtype, d
 
 
 def assert_same_selection(blocks, q, k, lse, nsa):
-    """Equal to the definition in float64, but for blocks whose scores differ from the threshold by less than rounding."""
+    """Assert equality with the float64 reference, except for blocks within rounding of the score threshold."""
     importance = reference.block_importance(q.double(), k.double(), lse.double(), nsa)
     expected = reference.select_by_importance(importance, nsa)
     assert blocks.dtype == torch.int32 and blocks.shape == expected.shape
     for b, t, g in (blocks != expected).any(-1).nonzero().tolist():
-        ours, theirs = set(blocks[b, t, g].tolist()), set(expected[b, t, g].tolist())
-        assert len(ours - {-1}) == len(theirs - {-1})
+        actual, wanted = set(blocks[b, t, g].tolist()), set(expected[b, t, g].tolist())
+        assert len(actual - {-1}) == len(wanted - {-1})
         scores = importance[b, t, g].tolist()
-        out, into = [scores[j] for j in theirs - ours], [scores[j] for j in ours - theirs]
-        assert max(out) - min(into) <= ROUNDING * max(out), f"query {t}: chose {sorted(ours)}, expected {sorted(theirs)}"
+        missing_scores, extra_scores = (
+            [scores[j] for j in wanted - actual],
+            [scores[j] for j in actual - wanted],
+        )
+        assert max(missing_scores) - min(extra_scores) <= ROUNDING * max(missing_scores), (
+            f"query {t}: selected {sorted(actual)}, expected {sorted(wanted)}"
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -72,7 +77,7 @@ def test_matches_the_definition(case, dtype, device, poisoned):
     q, k, lse = make_inputs(*shape, nsa, dtype, device)
     blocks = select_blocks(q, k, lse, nsa)
     assert_same_selection(blocks, q, k, lse, nsa)
-    # Ascending and distinct, then -1; the forced blocks are there.
+    # Ascending and distinct, then -1; the forced blocks are included.
     order = torch.where(blocks < 0, 2**30, blocks)
     assert ((order[..., 1:] > order[..., :-1]) | (blocks[..., 1:] < 0)).all()
     own = torch.arange(q.shape[1], device=device) // nsa.l_sel
@@ -81,8 +86,8 @@ def test_matches_the_definition(case, dtype, device, poisoned):
 
 
 @pytest.mark.parametrize("case", [*CASES[:4], *(GPU_CASES[:3] if CUDA else [])], ids=lambda c: "x".join(map(str, c[:5])))
-def test_the_choice_is_the_same_without_tf32_products(case, device, poisoned, monkeypatch):
-    """What Triton 3.2 compiles."""
+def test_selection_is_equal_without_tf32(case, device, poisoned, monkeypatch):
+    """This is the variant that is compiled with Triton 3.2."""
     *shape, nsa = case
     x = make_inputs(*shape, nsa, torch.float16, device)
     blocks = select_blocks(*x, nsa)
@@ -92,37 +97,38 @@ def test_the_choice_is_the_same_without_tf32_products(case, device, poisoned, mo
 
 @pytest.mark.parametrize("case", CASES[:5], ids=lambda c: "x".join(map(str, c[:5])))
 def test_ties_go_to_the_lower_index(case, device):
-    """With q = 0 every visible block weighs the same, so inner selection blocks tie exactly."""
+    """With q = 0 all visible blocks have equal probabilities, so inner selection blocks tie exactly."""
     *shape, nsa = case
     q, k, lse = make_inputs(*shape, nsa, torch.float32, device, scale=0.0)
-    lse = torch.zeros_like(lse)  # p = 1 exactly: no rounding is left to break a tie
+    lse = torch.zeros_like(lse)  # p = 1 exactly, so rounding breaks no tie
     assert torch.equal(select_blocks(q, k, lse, nsa), reference.select_blocks(q, k, lse, nsa))
 
 
 @pytest.mark.parametrize("case", SEVERAL_TILES, ids=lambda c: "x".join(map(str, c[:5])))
-def test_of_two_equals_the_higher_gives_way_to_a_better_block(case, device):
-    """Every compressed block weighs exactly 0 or 1 for a head, so scores are small whole numbers and ties are everywhere,
-    between blocks that have a place already and better ones that come after them.
+def test_better_block_replaces_higher_of_two_ties(case, device):
+    """Ties between blocks that already have a slot and later blocks with higher scores.
 
-    Where all scores are equal, as above, nothing is ever put out of its place."""
+    Every probability is exactly 0 or 1, so scores are small integers with many ties. If all scores are equal, as above, no
+    block is ever replaced.
+    """
     B, T, H, G, D, nsa = case
     generator = torch.Generator().manual_seed(3)
     q = torch.zeros(B, T, H, D)
     q[..., 0] = torch.rand(B, T, H, generator=generator) < 0.8
     k = torch.zeros(B, geometry.num_compressed(T, nsa), G, D)
-    k[..., 0] = -6e4 * (torch.rand(k.shape[:3], generator=generator) < 0.6)  # exp of it, scaled, is 0
+    k[..., 0] = -6e4 * (torch.rand(k.shape[:3], generator=generator) < 0.6)  # its scaled exponential is 0
     q, k, lse = q.to(device), k.to(device), torch.zeros(B, T, H, device=device)
     importance = reference.block_importance(q.double(), k.double(), lse.double(), nsa)
     assert torch.equal(importance * nsa.d, (importance * nsa.d).round())
     expected = reference.select_by_importance(importance, nsa)
-    # The same choice with ties to the higher index differs for many queries.
+    # With ties to the higher index, the selection differs for many queries.
     blocks = torch.arange(importance.shape[-1], device=device)
     others = reference.select_by_importance(importance + 1e-3 * blocks, nsa)
     assert (others != expected).any(-1).double().mean() > 0.2
     assert torch.equal(select_blocks(q, k, lse, nsa), expected)
 
 
-def test_the_choice_is_causal_bit_for_bit(device):
+def test_selection_is_causal_bit_for_bit(device):
     nsa = NSAConfig(l=8, d=4, l_sel=8, n_sel=4)
     T, cut = 150, 90
     q, k, lse = make_inputs(1, T, 6, 2, 32, nsa, torch.float32, device)
@@ -149,9 +155,10 @@ def test_runs_are_bit_identical_and_strides_do_not_matter(device):
             assert torch.equal(first, select_blocks(*arguments, nsa))
 
 
-# B, T, G, D, geometry: one head per group and compressed blocks side by side. As many strides as are taken at once, fewer,
-# more, and no whole number of times as many; more selection blocks than a step takes, and as many as there are places.
-ALONE = [
+# B, T, G, D, geometry: one head per group and non-overlapping compressed blocks. Strides per selection block: as many as
+# are processed at once, fewer, more, and not a multiple; more selection blocks than in a step, and as many as there are
+# slots.
+ONE_HEAD = [
     (2, 77, 2, 32, NSAConfig(l=4, d=4, l_sel=16, n_sel=4)),
     (1, 411, 1, 64, NSAConfig(l=1, d=1, l_sel=16, n_sel=5)),
     (1, 700, 1, 16, NSAConfig(l=2, d=2, l_sel=32, n_sel=6)),
@@ -160,7 +167,7 @@ ALONE = [
     (1, 130, 1, 32, NSAConfig(l=8, d=8, l_sel=16, n_sel=3)),
     (2, 1, 1, 32, NSAConfig(l=8, d=8)),
 ]
-GPU_ALONE = [
+GPU_ONE_HEAD = [
     (2, 2500, 2, 64, NSAConfig(l=8, d=8)),
     (1, 20000, 2, 64, NSAConfig(l=2, d=2)),
     (1, 9000, 2, 128, NSAConfig(l=1, d=1, n_sel=32)),
@@ -168,16 +175,18 @@ GPU_ALONE = [
 ]
 
 
-# The interpreter warns of what a GPU computes in silence: log2(0) of a query that sees no block, and what comes of NaN.
-of_no_block = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|All-NaN slice) encountered:RuntimeWarning")
+# The interpreter warns about log2(0), for a query that attends to no block, and about NaN.
+ignore_interpreter_warnings = pytest.mark.filterwarnings(
+    "ignore:(divide by zero|invalid value|All-NaN slice) encountered:RuntimeWarning"
+)
 
 
-@of_no_block
+@ignore_interpreter_warnings
 @pytest.mark.parametrize("scale", [1.0, 30.0], ids=["even", "sharp"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", ALONE + (GPU_ALONE if CUDA else []), ids=lambda c: "x".join(map(str, c[:4])))
-def test_one_head_with_blocks_side_by_side_needs_no_lse(case, dtype, scale, device, poisoned):
-    """Sharp: beside the largest importance most are below float32's smallest number, and are told apart all the same."""
+@pytest.mark.parametrize("case", ONE_HEAD + (GPU_ONE_HEAD if CUDA else []), ids=lambda c: "x".join(map(str, c[:4])))
+def test_one_head_with_disjoint_blocks_needs_no_lse(case, dtype, scale, device, poisoned):
+    """With sharp scores, most importances underflow in float32 relative to the largest, and are still ranked correctly."""
     B, T, G, D, nsa = case
     q, k, lse = make_inputs(B, T, G, G, D, nsa, dtype, device, scale)
     blocks = select_blocks(q, k, None, nsa)
@@ -185,10 +194,10 @@ def test_one_head_with_blocks_side_by_side_needs_no_lse(case, dtype, scale, devi
     assert torch.equal(blocks, attention.score_and_select_blocks(q, k, nsa, backend="triton"))
 
 
-@of_no_block
-@pytest.mark.parametrize("case", ALONE[:4], ids=lambda c: "x".join(map(str, c[:4])))
-def test_without_an_lse_ties_go_to_the_lower_index(case, device):
-    """All keys of a selection block score -1000, or all -1001: sums of as many equal keys are equal to the bit."""
+@ignore_interpreter_warnings
+@pytest.mark.parametrize("case", ONE_HEAD[:4], ids=lambda c: "x".join(map(str, c[:4])))
+def test_ties_go_to_the_lower_index_without_lse(case, device):
+    """All keys of a selection block score -1000, or all -1001: sums of equal numbers of equal keys are bit-identical."""
     B, T, G, D, nsa = case
     q, k = torch.zeros(B, T, G, D), torch.zeros(B, geometry.num_compressed(T, nsa), G, D)
     q[..., 0] = D**0.5
@@ -202,8 +211,8 @@ def test_without_an_lse_ties_go_to_the_lower_index(case, device):
     assert torch.equal(select_blocks(q, k, None, nsa), reference.select_by_importance(importance, nsa))
 
 
-@of_no_block
-def test_without_an_lse_the_choice_is_causal_bit_for_bit(device):
+@ignore_interpreter_warnings
+def test_selection_without_lse_is_causal_bit_for_bit(device):
     nsa = NSAConfig(l=4, d=4, l_sel=16, n_sel=5)
     T, cut = 250, 150
     q, k, _ = make_inputs(1, T, 2, 2, 32, nsa, torch.float32, device)
@@ -213,13 +222,13 @@ def test_without_an_lse_the_choice_is_causal_bit_for_bit(device):
         assert torch.equal(select_blocks(q, k, None, nsa)[:, :cut], select_blocks(q, changed, None, nsa)[:, :cut])
 
 
-def test_several_heads_or_overlapping_blocks_get_their_lse(device):
+def test_several_heads_or_overlapping_blocks_compute_the_lse(device):
     for heads, nsa in ((4, NSAConfig(l=4, d=4, l_sel=16, n_sel=5)), (2, NSAConfig(l=8, d=4, l_sel=16, n_sel=5))):
         q, k, lse = make_inputs(1, 200, heads, 2, 32, nsa, torch.float32, device)
         assert_same_selection(select_blocks(q, k, None, nsa), q, k, lse.double(), nsa)
 
 
-def test_the_operator_is_well_formed_and_compiles(device):
+def test_opcheck_and_torch_compile(device):
     nsa = NSAConfig(l=8, d=4, l_sel=8, n_sel=4)
     q, k, lse = make_inputs(1, 60, 2, 1, 32, nsa, torch.float32, device)
     torch.library.opcheck(torch.ops.nsa_lab.select_blocks.default, (q, k, lse, 8, 4, 8, 4))
@@ -229,7 +238,7 @@ def test_the_operator_is_well_formed_and_compiles(device):
     torch.library.opcheck(torch.ops.nsa_lab.select_blocks.default, (q, k, None, 4, 4, 8, 4))
 
 
-def test_refusals_name_the_limit(device):
+def test_error_names_the_limit(device):
     nsa = NSAConfig(l=8, d=4, l_sel=8, n_sel=4)
     q, k, lse = make_inputs(1, 40, 2, 1, 32, nsa, torch.float32, device)
     with pytest.raises(NotImplementedError, match="at most"):

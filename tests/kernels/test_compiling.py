@@ -1,4 +1,4 @@
-"""Every kernel compiles for the GPUs that the project names, and fits them, whether or not one is here."""
+"""Every kernel compiles for all supported GPU architectures and fits their shared memory; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from kernel_sources import find_jitted, find_launched_names
 from nsa_lab.attention.kernels import fast_launch, parallel_compile
 from nsa_lab.attention.kernels.parallel_compile import compile_in_parallel
 
-# KB of shared memory that a block may have: A100 and the smaller GPUs of its kin, Ada, H100 and H200, B200, the smaller
-# GPUs of its kin, and MI300 where this Triton has AMD's compiler.
+# KB of shared memory per thread block: A100, smaller Ampere GPUs, Ada, H100 and H200, B200, smaller Blackwell GPUs, and
+# MI300 if this Triton has the AMD compiler.
 SHARED_KB: dict[int | str, int] = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 if importlib.util.find_spec("triton.backends.amd"):
     SHARED_KB["gfx942"] = 64
-# Triton's own cache, which goes by the source of a kernel and all that it calls, by its options and by the compiler: what
-# none of these changed is not compiled at every run of the tests. What does not compile is in no cache.
+# A persistent Triton cache. Its key is the source of a kernel and of all functions that it calls, the options and the
+# compiler, so unchanged kernels are not compiled at every run of the tests. Kernels that fail to compile are not cached.
 CACHE = Path(__file__).parents[2] / ".cache/triton"
 
 
 def run_compiling(architecture, folder, *what):
-    """Bytes of shared memory of each kernel that `compiling.py` compiles."""
+    """Run `compiling.py` in a subprocess and return its JSON output."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(Path(__file__).with_name("compiling.py")), str(architecture), *what]
     done = subprocess.run(command, env={**environment, "TRITON_CACHE_DIR": str(folder)}, capture_output=True, text=True)
@@ -42,7 +42,7 @@ def assert_they_fit(used: dict[str, int], architecture: int | str) -> None:
 
 @pytest.mark.slow
 def test_every_kernel_compiles_and_fits():
-    """Wide heads where memory is short, narrow ones on Hopper; the other pairs are the next test's."""
+    """Wide heads with less shared memory, narrow heads on Hopper. A soak test below has all other pairs."""
     on_a100, on_h100 = run_compiling(80, CACHE, "wide"), run_compiling(90, CACHE, "narrow")
     assert set(on_a100) | set(on_h100) == find_launched_names()
     assert_they_fit(on_a100, 80)
@@ -50,33 +50,33 @@ def test_every_kernel_compiles_and_fits():
 
 
 @pytest.mark.slow
-def test_another_length_compiles_nothing_anew(tmp_path):
-    """Nor do other documents: lengths that 16 divides or not, tiles that are full or not, one block or many."""
+def test_other_lengths_compile_nothing(tmp_path):
+    """Neither do other packed documents: lengths divisible by 16 or not, full or partial tiles, one block or many."""
     new = run_compiling(90, tmp_path, "lengths")
     assert {name.removeprefix("nsa_") for name, count in new.items() if count} == set() and len(new) > 10
 
 
 @pytest.mark.slow
-def test_what_is_compiled_ahead_is_not_compiled_again(tmp_path):
-    assert run_compiling(90, tmp_path, "ahead") == {"kernels": 2}
+def test_kernels_compiled_in_parallel_are_reused(tmp_path):
+    assert run_compiling(90, tmp_path, "in_parallel") == {"kernels": 2}
     files = sorted(tmp_path.rglob("*.cubin"))
-    run_compiling(90, tmp_path, "chosen")
+    run_compiling(90, tmp_path, "two_selections")
     assert sorted(tmp_path.rglob("*.cubin")) == files and len(files) == 2
 
 
 @pytest.mark.slow
-def test_the_kernels_of_a_first_call_are_compiled_side_by_side():
-    """All of the operator's; two are the selected branch's on its own, which is called after it."""
-    assert run_compiling(90, CACHE, "together") == {"together": 16, "alone": 2}
+def test_first_call_compiles_in_parallel():
+    """All kernels of the operator. The other two belong to the selected branch, which is called separately after it."""
+    assert run_compiling(90, CACHE, "first_calls") == {"parallel": 16, "serial": 2}
 
 
-def test_a_triton_that_compiles_one_by_one_is_refused(monkeypatch):
+def test_triton_without_parallel_compile_raises(monkeypatch):
     monkeypatch.setattr(parallel_compile, "CAN_COMPILE_IN_PARALLEL", False)
     with pytest.raises(NotImplementedError, match=f"this is {re.escape(triton.__version__)}: upgrade triton"):
         compile_in_parallel(pytest.fail, n_threads=1)
 
 
-def test_launches_are_launches_again_after_a_failure():
+def test_launches_are_enabled_after_a_failure():
     def work() -> None:
         assert not fast_launch.is_launch_enabled()
         raise ZeroDivisionError
@@ -86,10 +86,10 @@ def test_launches_are_launches_again_after_a_failure():
     assert fast_launch.is_launch_enabled()
 
 
-def test_what_is_launched_is_what_triton_would_launch():
-    """Of several hundred launches, most of a kernel that was kept."""
-    found = run_compiling(90, CACHE, "again")
-    assert found["other"] == 0 and found["again"] > 400
+def test_cached_launches_equal_those_of_triton():
+    """Several hundred launches, most of them of a cached kernel."""
+    counts = run_compiling(90, CACHE, "cached_launches")
+    assert counts["other"] == 0 and counts["cached"] > 400
 
 
 @pytest.mark.soak
@@ -102,20 +102,20 @@ def test_every_kernel_compiles_and_fits_on_every_architecture(architecture, tmp_
 
 @pytest.mark.soak
 @pytest.mark.parametrize("architecture", SHARED_KB)
-def test_heads_wider_than_any_that_was_timed_compile_and_fit(architecture, tmp_path):
-    """The paper's own 192 and 128 among them."""
+def test_wider_heads_compile_and_fit(architecture, tmp_path):
+    """These include the widths of the paper, 192 and 128."""
     assert_they_fit(run_compiling(architecture, tmp_path, "wider"), architecture)
 
 
 @pytest.mark.soak
-def test_shapes_that_no_kernel_is_tuned_for_compile_and_fit(tmp_path):
-    """On the GPU with the least memory for a block; the interpreter proves what they compute, and not that they compile."""
+def test_corner_shapes_compile_and_fit(tmp_path):
+    """On the GPU with the least shared memory. The interpreter tests the results of these shapes, not that they compile."""
     assert_they_fit(run_compiling(86, tmp_path, "corners"), 86)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("architecture", [80, 90])
-def test_every_kernel_compiles_for_documents_and_fits(architecture, tmp_path):
+def test_packed_kernels_compile_and_fit(architecture, tmp_path):
     used = run_compiling(architecture, tmp_path, "documents")
     assert set(used) == find_launched_names() - {"nsa_selected_index_first_query"} - find_jitted("decoding")
     assert_they_fit(used, architecture)

@@ -1,4 +1,4 @@
-"""Which launches share a kernel, and when kernels are compiled together; test_compiling.py asks Triton itself."""
+"""Cached launches and parallel compilation with fake kernels; test_compiling.py compares them with Triton itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FakeCompiledKernel(CompiledKernel):
 
 
 class FakeKernel:
-    """What triton.jit gives, with two parameters and two constants."""
+    """A triton.jit function with two runtime parameters and two constants."""
 
     __name__ = "kernel"
     arg_names = ("x", "n", "SIZE", "ADD")
@@ -56,7 +56,7 @@ def launch(kernel, x=ROWS, n=48, size=4, add=True, **options):
     kernel[(3,)](x, n, ADD=add, SIZE=size, **options)
 
 
-def test_a_second_launch_takes_the_kernel_of_the_first_with_all_arguments_in_their_order(kernel):
+def test_second_launch_uses_the_cached_kernel(kernel):
     launch(kernel, n=48)
     launch(kernel, ROWS[16:], n=160)
     assert kernel.kernel.bound == 1
@@ -67,7 +67,7 @@ def test_a_second_launch_takes_the_kernel_of_the_first_with_all_arguments_in_the
 @pytest.mark.parametrize(
     "other",
     [
-        {"x": ROWS[1:]},  # an address that 16 does not divide
+        {"x": ROWS[1:]},  # an address that is not a multiple of 16
         {"x": ROWS.float()},
         {"x": None},
         {"n": 47},
@@ -78,54 +78,54 @@ def test_a_second_launch_takes_the_kernel_of_the_first_with_all_arguments_in_the
         {"num_warps": 8},
     ],
 )
-def test_what_triton_compiles_anew_is_not_launched_as_what_was_compiled(kernel, other):
+def test_other_specialization_is_compiled_again(kernel, other):
     launch(kernel)
     launch(kernel, **other)
     assert kernel.kernel.bound == 2 and kernel.kernel.launches == []
 
 
-def test_one_is_another_kind_than_other_odd_numbers(kernel):
+def test_one_has_a_separate_specialization(kernel):
     launch(kernel, n=47)
     launch(kernel, n=1)
     launch(kernel, n=49)
     assert kernel.kernel.bound == 2 and len(kernel.kernel.launches) == 1
 
 
-def test_a_kernel_that_another_gpu_loaded_is_not_launched(kernel, monkeypatch):
+def test_cache_is_per_gpu(kernel, monkeypatch):
     launch(kernel)
     monkeypatch.setattr(fast_launch.driver.active, "get_current_device", lambda: 1)
     launch(kernel)
     assert kernel.kernel.bound == 2
 
 
-def test_tensors_of_another_gpu_are_launched_there(kernel, monkeypatch):
-    here = [0]
-    monkeypatch.setattr(fast_launch.driver.active, "get_current_device", lambda: here[-1])
-    monkeypatch.setattr(fast_launch, "_device", lambda args: 1)
+def test_kernel_is_launched_on_the_gpu_of_its_tensors(kernel, monkeypatch):
+    current_devices = [0]
+    monkeypatch.setattr(fast_launch.driver.active, "get_current_device", lambda: current_devices[-1])
+    monkeypatch.setattr(fast_launch, "_get_device_index", lambda args: 1)
 
     class Device:
         def __init__(self, number):
-            here.append(number)
+            current_devices.append(number)
 
         def __enter__(self):
             pass
 
         def __exit__(self, *_):
-            here.pop()
+            current_devices.pop()
 
     monkeypatch.setattr(torch.cuda, "device", Device)
     launch(kernel)
-    assert here == [0] and next(iter(kernel._compiled))[0] == 1
+    assert current_devices == [0] and next(iter(kernel._compiled))[0] == 1
 
 
-def test_an_older_triton_binds_every_launch(kernel, monkeypatch):
+def test_older_triton_binds_every_launch(kernel, monkeypatch):
     monkeypatch.setattr(fast_launch, "CAN_CACHE_LAUNCHES", False)
     launch(kernel)
     launch(kernel)
     assert kernel.kernel.bound == 2
 
 
-def test_nothing_is_launched_within(kernel):
+def test_disable_launches(kernel):
     launch(kernel)
     with fast_launch.disable_launches():
         launch(kernel)
@@ -134,57 +134,57 @@ def test_nothing_is_launched_within(kernel):
     assert len(kernel.kernel.launches) == 1
 
 
-def test_a_parameter_by_keyword_is_refused(kernel):
-    """It would be part of what was compiled, and kept alive."""
-    with pytest.raises(TypeError, match="kernel: expected all of x, n by position"):
+def test_runtime_argument_by_keyword_raises(kernel):
+    """Otherwise it would become part of the cache key, which keeps it alive."""
+    with pytest.raises(TypeError, match="kernel: expected x, n by position"):
         kernel[(3,)](ROWS, n=48, SIZE=4, ADD=True)
 
 
-def test_what_is_equal_and_of_another_type_is_another_kind(kernel):
+def test_equal_values_of_other_types_have_other_specializations(kernel):
     for n in (16, True, 1.0):
         launch(kernel, n=n)
     assert kernel.kernel.bound == 3
 
 
-def test_a_constant_before_a_parameter_is_refused():
+def test_constant_before_a_parameter_raises():
     class Mixed(FakeKernel):
         arg_names = ("x", "SIZE", "n")
         params = tuple(SimpleNamespace(is_constexpr=name.isupper()) for name in arg_names)
 
-    with pytest.raises(TypeError, match=r"kernel: expected all tl\.constexpr behind"):
+    with pytest.raises(TypeError, match=r"kernel: expected all tl\.constexpr parameters after"):
         fast_launch.CachedLauncher(Mixed())
 
 
-def test_a_first_call_of_its_kind_is_compiled_together(monkeypatch):
-    done = []
+def test_first_call_of_a_kind_is_compiled_in_parallel(monkeypatch):
+    events = []
     monkeypatch.setattr(parallel_compile, "IS_INTERPRETED", False)
     monkeypatch.setattr(parallel_compile, "CAN_COMPILE_IN_PARALLEL", True)
-    monkeypatch.setattr(parallel_compile, "compile_in_parallel", lambda work, threads: done.append("compiled"))
+    monkeypatch.setattr(parallel_compile, "compile_in_parallel", lambda work, threads: events.append("compiled"))
 
     @parallel_compile.compile_before_first_call
     def compute(q, k, v, w, documents):
-        done.append("computed")
+        events.append("computed")
 
     def call(T=300, heads=4, w=8, documents=None):
         compute(*(torch.zeros(1, T, n, 16) for n in (heads, 2, 2)), w, documents)
 
     call()
     call(T=290)
-    assert done == ["compiled", "computed", "computed"]
+    assert events == ["compiled", "computed", "computed"]
     for other in ({"heads": 8}, {"T": 3000}, {"w": 64}, {"documents": torch.zeros(2)}):
-        done.clear()
+        events.clear()
         call(**other)
         call(**other)
-        assert done == ["compiled", "computed", "computed"], other
-    done.clear()
+        assert events == ["compiled", "computed", "computed"], other
+    events.clear()
     with fast_launch.disable_launches():
         call(heads=2)
-    assert done == ["computed"]
+    assert events == ["computed"]
 
 
 @pytest.mark.skipif(not parallel_compile.CAN_COMPILE_IN_PARALLEL, reason="a Triton without AsyncCompileMode")
-def test_a_kernel_that_does_not_compile_leaves_no_mode_behind():
-    """Triton would compile nothing more in this thread."""
+def test_compile_error_restores_the_async_mode():
+    """Otherwise Triton would compile nothing more in this thread."""
 
     def queue() -> None:
         def fails():
@@ -200,7 +200,7 @@ def test_a_kernel_that_does_not_compile_leaves_no_mode_behind():
 
 
 class FakeDriver:
-    """A GPU, as Triton sees it, which launches if it has a launcher."""
+    """A Triton driver; it can launch if it has a launcher class."""
 
     get_current_device = staticmethod(lambda: 3)
 
@@ -210,7 +210,7 @@ class FakeDriver:
 
 
 def run_compile_in_parallel(monkeypatch, launches: bool, make, **options) -> int:
-    """`compile_ahead` of three kernels whose launchers are made by `make`."""
+    """Call `compile_in_parallel` with three kernels whose launchers are built by `make`."""
 
     class Compiled(int):
         run = property(make)
@@ -225,8 +225,8 @@ def run_compile_in_parallel(monkeypatch, launches: bool, make, **options) -> int
 
 @pytest.mark.skipif(not parallel_compile.CAN_COMPILE_IN_PARALLEL, reason="a Triton without AsyncCompileMode")
 @pytest.mark.parametrize("launches", [True, False])
-def test_what_is_compiled_ahead_can_be_launched_at_once(monkeypatch, launches):
-    """Where there is a GPU, and on that which is the current one of the thread that asks."""
+def test_compiled_kernels_are_loaded(monkeypatch, launches):
+    """Kernels are loaded if there is a GPU, onto the current GPU of the calling thread."""
     made, devices = [], []
     monkeypatch.setattr(torch.cuda, "device", lambda device: devices.append(device) or contextlib.nullcontext())
     assert run_compile_in_parallel(monkeypatch, launches, made.append) == 3
@@ -234,7 +234,7 @@ def test_what_is_compiled_ahead_can_be_launched_at_once(monkeypatch, launches):
 
 
 @pytest.mark.skipif(not parallel_compile.CAN_COMPILE_IN_PARALLEL, reason="a Triton without AsyncCompileMode")
-def test_a_kernel_without_room_on_the_gpu_says_so(monkeypatch):
+def test_kernel_that_exceeds_gpu_resources_raises(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
 
     def make(number: int) -> None:
@@ -247,7 +247,7 @@ def test_a_kernel_without_room_on_the_gpu_says_so(monkeypatch):
 
 
 @pytest.mark.skipif(not parallel_compile.CAN_COMPILE_IN_PARALLEL, reason="a Triton without AsyncCompileMode")
-def test_within_a_mode_of_somebody_else_nothing_is_compiled_together(monkeypatch):
+def test_no_parallel_compile_inside_another_async_mode(monkeypatch):
     monkeypatch.setattr(parallel_compile, "IS_INTERPRETED", False)
     monkeypatch.setattr(parallel_compile, "compile_in_parallel", pytest.fail)
     compute = parallel_compile.compile_before_first_call(lambda *args: len(args))
@@ -258,14 +258,14 @@ def test_within_a_mode_of_somebody_else_nothing_is_compiled_together(monkeypatch
         parallel_compile._active_mode.reset(token)
 
 
-def test_a_first_call_that_failed_is_compiled_together_again(monkeypatch):
+def test_failed_first_call_is_compiled_in_parallel_again(monkeypatch):
     monkeypatch.setattr(parallel_compile, "IS_INTERPRETED", False)
     monkeypatch.setattr(parallel_compile, "CAN_COMPILE_IN_PARALLEL", True)
     monkeypatch.setattr(parallel_compile, "_is_compiling", lambda: False)
-    tried = []
+    attempts = []
 
     def fails(work, threads):
-        tried.append(threads)
+        attempts.append(threads)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(parallel_compile, "compile_in_parallel", fails)
@@ -273,4 +273,4 @@ def test_a_first_call_that_failed_is_compiled_together_again(monkeypatch):
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             compute(*(torch.zeros(1, 9, 2, 16) for _ in range(3)))
-    assert len(tried) == 2
+    assert len(attempts) == 2

@@ -1,4 +1,4 @@
-"""The fused gated sum against the definition, forward and backward."""
+"""The fused gated sum against the reference, forward and backward."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_strides_do_not_matter(device):
 
 
 @pytest.mark.slow
-def test_the_operator_is_well_formed_and_compiles(device):
+def test_opcheck_and_torch_compile(device):
     x = make_inputs((1, 5, 2, 32), torch.float32, device)
     torch.library.opcheck(torch.ops.nsa_lab.gated_sum.default, x)
     compiled = torch.compile(gated_sum, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*x), gated_sum(*x))
 
 
-def test_shapes_that_do_not_fit_are_refused(device):
+def test_mismatched_shapes_raise(device):
     a, b, c, gates = make_inputs((1, 5, 2, 32), torch.float32, device)
     with pytest.raises(ValueError, match="gates"):
         gated_sum(a, b, c, gates[..., :2])

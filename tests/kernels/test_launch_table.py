@@ -1,4 +1,4 @@
-"""The launch table, entry by entry: what the benchmarked shapes were measured with."""
+"""The launch table: the tiles with which the benchmarked shapes were measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from nsa_lab.attention.kernels.launch_table import RowTile, Tile
 
 CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16
-# dtype, head width, roomy -> rows, keys, warps, stages, registers, one_loop: compressed and window forward, dq; dk and dv.
+# dtype, head width, large shared memory -> rows, keys, warps, stages, registers, one_loop: compressed and window forward,
+# dq; dk and dv.
 SIMPLE = (32, 32, 4, 1, None, False)
 BAND = {
     (FP32, 64, True): (SIMPLE,) * 5,
@@ -42,7 +43,7 @@ BAND = {
     ),
 }
 BAND[FP32, 64, False] = BAND[FP32, 128, True] = BAND[FP32, 64, True]
-BAND[BF16, 64, False] = BAND[BF16, 64, True]  # 64 columns fit any GPU
+BAND[BF16, 64, False] = BAND[BF16, 64, True]  # heads of width 64 fit on any GPU
 
 
 BAND_FINDERS = (
@@ -58,16 +59,16 @@ WIDER = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "width", "roomy"), BAND, ids=str)
-def test_the_band(dtype, width, roomy, monkeypatch):
-    monkeypatch.setattr(launch_table, "has_large_shared_memory", lambda device: roomy)
+@pytest.mark.parametrize(("dtype", "width", "large_memory"), BAND, ids=str)
+def test_band_tiles(dtype, width, large_memory, monkeypatch):
+    monkeypatch.setattr(launch_table, "has_large_shared_memory", lambda device: large_memory)
     forward, dq = launch_table.band_forward, launch_table.band_dq
     tiles = [find(dtype, width, windowed, CPU) for find in (forward, dq) for windowed in (False, True)]
-    assert (*map(tuple, tiles), tuple(launch_table.band_dkv(dtype, width, CPU))) == BAND[dtype, width, roomy]
+    assert (*map(tuple, tiles), tuple(launch_table.band_dkv(dtype, width, CPU))) == BAND[dtype, width, large_memory]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
-def test_all_widths_up_to_64_and_all_above_are_alike(dtype):
+def test_widths_up_to_64_share_tiles_and_so_do_wider_ones(dtype):
     for find in (launch_table.band_dkv, functools.partial(launch_table.selected_items, block=64)):
         tiles = [find(dtype, width, device=CPU) for width in (32, 64, 96, 128)]
         assert tiles[0] == tiles[1] != tiles[2] == tiles[3]
@@ -79,22 +80,22 @@ def test_all_widths_up_to_64_and_all_above_are_alike(dtype):
         (BF16, 64, 32, Tile(64, 32, 4, 3)),  # 2048 tokens
         (BF16, 64, 128, Tile(64, 32, 4, 3)),
         (BF16, 64, 256, Tile(64, 32, 4, 3)),
-        (BF16, 64, 512, Tile(64, 32, 4, 3, 168)),  # 32 768 tokens
+        (BF16, 64, 512, Tile(64, 32, 4, 3, 168)),  # 32,768 tokens
         (BF16, 64, 1024, Tile(64, 32, 4, 3, 168)),
         (BF16, 128, 512, Tile(64, 32, 4, 3)),
         (FP32, 64, 1024, Tile(32, 16, 4, 1)),
     ],
 )
-def test_the_choice(dtype, width, blocks, tile):
+def test_block_topk_tiles(dtype, width, blocks, tile):
     assert launch_table.block_topk(dtype, width, 4, 1, blocks, CPU) == tile
 
 
 @pytest.mark.parametrize(("strides", "spill", "keys"), [(1, 0, 128), (3, 1, 32), (16, 1, 16), (2, 7, 64), (4, 20, 64)])
-def test_a_step_of_the_choice_has_room_for_what_spills_into_it(strides, spill, keys):
+def test_block_topk_step_has_room_for_the_spill(strides, spill, keys):
     assert launch_table.block_topk(BF16, 64, strides, spill, 32, CPU).keys == keys
 
 
-def test_the_selected_branch(monkeypatch):
+def test_selected_tiles(monkeypatch):
     for hopper, stages in ((True, 3), (False, 2)):
         monkeypatch.setattr(launch_table, "is_hopper", lambda device, hopper=hopper: hopper)
         assert launch_table.selected_items(BF16, 64, 64, CPU) == RowTile(64, 4, 3)
@@ -108,8 +109,8 @@ def test_the_selected_branch(monkeypatch):
     assert [launch_table.gate_rows(width) for width in (64, 96, 128)] == [32, 16, 16]
 
 
-def test_amds_gpus_get_the_small_tiles_and_no_cap_on_registers(monkeypatch):
-    """A capability of 9 is MI300's as much as Hopper's."""
+def test_amd_gpus_get_small_tiles_without_register_limit(monkeypatch):
+    """Torch reports capability 9 for MI300 as well as for Hopper."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
     monkeypatch.setattr(torch.version, "hip", "6.3")
     ways = (
@@ -126,24 +127,24 @@ def test_amds_gpus_get_the_small_tiles_and_no_cap_on_registers(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("roomy", [True, False])
-def test_heads_wider_than_any_that_was_timed(dtype, roomy, monkeypatch):
-    monkeypatch.setattr(launch_table, "has_large_shared_memory", lambda device: roomy)
+@pytest.mark.parametrize("large_memory", [True, False])
+def test_wider_heads(dtype, large_memory, monkeypatch):
+    monkeypatch.setattr(launch_table, "has_large_shared_memory", lambda device: large_memory)
     for width in (144, 256):
         bands = [find(dtype, width, windowed, CPU) for find in BAND_FINDERS for windowed in (False, True)]
-        assert [tile[:4] for tile in bands] == WIDER[dtype, roomy]
-        # A kv block of 64 such keys and as many values would fill what the kernels have room for.
-        assert launch_table.selected_keys(dtype, width, CPU) == (64 if dtype == BF16 and roomy else 32)
-        # At least half of the columns of a tile, which is as wide as the next power of two.
+        assert [tile[:4] for tile in bands] == WIDER[dtype, large_memory]
+        # A kv block of 64 keys and values of this width would fill the available shared memory.
+        assert launch_table.selected_keys(dtype, width, CPU) == (64 if dtype == BF16 and large_memory else 32)
+        # At least half of the columns of a tile, whose width is the next power of two.
         assert launch_table.selected_columns(dtype, width) == 128
     assert launch_table.selected_keys(dtype, 128, CPU) == 64
 
 
-def test_a_width_is_one_tile_or_two_side_by_side(monkeypatch):
+def test_split_width(monkeypatch):
     def tiles(widths, widest=256):
         return {width: tuple(launch_table.split_width("DK", width, CPU, widest).values()) for width in widths}
 
-    one = {16: (16, 0), 48: (64, 0), 96: (128, 0), 128: (128, 0)}  # as they were timed
+    one = {16: (16, 0), 48: (64, 0), 96: (128, 0), 128: (128, 0)}  # the timed variants
     assert tiles((*one, 144, 192, 256)) == one | {144: (256, 0), 192: (256, 0), 256: (256, 0)}
     assert tiles((32, 64, 80, 96, 128), 64) == {32: (32, 0), 64: (64, 0), 80: (64, 16), 96: (64, 32), 128: (64, 64)}
     assert tiles((128, 192, 256), 128) == {128: (128, 0), 192: (128, 64), 256: (128, 128)}
@@ -153,8 +154,8 @@ def test_a_width_is_one_tile_or_two_side_by_side(monkeypatch):
     assert launch_table.split_width("DV", 192, CPU) == {"DV_PART": 128, "DV_REST": 64}
 
 
-def test_heads_wider_than_128_on_hopper(monkeypatch):
-    """Timed at 192/128; the same kernels in float32 were not. What is wider has no memory for one more stage."""
+def test_wider_heads_on_hopper(monkeypatch):
+    """Timed at 192/128, not in float32. Wider heads have no shared memory for one more stage."""
     monkeypatch.setattr(launch_table, "is_hopper", lambda device: True)
     for width, stages in ((192, 3), (208, 2), (256, 2)):
         forward, dq, dkv = (find(BF16, width, False, CPU) for find in BAND_FINDERS)
@@ -184,28 +185,28 @@ def test_heads_wider_than_128_on_hopper(monkeypatch):
         (FP32, 144, 4, Tile(16, 16, 4, 1), 256),
     ],
 )
-def test_how_much_of_a_keys_width_the_choice_scores_at_once(dtype, width, strides, tile, columns):
+def test_block_topk_columns(dtype, width, strides, tile, columns):
     assert launch_table.block_topk_columns(dtype, width, strides, tile) == columns
 
 
-def test_decoding(monkeypatch):
-    """Those of one head width, 128 in half precision, were timed, though against no others."""
-    for roomy, stages in ((True, 3), (False, 2)):
-        monkeypatch.setattr(launch_table, "has_large_shared_memory", lambda device, roomy=roomy: roomy)
+def test_decoding_tiles(monkeypatch):
+    """Only head width 128 in half precision was timed, without comparison to other tiles."""
+    for large_memory, stages in ((True, 3), (False, 2)):
+        monkeypatch.setattr(launch_table, "has_large_shared_memory", lambda device, large_memory=large_memory: large_memory)
         assert launch_table.decoding_tile(BF16, 128, 6, CPU) == Tile(16, 64, 4, stages)
         assert launch_table.decoding_tile(BF16, 64, 512, CPU) == Tile(64, 64, 4, stages)
         assert launch_table.decoding_tile(BF16, 192, 17, CPU) == Tile(32, 32, 8, stages)
     tiles = [launch_table.decoding_tile(FP32, width, 100, CPU) for width in (64, 128, 256)]
     assert tiles == [Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)]
-    # Of 128K tokens: 8,191 compressed keys; one sequence of four groups, and 32 of them.
+    # 128K tokens have 8,191 compressed keys; one sequence of four groups, and 32 sequences.
     assert [launch_table.decoding_parts(programs, 128) for programs in (4, 8, 128, 1000)] == [32, 32, 2, 1]
     assert [launch_table.decoding_parts(4, tiles) for tiles in (0, 1, 5, 8)] == [1, 1, 8, 8]
     assert [launch_table.importance_blocks(scores) for scores in (1, 64, 128, 8192)] == [64, 64, 32, 1]
     assert [launch_table.topk_tile(blocks) for blocks in (0, 300, 1024, 10**5)] == [(32, 1), (512, 2), (1024, 4), (2048, 8)]
 
 
-def test_no_launch_has_numbers_of_its_own():
-    """Tiles, warps, stages and registers come from the table."""
+def test_launches_take_all_constants_from_the_table():
+    """Tiles, warps, stages and registers in launches are not literals."""
     named = {"num_warps", "num_stages", "maxnreg", "ROWS", "KEYS", "QUERIES", "BLOCKS", "ENTRIES", "ELEMENTS", "AT_ONCE"}
     wrong = []
     for path, tree in TREES.items():

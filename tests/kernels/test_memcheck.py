@@ -1,4 +1,4 @@
-"""What `memcheck.py` shows a memory checker is what it says: every path, among its cases, and each case on its own."""
+"""The cases of `memcheck.py` take the paths that they name, and together all paths."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from nsa_lab.attention.kernels.selected import workspace_pieces
 
 
 @pytest.mark.parametrize("case", memcheck.CASES, ids=str)
-def test_a_case_takes_the_path_it_names(case, monkeypatch):
+def test_case_takes_its_path(case, monkeypatch):
     for module, name in (
         (selected, "UNION_TOKENS"),
-        (workspace_pieces, "ORDERED_BYTES"),
+        (workspace_pieces, "SORT_ABOVE_BYTES"),
         (workspace_pieces, "WORKSPACE_BYTES"),
     ):
-        monkeypatch.setattr(module, name, getattr(module, name))  # put back afterwards
-    assert memcheck.force_path(case) == (case.union, case.ordered, case.in_pieces)
+        monkeypatch.setattr(module, name, getattr(module, name))  # restored after the test
+    assert memcheck.force_path(case) == (case.is_union, case.is_sorted, case.in_pieces)
 
 
 def test_every_path_is_taken():

@@ -1,4 +1,4 @@
-"""The whole of NSA as one operator against its parts, bit for bit forward, and against the definition backward."""
+"""The NSA operator: forward bit for bit against its parts, backward against the reference."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from nsa_lab.attention.kernels.selected import workspace_pieces
 from nsa_lab.bench.attention_parity import compute_plain
 from nsa_lab.config import NSAConfig
 
-# Interpreted, kernel by kernel: minutes on a CPU.
+# Minutes on a CPU, under the interpreter.
 pytestmark = pytest.mark.slow
 
 CUDA = torch.cuda.is_available()
 # B, T, H, G, Dk, Dv; the second has no compressed block.
 CASES = [(2, 75, 6, 2, 32, 64), (1, 9, 3, 1, 64, 32)]
-# The narrowest and the widest, widths that are no power of two, and the paper's own 192 and 128.
+# The narrowest and widest heads, widths that are not powers of two, and the 192 and 128 of the paper.
 WIDTHS = [
     (1, 41, 3, 1, 192, 128),
     (1, 37, 2, 1, 16, 256),
@@ -33,7 +33,7 @@ WIDTHS = [
 GPU_CASES = [(2, 1500, 12, 2, 64, 64), (1, 4200, 16, 1, 128, 128)]
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
 STRATEGIES = ["union", "gather"]
-# Under the interpreter the case that takes long meets each dtype and each strategy once.
+# Under the interpreter, the slow case runs once with each dtype and each strategy.
 RUNS = [
     run
     for run in itertools.product(CASES + (GPU_CASES if CUDA else []), DTYPES, STRATEGIES)
@@ -55,7 +55,7 @@ def make_inputs(case, dtype, device) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(B, T, H, Dk), (B, N, G, Dk), (B, N, G, Dv)] + [(B, T, G, Dk), (B, T, G, Dv)] * 2
     x = [torch.randn(s, generator=generator).to(device, dtype).requires_grad_() for s in shapes]
-    # Of either sign: what a gate may be is not for the kernels to assume.
+    # Gates of either sign: the kernels make no assumption about them.
     return [*x, torch.randn(B, T, H, 3, generator=generator).to(device).requires_grad_()]
 
 
@@ -68,7 +68,7 @@ def compute_parts(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates):
 
 
 def compute_reference(x, blocks):
-    """The definition with a choice made elsewhere: a flipped near-tie is another test's matter."""
+    """Compute the reference with given blocks; other tests compare the selection."""
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = x
     out_cmp, _ = reference.compressed_attention(q, k_cmp, v_cmp, SMALL)
     out_sel, _ = reference.selected_attention(q, k_sel, v_sel, blocks, SMALL)
@@ -76,11 +76,11 @@ def compute_reference(x, blocks):
     return reference.combine(out_cmp, out_sel, out_win, gates)
 
 
-# Scores of such keys overflow, which the interpreter says; they are masked.
+# Scores of such keys overflow, and the interpreter warns; they are masked.
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 @pytest.mark.parametrize("strategy", ["union", "gather"])
-def test_the_largest_finite_future_changes_no_bit_of_the_past(strategy, device, monkeypatch):
-    """Tiles are shared by queries that see a value and queries that do not: zero times it must come out zero."""
+def test_largest_finite_future_values_change_no_past_bit(strategy, device, monkeypatch):
+    """A tile contains queries that attend to a value and queries that do not: zero times the value must be zero."""
     if strategy == "gather":
         monkeypatch.setattr(selected, "UNION_TOKENS", 0)
     x = [a.detach() for a in make_inputs((1, 75, 2, 1, 32, 32), torch.float32, device)]
@@ -99,7 +99,7 @@ def test_the_largest_finite_future_changes_no_bit_of_the_past(strategy, device, 
 @pytest.mark.parametrize(
     ("case", "dtype", "strategy"), RUNS, ids=lambda x: "x".join(map(str, x)) if isinstance(x, tuple) else str(x)
 )
-def test_matches_its_parts_and_the_definition(case, dtype, strategy, device, poisoned, monkeypatch, assert_error_within):
+def test_matches_its_parts_and_the_reference(case, dtype, strategy, device, poisoned, monkeypatch, assert_error_within):
     if strategy == "gather":
         monkeypatch.setattr(selected, "UNION_TOKENS", 0)
     x = make_inputs(case, dtype, device)
@@ -122,12 +122,12 @@ def test_matches_its_parts_and_the_definition(case, dtype, strategy, device, poi
 
 
 @pytest.mark.parametrize("strategy", ["union", "gather"])
-def test_the_operators_are_well_formed_and_compile(device, strategy, monkeypatch):
+def test_opcheck_and_torch_compile(device, strategy, monkeypatch):
     if strategy == "gather":
         monkeypatch.setattr(selected, "UNION_TOKENS", 0)
     x = make_inputs((1, 37, 2, 1, 32, 32), torch.float32, device)
     geometry = (SMALL.l, SMALL.d, SMALL.l_sel, SMALL.n_sel, SMALL.w)
-    # The tail of the index is nobody's: filled, it is at least the same in two calls.
+    # The tail of the index is uninitialized. Filled with a constant, it is equal in two calls.
     torch.use_deterministic_algorithms(True)
     try:
         torch.library.opcheck(nsa_operator._nsa_fwd, (*x, *geometry))
@@ -141,8 +141,8 @@ def test_the_operators_are_well_formed_and_compile(device, strategy, monkeypatch
     assert torch.equal(compiled(*x), attend(*x))
 
 
-def test_runs_give_the_same_bits_on_any_stream_with_other_work_between(device, poisoned):
-    """The backward pass works on two streams, whose tensors must neither be read early nor given away early."""
+def test_runs_are_bit_identical_on_any_stream(device, poisoned):
+    """The backward pass uses two streams; their tensors must be neither read nor freed too early."""
     x = make_inputs(GPU_CASES[0] if CUDA else (1, 53, 3, 1, 32, 32), torch.float16, device)
     other = make_inputs((1, 333, 6, 1, 64, 64) if CUDA else CASES[1], torch.float16, device)
 
@@ -156,7 +156,7 @@ def test_runs_give_the_same_bits_on_any_stream_with_other_work_between(device, p
             torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream() if CUDA and i % 2 else None):
             results = run(x)
-            run(other)  # whose tensors take the place of what was freed
+            run(other)  # its tensors reuse the freed memory
             assert all(torch.equal(a, b) for a, b in zip(results, first, strict=True))
 
 
@@ -193,7 +193,7 @@ def test_a_cuda_graph_replays_to_the_same_bits(device):
         assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
 
 
-def test_the_indices_of_several_pieces_are_kept(device, monkeypatch, poisoned):
+def test_indices_of_several_pieces_are_saved(device, monkeypatch, poisoned):
     monkeypatch.setattr(selected, "UNION_TOKENS", 0)
     x = make_inputs((3, 45, 4, 2, 32, 64), torch.float32, device)
     sizes = selected._make_sizes(x[0], x[4], 3, 16)
@@ -217,8 +217,8 @@ def test_the_indices_of_several_pieces_are_kept(device, monkeypatch, poisoned):
         torch.testing.assert_close(grad, by_part, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_shapes_that_do_not_fit_are_refused(device):
-    """By the public function, which checks them once for all backends."""
+def test_mismatched_shapes_raise(device):
+    """The public function checks shapes once for all backends."""
     *x, gates = make_inputs((1, 40, 4, 2, 32, 32), torch.float32, device)
     with pytest.raises(ValueError, match="gates"):
         attention.nsa_attention(*x, gates[..., :2], SMALL, backend="triton")

@@ -1,4 +1,4 @@
-"""Documents one after another in a row: each is computed as if it were alone, and nothing of it reaches another. Chunks."""
+"""Packed documents in the kernels: each is computed independently of the others. Also chunks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nsa_lab.config import NSAConfig
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 NSA = NSAConfig(l=8, d=4, l_sel=16, n_sel=4, w=13)
-# None, one token, fewer than a compressed block, and past the edge of a block, where a tile of queries has 32 rows.
+# No token, one token, fewer than a compressed block, and more than a selection block; a tile of queries has 32 rows.
 LENGTHS = (1, 17, 0, 5)
 
 
@@ -37,19 +37,19 @@ def make_case(lengths: tuple[int, ...], capacity: int | None, h: int, G: int = 1
 
 
 @triton.jit
-def _find(bounds_ptr, others_ptr, found_ptr, row_ptr, documents, EACH: tl.constexpr, TILE: tl.constexpr):
+def _find(bounds_ptr, other_bounds_ptr, found_ptr, row_ptr, n_documents, ROWS_PER_TOKEN: tl.constexpr, TILE: tl.constexpr):
     tile = tl.program_id(0)
-    document, own, first, tokens, other_first, others = find_document_of_tile(
-        bounds_ptr, others_ptr, documents, tile, EACH, TILE
+    document, tile_in_document, first, n_tokens, other_first, other_rows = find_document_of_tile(
+        bounds_ptr, other_bounds_ptr, n_documents, tile, ROWS_PER_TOKEN, TILE
     )
-    if own * TILE < tokens * EACH:
+    if tile_in_document * TILE < n_tokens * ROWS_PER_TOKEN:
         tl.store(found_ptr + tile * 5, document)
-        tl.store(found_ptr + tile * 5 + 1, first * EACH + own * TILE)
-        tl.store(found_ptr + tile * 5 + 2, tokens)
+        tl.store(found_ptr + tile * 5 + 1, first * ROWS_PER_TOKEN + tile_in_document * TILE)
+        tl.store(found_ptr + tile * 5 + 2, n_tokens)
         tl.store(found_ptr + tile * 5 + 3, other_first)
-        tl.store(found_ptr + tile * 5 + 4, others)
-    if tile < tl.load(bounds_ptr + documents):
-        tl.store(row_ptr + tile, find_document_of_row(bounds_ptr, documents, tile))
+        tl.store(found_ptr + tile * 5 + 4, other_rows)
+    if tile < tl.load(bounds_ptr + n_documents):
+        tl.store(row_ptr + tile, find_document_of_row(bounds_ptr, n_documents, tile))
 
 
 FEW = (0, 5, 0, 0, 1, 8, 3, 4, 0)
@@ -59,53 +59,50 @@ FEW = (0, 5, 0, 0, 1, 8, 3, 4, 0)
     "lengths", [(6,), FEW, FEW * 7, FEW * 8, (0, 0, 1, 0) * 520], ids=lambda lengths: f"{len(lengths)}_documents"
 )
 def test_every_tile_of_every_document_has_one_program(lengths: tuple[int, ...], device: torch.device) -> None:
-    """Of one document, and of as many as take no search, one and two before what is left is loaded; any may have no token.
+    """One program finds each tile, the rows of its document, and the document's compressed keys.
 
-    With its place, the document's rows, and where it lies among compressed keys.
+    With one document, and with numbers of documents that need zero, one and two search steps. Documents may be empty.
     """
-    each, tile = 3, 2
+    rows_per_token, tile = 3, 2
     span = Span.packed(make_cu_seqlens(*lengths))
     table = span.row_bounds(NSA, device)
     rows = PackedBounds(table[0], table[0], table.shape[1] - 1, 0)
-    programs = max(rows.count_tiles(span.n_queries * each, tile), span.n_queries)
-    found = torch.full((programs, 5), -1, dtype=torch.int64, device=device)
+    n_programs = max(rows.count_tiles(span.n_queries * rows_per_token, tile), span.n_queries)
+    found = torch.full((n_programs, 5), -1, dtype=torch.int64, device=device)
     owners = torch.full((span.n_queries,), -1, dtype=torch.int64, device=device)
-    _find[(programs,)](table[0], table[1], found, owners, rows.n_documents, EACH=each, TILE=tile)
+    _find[(n_programs,)](table[0], table[1], found, owners, rows.n_documents, ROWS_PER_TOKEN=rows_per_token, TILE=tile)
     expected = [
-        [number, row, document.end, compressed.start, compressed.stop - compressed.start]
-        for number, (document, compressed) in enumerate(zip(span.documents, span.compressed_rows(NSA), strict=True))
-        for row in range(document.query_rows.start * each, document.query_rows.stop * each, tile)
+        [index, row, document.end, compressed.start, compressed.stop - compressed.start]
+        for index, (document, compressed) in enumerate(zip(span.documents, span.compressed_rows(NSA), strict=True))
+        for row in range(document.query_rows.start * rows_per_token, document.query_rows.stop * rows_per_token, tile)
     ]
     assert [place for place in found.tolist() if place[0] >= 0] == expected
     assert owners.tolist() == span.query_document_ids().tolist()
 
 
-def test_what_launches_need_is_counted_on_the_cpu() -> None:
-    """Rows of documents, and of their compressed keys, each row of the table 16 bytes or a multiple."""
+def test_row_bounds_are_computed_on_the_cpu() -> None:
+    """The table has the bounds of documents and of their compressed keys; each row is a multiple of 16 bytes."""
     span = Span.packed(make_cu_seqlens(9, 0, 21), capacity=6)
     table = span.row_bounds(NSA, torch.device("cpu"))
     assert table.tolist() == [[0, 9, 9, 30, 30, 30, 30, 30], [0, 1, 1, 5, 5, 5, 5, 5]] and table.dtype == torch.int32
     assert span.row_bounds(NSA, torch.device("cpu")) is table
-    alone = Span.packed(make_cu_seqlens(9, 0, 21)).row_bounds(NSA, torch.device("cpu"))
-    assert alone.tolist() == [[0, 9, 9, 30], [0, 1, 1, 5]]
-    # What is compiled for follows the total with a capacity, and else the longest document's power of two.
+    without_capacity = Span.packed(make_cu_seqlens(9, 0, 21)).row_bounds(NSA, torch.device("cpu"))
+    assert without_capacity.tolist() == [[0, 9, 9, 30], [0, 1, 1, 5]]
+    # `longest` is the total length if there is a capacity, otherwise the longest document rounded up to a power of two.
     q = torch.empty(1)
     assert [kernels._get_layout_args(s, NSA, q)[1] for s in (span, Span.packed(make_cu_seqlens(9, 0, 21)))] == [30, 30]
     assert kernels._get_layout_args(Span.packed(make_cu_seqlens(40, 9, 21)), NSA, q)[1] == 64
 
 
-# Interpreted, kernel by kernel.
-
-
 def run_operator(case: Case, x: Inputs, weight: torch.Tensor) -> tuple[torch.Tensor, Inputs]:
-    """The operator, and the gradients of its weighted sum."""
+    """Return the output of the operator, and the gradients of its weighted sum."""
     x = x.map(lambda y: y.detach().to(DEVICE).requires_grad_())
     out = attention.nsa_attention(*x, case.nsa, backend="triton", span=case.span)
     return out.detach().cpu(), Inputs(*torch.autograd.grad((out * weight.to(DEVICE)).sum(), x)).map(torch.Tensor.cpu)
 
 
 def assert_gradients(grads: Inputs, exact: dict[str, np.ndarray]) -> None:
-    """Those of padded rows are zero."""
+    """Assert that gradients equal `exact`, and that those of padding rows are zero."""
     for name, grad in grads._asdict().items():
         true = exact[name]
         assert (grad[:, true.shape[1] :] == 0).all(), name
@@ -114,26 +111,25 @@ def assert_gradients(grads: Inputs, exact: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.slow
 def test_each_part_equals_brute_force(poisoned, monkeypatch) -> None:
-    """Outputs, LSEs and blocks, and the gradients of both."""
+    """Outputs, LSEs and blocks, and the gradients of outputs and LSEs."""
     case = make_case(LENGTHS, None, h=2)
     exact = case.inputs()
     x, weights = exact.map(torch.Tensor.float), draw_weights(case, exact)
     results, blocks, gradients = compute_expected(case, x.map(torch.Tensor.double), weights)
-    # The whole is the next test's; here the definition's, of which the gradients are the truth's, too.
+    # The next test covers the operator. Here the reference computes it, whose gradients equal the expected ones.
     monkeypatch.setattr(attention, "nsa_attention", lambda *y, backend, span: reference.nsa_attention(*y, span=span))
-    mine, chosen, grads = compute_actual(case, x, {name: y.float() for name, y in weights.items()}, "triton")
-    assert to_lists(chosen) == blocks
-    for name, y in mine.items():
+    actual, actual_blocks, grads = compute_actual(case, x, {name: y.float() for name, y in weights.items()}, "triton")
+    assert to_lists(actual_blocks) == blocks
+    for name, y in actual.items():
         assert compute_error(y.double(), results[name]) < 1e-5, name
     assert_gradients(grads, gradients)
 
 
-# Scores of the poisoned neighbour overflow, which the interpreter says.
+# Scores of the poisoned neighbor overflow, and the interpreter warns.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
-def test_the_whole_equals_brute_force_and_a_neighbour_changes_no_bit(poisoned, monkeypatch) -> None:
-    """With an inverted index. Large finite values in all rows of a document leave outputs and gradients of those on both
-    sides as they are."""
+def test_operator_equals_brute_force_and_documents_are_independent(poisoned, monkeypatch) -> None:
+    """With an inverted index. Large finite values in one document do not change the documents next to it."""
     monkeypatch.setattr(selected, "UNION_TOKENS", 0)
     case = make_case(LENGTHS, 4, h=2)
     exact = case.inputs()
@@ -151,11 +147,11 @@ def assert_no_bit_changes(case: Case, x: Inputs, weight: torch.Tensor, out: torc
         name: (case.span.compressed_rows(NSA)[1] if name.endswith("_cmp") else case.span.documents[1].query_rows)
         for name in ("mixed", *x._fields)
     }
-    spoilt = x.map(torch.clone)
-    for name, y in spoilt._asdict().items():
+    changed = x.map(torch.clone)
+    for name, y in changed._asdict().items():
         y[:, rows[name]] = 0.5 if name == "gates" else 1e18
-    after, new = run_operator(case, spoilt, weight)
-    for name, y, z in [("mixed", out, after), *zip(x._fields, grads, new, strict=True)]:
+    after, new_grads = run_operator(case, changed, weight)
+    for name, y, z in [("mixed", out, after), *zip(x._fields, grads, new_grads, strict=True)]:
         others = torch.ones(y.shape[1], dtype=torch.bool)
         others[rows[name]] = False
         assert torch.equal(y[:, others], z[:, others]), name
@@ -163,8 +159,8 @@ def assert_no_bit_changes(case: Case, x: Inputs, weight: torch.Tensor, out: torc
 
 
 @pytest.mark.slow
-def test_in_pieces_as_in_one(device, monkeypatch, poisoned) -> None:
-    """A piece ends inside a document, and the next goes on with it."""
+def test_pieces_equal_one_piece(device, monkeypatch, poisoned) -> None:
+    """A piece ends inside a document, and the next piece continues it."""
     monkeypatch.setattr(selected, "UNION_TOKENS", 0)
     case = make_case((10, 0, 7), None, h=1)
     x = case.inputs(torch.float32).map(lambda y: y.to(device).requires_grad_())
@@ -175,17 +171,17 @@ def test_in_pieces_as_in_one(device, monkeypatch, poisoned) -> None:
         out, lse = selected.selected_attention(x.q, x.k_sel, x.v_sel, blocks, NSA.l_sel, table, longest)
         return out, lse, *torch.autograd.grad((out, lse), (x.q, x.k_sel, x.v_sel), (out.detach(), lse.detach()))
 
-    whole = run()
-    cut = [workspace_pieces.Piece(0, 1, 0, 1, 0, 6), workspace_pieces.Piece(0, 1, 0, 1, 6, 17)]
-    monkeypatch.setattr(selected, "cut", lambda *_: cut)
+    expected = run()
+    split = [workspace_pieces.Piece(0, 1, 0, 1, 0, 6), workspace_pieces.Piece(0, 1, 0, 1, 6, 17)]
+    monkeypatch.setattr(selected, "split_into_pieces", lambda *_: split)
     monkeypatch.setattr(selected, "should_sort_items", lambda *_: True)
-    for a, b in zip(whole, run(), strict=True):
+    for a, b in zip(expected, run(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "start", "length"), [("union", 41, 9), ("gather", 60, 1)])
-def test_a_chunk_is_computed_forward(strategy: str, start: int, length: int, poisoned, monkeypatch) -> None:
+def test_chunk_forward(strategy: str, start: int, length: int, poisoned, monkeypatch) -> None:
     if strategy == "gather":
         monkeypatch.setattr(selected, "UNION_TOKENS", 0)
     case = Case(NSA, Span.chunk(start, length), (start,), (length,), 2, G=1, h=2, d_k=32, d_v=32, seed=5)
@@ -200,8 +196,8 @@ def test_a_chunk_is_computed_forward(strategy: str, start: int, length: int, poi
 
 
 @pytest.mark.slow
-def test_one_compiled_graph_serves_all_documents(device) -> None:
-    """With a capacity nothing but the table changes, and that is an input: no break, no second compilation."""
+def test_one_compiled_graph_for_all_documents(device) -> None:
+    """With a capacity only the table changes, and it is an input: no graph break, no second compilation."""
     x = make_case((17,), None, h=1).inputs(torch.float32).map(lambda y: y.to(device))
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -215,7 +211,7 @@ def test_one_compiled_graph_serves_all_documents(device) -> None:
     assert counter.frame_count == 1
 
 
-# Interpreted, a packing takes from ten seconds to a minute: make test meets the quickest configuration.
+# Under the interpreter a packing takes ten seconds to a minute, so `make test` runs only the quickest configuration.
 QUICKEST = 7
 NUMBERS = [
     pytest.param(number, marks=pytest.mark.slow if CUDA or number == QUICKEST else pytest.mark.soak)
@@ -225,10 +221,10 @@ NUMBERS = [
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 @pytest.mark.parametrize("number", NUMBERS)
-def test_random_packings_are_documents_alone(number: int) -> None:
-    """On a CPU small ones, one of each configuration. More, on a GPU: python tests/kernels/packings.py 1000."""
-    c = packings.CONFIGURATIONS[number]
+def test_random_packings_equal_separate_documents(number: int) -> None:
+    """On a CPU: one small packing per configuration. For more, on a GPU: python tests/kernels/packings.py 1000."""
+    configuration = packings.CONFIGURATIONS[number]
     sizes = (packings.MAX_DOCUMENTS, packings.MAX_TOKENS) if CUDA else (4, 40)
     for seed in range(2) if CUDA else (number,):
-        found = packings.check(seed, c if CUDA else packings.replace_bfloat16(c), *sizes)
-        assert all(error <= 1 for error in found.values()), found
+        errors = packings.check(seed, configuration if CUDA else packings.replace_bfloat16(configuration), *sizes)
+        assert all(error <= 1 for error in errors.values()), errors

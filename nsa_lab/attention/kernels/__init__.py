@@ -109,8 +109,8 @@ def _find_l_sel_problem(nsa: NSAConfig) -> str | None:
     step = math.lcm(L_SEL_STEP, nsa.d)
     nearest = max(1, (2 * nsa.l_sel + step) // (2 * step)) * step
     return (
-        f"the kernels take nsa.l_sel in multiples of {L_SEL_STEP}; got {nsa.l_sel}; the nearest that is also a multiple "
-        f"of nsa.d = {nsa.d} is {nearest}"
+        f"the kernels take nsa.l_sel in multiples of {L_SEL_STEP}; got {nsa.l_sel}; the nearest that "
+        f"nsa.d = {nsa.d} divides is {nearest}"
     )
 
 
@@ -305,7 +305,7 @@ def rotate_and_append(
     """
     from nsa_lab.attention.kernels.decoding import launch
 
-    _raise_unsupported("append", find_width_problem(q_and_k.shape[3], None if values is None else values.shape[3]))
+    _raise_unsupported("rotate_and_append", find_width_problem(q_and_k.shape[3], None if values is None else values.shape[3]))
     with torch.no_grad():
         return launch.rotate_and_append(
             q_and_k, values, *rotary, lengths, write_buffers, k_before_conv, conv_weight, can_prefetch

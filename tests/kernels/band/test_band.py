@@ -1,4 +1,4 @@
-"""Compressed and window attention: two cases of one kernel family, each against the definition in float64."""
+"""Compressed and window attention, two cases of one kernel family, against the reference in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nsa_lab.attention import geometry, reference
 from nsa_lab.attention.kernels import compressed_attention, launch_table, window_attention
 from nsa_lab.config import NSAConfig
 
-# Interpreted, kernel by kernel: minutes on a CPU.
+# Minutes on a CPU, under the interpreter.
 pytestmark = pytest.mark.slow
 
 CUDA = torch.cuda.is_available()
@@ -21,8 +21,8 @@ BRANCHES = {
     "window": (window_attention, reference.window_attention),
 }
 SMALL = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=13)
-# B, T, H, G, Dk, Dv, geometry. Odd lengths, heads that are no power of two, Dk != Dv, T < l, T = 1, w > T, w = 1, l = d;
-# one length that fills its tiles, whose masks then need not stop at the last query; and widths worked on in two parts.
+# B, T, H, G, Dk, Dv, geometry. Odd lengths, heads that are not a power of two, Dk != Dv, T < l, T = 1, w > T, w = 1, l = d;
+# one length that fills its tiles, so that no mask ends at the last query; widths that are split into two tiles.
 CASES = [
     (2, 77, 6, 2, 32, 64, SMALL),
     (1, 150, 12, 2, 64, 32, NSAConfig(w=70)),
@@ -57,7 +57,7 @@ def make_inputs(
 
 
 def plain_attention(branch: str, q, k, v, nsa: NSAConfig):
-    """The same mathematics in the inputs' own dtype throughout."""
+    """Compute the same with plain operations in the dtype of the inputs."""
     T, N, h = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     t, i = torch.arange(T, device=q.device)[:, None], torch.arange(N, device=q.device)
     seen = i * nsa.d + nsa.l - 1 <= t if branch == "compressed" else (i <= t) & (i > t - nsa.w)
@@ -80,7 +80,7 @@ def make_cotangents(out, lse, seed: int = 1):
 def test_matches_the_definition(branch, case, dtype, device, poisoned, assert_error_within, monkeypatch):
     kernel, definition = BRANCHES[branch]
     *shape, nsa = case
-    if device.type == "cpu" and max(case[4:6]) > 128:  # as on Hopper, in two parts
+    if device.type == "cpu" and max(case[4:6]) > 128:  # two tiles, as on Hopper
         monkeypatch.setattr(launch_table, "is_hopper", lambda device: True)
     x = make_inputs(branch, *shape, nsa, dtype, device)
     exact_x = [a.detach().double().requires_grad_() for a in x]
@@ -113,7 +113,7 @@ def test_the_gradient_of_lse_is_exact(branch, device):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
 
 
-def test_queries_that_see_no_block_are_silent(device, poisoned):
+def test_queries_without_keys_give_zero(device, poisoned):
     q, k, v = make_inputs("compressed", 1, 40, 4, 2, 32, 32, NSAConfig(l=32, d=16), torch.float32, device)
     out, lse = compressed_attention(q, k, v, NSAConfig(l=32, d=16))
     assert (out[:, :31] == 0).all() and torch.isneginf(lse[:, :31]).all() and torch.isfinite(lse[:, 31:]).all()
@@ -122,7 +122,7 @@ def test_queries_that_see_no_block_are_silent(device, poisoned):
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_nothing_at_or_before_t_sees_what_comes_after(branch, device):
+def test_output_is_causal_bit_for_bit(branch, device):
     kernel, _ = BRANCHES[branch]
     T, cut = 83, 50
     x = make_inputs(branch, 1, T, 6, 2, 32, 32, SMALL, torch.float32, device)
@@ -164,7 +164,7 @@ def test_runs_are_bit_identical(branch, device):
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_the_operator_is_well_formed(branch, device):
+def test_opcheck(branch, device):
     x = make_inputs(branch, 1, 30, 4, 2, 32, 64, SMALL, torch.float32, device)
     geometry_arguments = (SMALL.l, SMALL.d, 0) if branch == "compressed" else (1, 1, SMALL.w)
     torch.library.opcheck(torch.ops.nsa_lab.band_attention.default, (*x, *geometry_arguments))
@@ -212,7 +212,7 @@ def test_a_captured_graph_replays_to_the_same_bits(branch, device):
 @pytest.mark.skipif(not CUDA, reason="131072 tokens need a CUDA device")
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_long_sequences_and_large_tensors(branch, device):
-    """131072 tokens; then more than 2^31 elements in q, where a 32-bit offset would wrap."""
+    """131072 tokens; then more than 2^31 elements in q, where a 32-bit offset would overflow."""
     kernel, _ = BRANCHES[branch]
     nsa = NSAConfig()
     for B, T, H in ((1, 131072, 12), (2, 131072, 72)):
@@ -228,7 +228,7 @@ def test_long_sequences_and_large_tensors(branch, device):
         out, _ = kernel(q, k, v, nsa)
         grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
         assert all(torch.isfinite(g).all() for g in grads)
-        # The last queries of the last sequence, from the definition in float64.
+        # The last queries of the last sequence, from the reference in float64.
         rows = slice(T - 3, T)
         scores = torch.einsum("thd,nd->thn", q[-1, rows, -3:].double(), k[-1, :, -1].double()) * width**-0.5
         t, i = torch.arange(T - 3, T, device=device)[:, None], torch.arange(N, device=device)
@@ -239,8 +239,8 @@ def test_long_sequences_and_large_tensors(branch, device):
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_refusals_name_the_limit(branch, device):
-    """The kernels', and those of the public function in front of them."""
+def test_error_names_the_limit(branch, device):
+    """Errors of the kernels and of the public function."""
     kernel, _ = BRANCHES[branch]
     public = functools.partial(getattr(attention, f"{branch}_attention"), backend="triton")
     nsa = SMALL.model_copy(update={"l_sel": 16})
@@ -248,7 +248,7 @@ def test_refusals_name_the_limit(branch, device):
     with pytest.raises(attention.BackendError, match="float64"):
         public(q.double(), k.double(), v.double(), nsa)
     for call in (kernel, public):
-        with pytest.raises(NotImplementedError, match=r"multiples of 16 up to 256, and d_k = 24; the nearest is 32"):
+        with pytest.raises(NotImplementedError, match=r"multiples of 16 up to 256; got d_k = 24; the nearest is 32"):
             call(q[..., :24], k[..., :24], v, nsa)
         with pytest.raises(NotImplementedError, match="d_v = 270; the nearest is 256"):
             call(q, k, v.new_zeros(*v.shape[:3], 270), nsa)

@@ -1,4 +1,4 @@
-"""Caches of random sequences, NaN wherever nothing may be read, and attention through them in plain loops."""
+"""Random caches with NaN in all rows that must not be read, and attention over them in plain loops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nsa_lab.config import NSAConfig
 
 
 class Case(NamedTuple):
-    """Sequences of so many tokens before S new ones; `choice` is an indexer's geometry."""
+    """Sequences with `lengths` cached tokens and S new ones. `selection_nsa`: geometry of an indexer."""
 
     lengths: tuple[int, ...]
     S: int
@@ -22,7 +22,7 @@ class Case(NamedTuple):
     Dv: int
     nsa: NSAConfig
     selection_nsa: NSAConfig | None = None
-    spare_rows: int = 5  # rows that nobody needs, in every tensor of the cache
+    spare_rows: int = 5  # unused rows in every tensor of the cache
 
     def __str__(self) -> str:
         index = f"-index{self.selection_nsa.l}" if self.selection_nsa else ""
@@ -31,7 +31,7 @@ class Case(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What `cached_attention` takes."""
+    """Arguments of `cached_attention`."""
 
     q: Tensor
     gates: Tensor
@@ -40,7 +40,7 @@ class Inputs(NamedTuple):
     index_q: Tensor | None
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Inputs:
-        """The same values elsewhere, or in another floating dtype."""
+        """Move to another device or convert to another floating dtype."""
 
         def move(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.to(device=device, dtype=dtype)
@@ -59,15 +59,15 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device, seed: int 
     generator = torch.Generator().manual_seed(seed)
     B, nsa, ends = len(case.lengths), case.nsa, [length + case.S for length in case.lengths]
 
-    def filled(width: int, rows: list[list[int]], room: int) -> Tensor:
-        x = torch.full((B, room + case.spare_rows, case.G, width), float("nan"))
+    def fill(width: int, rows: list[list[int]], n_rows: int) -> Tensor:
+        x = torch.full((B, n_rows + case.spare_rows, case.G, width), float("nan"))
         for b, slots in enumerate(rows):
             x[b, slots] = torch.randn(len(slots), case.G, width, generator=generator)
         return x.to(device, dtype)
 
     def compressed(width: int, geometry: NSAConfig) -> Tensor:
         rows = [list(range(count_compressed(end, geometry))) for end in ends]
-        return filled(width, rows, max(map(len, rows)))
+        return fill(width, rows, max(map(len, rows)))
 
     ring = nsa.w + case.S - 1
     recent = [[p % (ring + case.spare_rows) for p in range(max(0, end - ring), end)] for end in ends]
@@ -75,8 +75,8 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device, seed: int 
     widths = (case.Dk, case.Dv)
     cache = LayerCache(
         *(compressed(width, nsa) for width in widths),
-        *(filled(width, raw, max(ends)) for width in widths),
-        *(filled(width, recent, ring) for width in widths),
+        *(fill(width, raw, max(ends)) for width in widths),
+        *(fill(width, recent, ring) for width in widths),
         k_index=compressed(case.Dk, case.selection_nsa) if case.selection_nsa else None,
     )
     q = torch.randn(B, case.S, case.H, case.Dk, generator=generator).to(device, dtype)
@@ -86,66 +86,68 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device, seed: int 
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One query of one head, in the dtype that it has."""
+    """Compute attention of one query of one head, in its dtype."""
     if len(k) == 0:
         return v.new_zeros(v.shape[1])
     return torch.softmax(k @ q * q.shape[0] ** -0.5, 0) @ v
 
 
 def compute_importances(q: Tensor, k: Tensor, position: int, nsa: NSAConfig, geometry: NSAConfig) -> list[float]:
-    """Of every selection block that has begun, to the heads q [h, D] of a group; k [N, D] are what they see."""
-    tokens = [0.0] * (position // nsa.l_sel + 1)
+    """Return the importance of every started selection block for heads q [h, D] of a group with visible keys k [N, D]."""
+    importance = [0.0] * (position // nsa.l_sel + 1)
     if len(k) == 0:
-        return tokens
-    shares = torch.softmax(q @ k.T * q.shape[1] ** -0.5, 1).sum(0).tolist()
-    for i, share in enumerate(shares):
+        return importance
+    probabilities = torch.softmax(q @ k.T * q.shape[1] ** -0.5, 1).sum(0).tolist()
+    for i, probability in enumerate(probabilities):
         for token in range(i * geometry.d, i * geometry.d + geometry.l):
-            if token // nsa.l_sel < len(tokens):
-                tokens[token // nsa.l_sel] += share / geometry.d
-    return tokens
+            if token // nsa.l_sel < len(importance):
+                importance[token // nsa.l_sel] += probability / geometry.d
+    return importance
 
 
 def compute_all_importances(inputs: Inputs, case: Case) -> dict[tuple[int, int, int], list[float]]:
-    """{(b, s, g): importance of every block that has begun}, in float64."""
-    wide, h = inputs.to("cpu", torch.float64), case.H // case.G
-    geometry, found = case.selection_nsa or case.nsa, {}
-    for b, before in enumerate(case.lengths):
+    """Return {(b, s, g): importance of every started block}, in float64."""
+    exact, heads = inputs.to("cpu", torch.float64), case.H // case.G
+    geometry, importances = case.selection_nsa or case.nsa, {}
+    for b, n_before in enumerate(case.lengths):
         for s in range(case.S):
-            seen = count_compressed(before + s + 1, geometry)
+            n_visible = count_compressed(n_before + s + 1, geometry)
             for g in range(case.G):
-                if wide.index_q is not None and wide.cache.k_index is not None:
-                    q, k = wide.index_q[b, s, g : g + 1], wide.cache.k_index[b, :seen, g]
+                if exact.index_q is not None and exact.cache.k_index is not None:
+                    q, k = exact.index_q[b, s, g : g + 1], exact.cache.k_index[b, :n_visible, g]
                 else:
-                    q, k = wide.q[b, s, g * h : (g + 1) * h], wide.cache.k_cmp[b, :seen, g]
-                found[b, s, g] = compute_importances(q, k, before + s, case.nsa, geometry)
-    return found
+                    q, k = exact.q[b, s, g * heads : (g + 1) * heads], exact.cache.k_cmp[b, :n_visible, g]
+                importances[b, s, g] = compute_importances(q, k, n_before + s, case.nsa, geometry)
+    return importances
 
 
 def select_best_blocks(importance: list[float], nsa: NSAConfig) -> list[int]:
-    own = len(importance) - 1
-    forced = {0, own, max(own - 1, 0)}
-    rest = sorted((j for j in range(own) if j not in forced), key=lambda j: (-importance[j], j))
-    return sorted(forced | set(rest[: nsa.n_sel - 3]))
+    own_block = len(importance) - 1
+    forced = {0, own_block, max(own_block - 1, 0)}
+    others = sorted((j for j in range(own_block) if j not in forced), key=lambda j: (-importance[j], j))
+    return sorted(forced | set(others[: nsa.n_sel - 3]))
 
 
 def attend_all(inputs: Inputs, blocks: Tensor, case: Case) -> Tensor:
-    """The gated sum [B, S, H, Dv] with the blocks given, row by row and head by head, in the inputs' dtype throughout."""
+    """Return the gated sum [B, S, H, Dv] for given blocks, by loops over rows and heads, in the dtype of the inputs."""
     q, gates, cache, _, _ = inputs
     out, h = q.new_zeros(*q.shape[:3], case.Dv), case.H // case.G
     ring = cache.k_win.shape[1]
-    for b, before in enumerate(case.lengths):
+    for b, n_before in enumerate(case.lengths):
         for s in range(case.S):
-            position = before + s
-            whole = count_compressed(position + 1, case.nsa)
-            near = [p % ring for p in range(max(0, position - case.nsa.w + 1), position + 1)]
+            position = n_before + s
+            n_compressed = count_compressed(position + 1, case.nsa)
+            window_slots = [p % ring for p in range(max(0, position - case.nsa.w + 1), position + 1)]
             for n in range(case.H):
                 g = n // h
-                chosen = [j for j in blocks[b, s, g].tolist() if j >= 0]
-                read = [p for j in chosen for p in range(j * case.nsa.l_sel, (j + 1) * case.nsa.l_sel) if p <= position]
+                selected = [j for j in blocks[b, s, g].tolist() if j >= 0]
+                positions = [
+                    p for j in selected for p in range(j * case.nsa.l_sel, (j + 1) * case.nsa.l_sel) if p <= position
+                ]
                 branches = (
-                    attend(q[b, s, n], cache.k_cmp[b, :whole, g], cache.v_cmp[b, :whole, g]),
-                    attend(q[b, s, n], cache.k_sel[b, read, g], cache.v_sel[b, read, g]),
-                    attend(q[b, s, n], cache.k_win[b, near, g], cache.v_win[b, near, g]),
+                    attend(q[b, s, n], cache.k_cmp[b, :n_compressed, g], cache.v_cmp[b, :n_compressed, g]),
+                    attend(q[b, s, n], cache.k_sel[b, positions, g], cache.v_sel[b, positions, g]),
+                    attend(q[b, s, n], cache.k_win[b, window_slots, g], cache.v_win[b, window_slots, g]),
                 )
                 out[b, s, n] = sum(gate * branch for gate, branch in zip(gates[b, s, n], branches, strict=True))
     return out

@@ -1,4 +1,4 @@
-"""Kernels that begin before the ones ahead have ended: where they wait, and when they are launched so."""
+"""Programmatic dependent launch: where kernels wait, and when it is used."""
 
 from __future__ import annotations
 
@@ -20,38 +20,41 @@ KERNELS = {
 }
 
 
-def find_early_exits(body: list[ast.stmt], taken: bool) -> tuple[bool, list[int]]:
-    """Whether the turn has been taken for certain at the end of `body`, and the lines that return or store before it is."""
-    early: list[int] = []
+def find_early_exits(body: list[ast.stmt], has_waited: bool) -> tuple[bool, list[int]]:
+    """Return (True if `body` always calls `pdl_wait`, lines that return or store before it)."""
+    early_lines: list[int] = []
     for statement in body:
         if isinstance(statement, ast.If):
-            whole, one, other = taken, *(find_early_exits(part, taken) for part in (statement.body, statement.orelse))
-            early += one[1] + other[1]
-            returned = isinstance(statement.body[-1], ast.Return)
-            taken = whole or (other[0] and (returned or one[0]))
+            waited_before, then_branch, else_branch = (
+                has_waited,
+                *(find_early_exits(part, has_waited) for part in (statement.body, statement.orelse)),
+            )
+            early_lines += then_branch[1] + else_branch[1]
+            returns = isinstance(statement.body[-1], ast.Return)
+            has_waited = waited_before or (else_branch[0] and (returns or then_branch[0]))
         elif isinstance(statement, ast.For):
-            early += find_early_exits(statement.body, taken)[1]
+            early_lines += find_early_exits(statement.body, has_waited)[1]
         else:
             calls = [ast.unparse(node.func) for node in ast.walk(statement) if isinstance(node, ast.Call)]
-            taken |= "take_turn" in calls
+            has_waited |= "pdl_wait" in calls
             stores = any(name.split(".")[-1].startswith("store") for name in calls)
-            if not taken and (stores or isinstance(statement, ast.Return)):
-                early.append(statement.lineno)
-    return taken, early
+            if not has_waited and (stores or isinstance(statement, ast.Return)):
+                early_lines.append(statement.lineno)
+    return has_waited, early_lines
 
 
 @pytest.mark.parametrize("name", sorted(KERNELS))
-def test_every_program_takes_its_turn_before_it_stores_or_ends(name: str) -> None:
+def test_every_program_waits_before_it_stores_or_returns(name: str) -> None:
     assert find_early_exits(KERNELS[name].body, False) == (True, [])
 
 
-def test_few_tokens_on_hopper_alone_are_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pdl_only_on_hopper_with_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
-    assert pdl.get_pdl_options(device, 1) == {"EARLY": False}
+    assert pdl.get_pdl_options(device, 1) == {"USE_PDL": False}
     monkeypatch.setattr(launch_table, "supports_pdl", lambda device: True)
     monkeypatch.setattr(pdl, "_has_pdl_option", lambda: True)
-    early = {"EARLY": True, "launch_pdl": True}
+    early = {"USE_PDL": True, "launch_pdl": True}
     assert [pdl.get_pdl_options(device, tokens) == early for tokens in (1, 4, 5)] == [True, True, False]
-    assert pdl.get_pdl_options(device, 1, can_prefetch=False) == {"EARLY": False}
+    assert pdl.get_pdl_options(device, 1, can_prefetch=False) == {"USE_PDL": False}
     monkeypatch.setattr(pdl, "_has_pdl_option", lambda: False)
-    assert pdl.get_pdl_options(device, 1) == {"EARLY": False}
+    assert pdl.get_pdl_options(device, 1) == {"USE_PDL": False}

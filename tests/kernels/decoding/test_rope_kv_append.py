@@ -1,5 +1,7 @@
-"""New tokens in one launch, and the blocks that they complete in one: each number of the cache is the one that plain loops
-write, or still what it was."""
+"""RoPE and cache writes of new tokens, and compression of the blocks that they complete, against plain loops.
+
+Every element of the cache has the value of the loops or is unchanged.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ THETA = 100.0
 
 
 def rotate(row: Tensor, position: int, R: int) -> Tensor:
-    """The pairs (i, i + R/2) of a row of float64, turned one by one."""
+    """Rotate the pairs (i, i + R/2) of a float64 row one by one."""
     out = row.clone()
     for i in range(R // 2):
         angle = position * THETA ** (-2 * i / R)
@@ -28,157 +30,179 @@ def rotate(row: Tensor, position: int, R: int) -> Tensor:
     return out
 
 
-# Lengths, S, H, G, d_k, d_v, R, and slots of the raw ring, of the window's, and rows of all tokens.
+# Lengths, S, H, G, d_k, d_v, R, slots of the raw ring, slots of the window ring, cache capacity.
 CASES = [
     ((0, 5, 22), 1, 6, 2, 32, 16, 32, 7, 11, 40),
-    ((37, 3), 5, 3, 1, 48, 80, 16, 9, 5, 39),  # padding past the capacity, and a ring as long as the step
-    ((12,), 3, 4, 4, 16, 16, 0, 5, 64, 15),  # nothing is turned
+    ((37, 3), 5, 3, 1, 48, 80, 16, 9, 5, 39),  # padding past the capacity; a ring as long as the step
+    ((12,), 3, 4, 4, 16, 16, 0, 5, 64, 15),  # no rotation
     ((8, 9, 10, 30), 2, 5, 1, 96, 32, 96, 33, 8, 31),
 ]
 
 
 def allocate(*shape: int, dtype: torch.dtype) -> Tensor:
-    """NaN, and in every sequence a row more than there are: what lies behind a sequence is not written either."""
+    """Allocate NaN with one spare row per sequence, to detect writes past the end of a sequence."""
     return torch.full((shape[0], shape[1] + 1, *shape[2:]), float("nan"), device=DEVICE, dtype=dtype)
 
 
 def interleave_nan(table: Tensor) -> Tensor:
-    """The same, with a NaN behind every number: an indexer narrower than a head takes every so manieth of its angles."""
+    """Return a strided view of the table with a NaN after every element: an indexer narrower than a head skips angles."""
     return torch.stack([table, torch.full_like(table, float("nan"))], -1).flatten(1)[:, ::2]
 
 
-def assert_close(found: Tensor, true: Tensor, dtype: torch.dtype) -> None:
+def assert_close(actual: Tensor, expected_value: Tensor, dtype: torch.dtype) -> None:
     off = 2e-6 if dtype == torch.float32 else 4e-3
-    torch.testing.assert_close(found.double().cpu(), true, rtol=off, atol=off, equal_nan=True)
+    torch.testing.assert_close(actual.double().cpu(), expected_value, rtol=off, atol=off, equal_nan=True)
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["as they come", "mixed"])
+@pytest.mark.parametrize("convolved", [False, True], ids=["plain", "convolved"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_kept_is_what_loops_keep(case: tuple, dtype: torch.dtype, mixed: bool) -> None:
+def test_cache_equals_loops(case: tuple, dtype: torch.dtype, convolved: bool) -> None:
     lengths, S, H, G, Dk, Dv, R, raw_slots, slots, capacity = case
-    draw, B, past_slots = torch.Generator().manual_seed(S), len(lengths), S + 2
-    # As a projection gives them: neighbours in one row.
-    given = torch.randn(B, S, (H + 3 * G) * Dk + 3 * G * Dv + 3, generator=draw).to(DEVICE, dtype)
-    roped, values, _ = given.split([(H + 3 * G) * Dk, 3 * G * Dv, 3], dim=-1)
-    roped, values = roped.unflatten(-1, (-1, Dk)), values.unflatten(-1, (-1, Dv))
-    kept = [allocate(B, n, G, width, dtype=dtype) for n in (raw_slots, capacity, slots) for width in (Dk, Dv)]
-    before = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    generator, B, conv_slots = torch.Generator().manual_seed(S), len(lengths), S + 2
+    # Views of one row, as the output of a projection.
+    projection = torch.randn(B, S, (H + 3 * G) * Dk + 3 * G * Dv + 3, generator=generator).to(DEVICE, dtype)
+    q_and_k, values, _ = projection.split([(H + 3 * G) * Dk, 3 * G * Dv, 3], dim=-1)
+    q_and_k, values = q_and_k.unflatten(-1, (-1, Dk)), values.unflatten(-1, (-1, Dv))
+    buffers = [allocate(B, n, G, width, dtype=dtype) for n in (raw_slots, capacity, slots) for width in (Dk, Dv)]
+    lengths_tensor = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     rates = THETA ** (-torch.arange(0, R, 2, device=DEVICE).double() / max(R, 1))
     angles = torch.arange(capacity, device=DEVICE).double()[:, None] * rates
     rotary = interleave_nan(angles.cos().float()), interleave_nan(angles.sin().float())
-    past = torch.full((B, past_slots, 3 * G, Dk), float("nan"), device=DEVICE, dtype=dtype)
+    k_before_conv = torch.full((B, conv_slots, 3 * G, Dk), float("nan"), device=DEVICE, dtype=dtype)
     for b, length in enumerate(lengths):
-        if length:  # of a sequence that begins nothing is read
-            past[b, (length - 1) % past_slots] = torch.randn(3 * G, Dk, generator=draw).to(past)
-    expected_past, mix = past.double().cpu(), torch.randn(2, 3 * G, Dk, generator=draw).to(DEVICE, dtype)
+        if length:  # nothing is read at the start of a sequence
+            k_before_conv[b, (length - 1) % conv_slots] = torch.randn(3 * G, Dk, generator=generator).to(k_before_conv)
+    expected_k_before_conv, conv_weight = (
+        k_before_conv.double().cpu(),
+        torch.randn(2, 3 * G, Dk, generator=generator).to(DEVICE, dtype),
+    )
 
-    places = CacheWriteBuffers(*(x[:, :-1] for x in kept))
-    q = kernels.rotate_and_append(roped, values, rotary, before, places, **({"past": past, "mix": mix} if mixed else {}))
+    write_buffers = CacheWriteBuffers(*(x[:, :-1] for x in buffers))
+    q = kernels.rotate_and_append(
+        q_and_k,
+        values,
+        rotary,
+        lengths_tensor,
+        write_buffers,
+        **({"k_before_conv": k_before_conv, "conv_weight": conv_weight} if convolved else {}),
+    )
 
-    expected = [torch.full(x.shape, float("nan"), dtype=torch.float64) for x in kept]
-    turned_q = torch.empty(B, S, H, Dk, dtype=torch.float64)
-    wide_k, wide_v, (this, late) = roped.double().cpu(), values.double().cpu(), mix.double().cpu()
+    expected = [torch.full(x.shape, float("nan"), dtype=torch.float64) for x in buffers]
+    expected_q = torch.empty(B, S, H, Dk, dtype=torch.float64)
+    exact_qk, exact_v, (own_weight, previous_weight) = (
+        q_and_k.double().cpu(),
+        values.double().cpu(),
+        conv_weight.double().cpu(),
+    )
     for b, length in enumerate(lengths):
         for s in range(S):
             p = length + s
-            angle = min(p, capacity - 1)  # past the capacity is padding
+            angle = min(p, capacity - 1)  # tokens past the capacity are padding
             for head in range(H):
-                turned_q[b, s, head] = rotate(wide_k[b, s, head], angle, R)
-            came = wide_k[b, s, H:]
-            own = came
-            if mixed:
-                own = came * this
+                expected_q[b, s, head] = rotate(exact_qk[b, s, head], angle, R)
+            raw_k = exact_qk[b, s, H:]
+            k = raw_k
+            if convolved:
+                k = raw_k * own_weight
                 if p:
-                    own = own + expected_past[b, (p - 1) % past_slots] * late
-                expected_past[b, p % past_slots] = came
-            for branch, place in enumerate((p % raw_slots, p, p % slots)):
+                    k = k + expected_k_before_conv[b, (p - 1) % conv_slots] * previous_weight
+                expected_k_before_conv[b, p % conv_slots] = raw_k
+            for branch, slot in enumerate((p % raw_slots, p, p % slots)):
                 for g in range(G):
                     if branch == 1 and p >= capacity:
                         continue
-                    expected[2 * branch][b, place, g] = rotate(own[branch * G + g], angle, R)
-                    expected[2 * branch + 1][b, place, g] = wide_v[b, s, branch * G + g]
-    assert_close(q, turned_q, dtype)
-    for found, true in zip([*kept, past], [*expected, expected_past], strict=True):
-        assert_close(found, true, dtype)
+                    expected[2 * branch][b, slot, g] = rotate(k[branch * G + g], angle, R)
+                    expected[2 * branch + 1][b, slot, g] = exact_v[b, s, branch * G + g]
+    assert_close(q, expected_q, dtype)
+    for actual, expected_value in zip([*buffers, k_before_conv], [*expected, expected_k_before_conv], strict=True):
+        assert_close(actual, expected_value, dtype)
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["as they come", "mixed"])
-def test_an_indexer_keeps_keys_alone(mixed: bool) -> None:
+@pytest.mark.parametrize("convolved", [False, True], ids=["plain", "convolved"])
+def test_indexer_without_values(convolved: bool) -> None:
     S, G, D, slots, lengths = 4, 2, 48, 9, (0, 7)
-    draw = torch.Generator().manual_seed(3)
-    roped = torch.randn(2, S, 2 * G, D, generator=draw).to(DEVICE)
-    raw, before = allocate(2, slots, G, D, dtype=torch.float32), torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    past, mix = torch.randn(2, S + 1, G, D, generator=draw).to(DEVICE), torch.randn(2, G, D, generator=draw).to(DEVICE)
+    generator = torch.Generator().manual_seed(3)
+    q_and_k = torch.randn(2, S, 2 * G, D, generator=generator).to(DEVICE)
+    raw, lengths_tensor = (
+        allocate(2, slots, G, D, dtype=torch.float32),
+        torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+    )
+    k_before_conv, conv_weight = (
+        torch.randn(2, S + 1, G, D, generator=generator).to(DEVICE),
+        torch.randn(2, G, D, generator=generator).to(DEVICE),
+    )
     rotary = torch.ones(20, 0, device=DEVICE), torch.ones(20, 0, device=DEVICE)
-    came_before = past[1, 6 % (S + 1)].clone()
-    mixing = {"past": past, "mix": mix} if mixed else {}
-    q = kernels.rotate_and_append(roped, None, rotary, before, CacheWriteBuffers(k_raw=raw[:, :-1]), **mixing)
-    assert torch.equal(q, roped[:, :, :G])
-    keys = roped[:, :, G:]
-    if mixed:
-        late = torch.cat([torch.stack([torch.zeros_like(came_before), came_before])[:, None], keys[:, :-1]], dim=1)
-        keys = keys * mix[0] + late * mix[1]
+    previous_key = k_before_conv[1, 6 % (S + 1)].clone()
+    conv_args = {"k_before_conv": k_before_conv, "conv_weight": conv_weight} if convolved else {}
+    q = kernels.rotate_and_append(q_and_k, None, rotary, lengths_tensor, CacheWriteBuffers(k_raw=raw[:, :-1]), **conv_args)
+    assert torch.equal(q, q_and_k[:, :, :G])
+    keys = q_and_k[:, :, G:]
+    if convolved:
+        previous_keys = torch.cat(
+            [torch.stack([torch.zeros_like(previous_key), previous_key])[:, None], keys[:, :-1]], dim=1
+        )
+        keys = keys * conv_weight[0] + previous_keys * conv_weight[1]
     for b, length in enumerate(lengths):
-        held = [(length + s) % slots for s in range(S)]
-        torch.testing.assert_close(raw[b, held], keys[b])
-        assert raw[b, [n for n in range(slots + 1) if n not in held]].isnan().all()
+        used_slots = [(length + s) % slots for s in range(S)]
+        torch.testing.assert_close(raw[b, used_slots], keys[b])
+        assert raw[b, [n for n in range(slots + 1) if n not in used_slots]].isnan().all()
 
 
 # Lengths, S, l, d, d_k, d_v, rows of blocks.
 BLOCKS = [
     ((0, 3, 30, 31), 1, 32, 16, 64, 48, 4),
-    ((15, 47, 33, 2), 17, 32, 16, 16, 32, 3),  # two blocks at once, and more than there is room for
+    ((15, 47, 33, 2), 17, 32, 16, 16, 32, 3),  # two blocks at once, and more than the capacity
     ((5, 0, 7), 5, 2, 2, 80, 16, 9),
     ((9, 4, 5), 1, 6, 2, 32, 96, 9),
 ]
 
 
 @pytest.mark.parametrize("phi", ["avg", "pool"])
-@pytest.mark.parametrize("values", [True, False], ids=["keys and values", "keys alone"])
+@pytest.mark.parametrize("values", [True, False], ids=["keys and values", "only keys"])
 @pytest.mark.parametrize("case", BLOCKS)
-def test_blocks_are_those_of_their_tokens(case: tuple, phi: str, values: bool) -> None:
+def test_compressed_blocks_equal_loops(case: tuple, phi: str, values: bool) -> None:
     lengths, S, l, d, Dk, Dv, N = case
     nsa = NSAConfig(l=l, d=d, l_sel=l * 2, phi=phi)
-    draw, B, G, slots = torch.Generator().manual_seed(l), len(lengths), 2, l - 1 + S + 2
-    before = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    generator, B, G, slots = torch.Generator().manual_seed(l), len(lengths), 2, l - 1 + S + 2
+    lengths_tensor = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     widths = (Dk, Dv) if values else (Dk,)
     raw = [torch.full((B, slots, G, width), float("nan"), device=DEVICE) for width in widths]
     blocks = [allocate(B, N, G, width, dtype=torch.float32) for width in widths]
     pools = [BlockPool(l, width).to(DEVICE) for width in widths]
     with torch.no_grad():
         for pool in pools:
-            pool.score.copy_(torch.randn(pool.score.shape, generator=draw) * 0.3)
-            pool.place.copy_(torch.randn(pool.place.shape, generator=draw))
+            pool.score.copy_(torch.randn(pool.score.shape, generator=generator) * 0.3)
+            pool.place.copy_(torch.randn(pool.place.shape, generator=generator))
     for b, length in enumerate(lengths):
         for p in range(max(length + S - slots, 0), length + S):
             for x in raw:
-                x[b, p % slots] = torch.randn(G, x.shape[3], generator=draw).to(DEVICE)
+                x[b, p % slots] = torch.randn(G, x.shape[3], generator=generator).to(DEVICE)
     weights = [(pool.score, pool.place) if phi == "pool" else None for pool in pools]
     if not values:
         raw, blocks, weights = [*raw, None], [*blocks, None], [*weights, None]
     kernels.update_compressed(
-        *raw, *(x if x is None else x[:, :-1] for x in blocks), before, S, nsa, k_pool=weights[0], v_pool=weights[1]
+        *raw, *(x if x is None else x[:, :-1] for x in blocks), lengths_tensor, S, nsa, k_pool=weights[0], v_pool=weights[1]
     )
-    for x, into, pool in zip(raw, blocks, pools, strict=False):
-        if x is None or into is None:
+    for x, target, pool in zip(raw, blocks, pools, strict=False):
+        if x is None or target is None:
             continue
-        expected = torch.full(into.shape, float("nan"), dtype=torch.float64)
+        expected = torch.full(target.shape, float("nan"), dtype=torch.float64)
         for b, length in enumerate(lengths):
             for i in range(N):
                 if length < i * d + l <= length + S:
                     for g in range(G):
                         tokens = torch.stack([x[b, p % slots, g].double().cpu() for p in range(i * d, i * d + l)])
-                        share = torch.full_like(tokens, 1 / l)
+                        token_weights = torch.full_like(tokens, 1 / l)
                         if phi == "pool":
-                            score, place = pool.score.double().cpu(), pool.place.double().cpu()
-                            share = torch.stack([score @ token for token in tokens]).add(place.T).softmax(0)
-                        expected[b, i, g] = (share * tokens).sum(0)
-        assert_close(into, expected, torch.float32)
+                            score, position_bias = pool.score.double().cpu(), pool.place.double().cpu()
+                            token_weights = torch.stack([score @ token for token in tokens]).add(position_bias.T).softmax(0)
+                        expected[b, i, g] = (token_weights * tokens).sum(0)
+        assert_close(target, expected, torch.float32)
 
 
-def test_widths_that_kernels_do_not_take_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match="append, backend = 'triton': the kernels take head widths"):
+def test_unsupported_width_raises() -> None:
+    with pytest.raises(NotImplementedError, match="rotate_and_append, backend = 'triton': the kernels take head widths"):
         kernels.rotate_and_append(
             torch.zeros(1, 1, 5, 20), torch.zeros(1, 1, 3, 16), (), torch.zeros(1), CacheWriteBuffers()
         )  # pyright: ignore[reportArgumentType]

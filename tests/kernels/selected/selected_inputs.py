@@ -1,4 +1,4 @@
-"""Geometries and block choices for the tests of the selected branch."""
+"""Geometries and block selections for the tests of the selected branch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def make_config(n_sel: int, l_sel: int) -> NSAConfig:
 
 
 def make_selection(B: int, T: int, G: int, nsa: NSAConfig, device, pattern: str = "random", seed: int = 0) -> torch.Tensor:
-    """A block choice as the definition makes it, from random importances; `shared`: every query wants the same blocks."""
+    """Select blocks by the reference from random importances. `shared`: equal importances for all queries."""
     generator = torch.Generator().manual_seed(seed)
     n_blocks = -(-T // nsa.l_sel)
     importance = torch.rand(B, 1 if pattern == "shared" else T, G, n_blocks, generator=generator).expand(B, T, G, n_blocks)

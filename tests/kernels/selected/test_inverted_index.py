@@ -1,4 +1,4 @@
-"""The inverted index against lists made in plain Python."""
+"""The inverted index against plain Python lists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nsa_lab.attention.kernels.selected import inverted_index
 @pytest.mark.parametrize(
     "bitmap_bytes", [pytest.param(2**28, id="one pass"), pytest.param(1, id="a pass a span", marks=pytest.mark.slow)]
 )
-def test_the_index_is_the_transpose_of_the_choice(device, bitmap_bytes, monkeypatch, poisoned):
+def test_index_is_the_transpose_of_the_selection(device, bitmap_bytes, monkeypatch, poisoned):
     monkeypatch.setattr(inverted_index, "BITMAP_BYTES_LIMIT", bitmap_bytes)
     nsa, (B, T, G), chunk = make_config(5, 16), (2, 600, 2), 40
     n_blocks = -(-T // 16)

@@ -1,4 +1,4 @@
-"""Selected attention in Triton against the definition in float64: values, gradients, and what a user may rely on."""
+"""Selected attention in Triton against the reference in float64: values, gradients, and guarantees to the user."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from nsa_lab.attention.kernels.selected import launch as selected
 from nsa_lab.attention.kernels.selected import workspace_pieces
 from nsa_lab.config import NSAConfig
 
-# Interpreted, kernel by kernel: minutes on a CPU.
+# Minutes on a CPU, under the interpreter.
 pytestmark = pytest.mark.slow
 
 CUDA = torch.cuda.is_available()
 needs_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
-# B, T, H, G, Dk, Dv, n_sel, l_sel. Odd lengths, a cut last block, heads that are no power of two, Dk != Dv,
-# blocks that are no power of two or larger than a tile, fewer blocks than n_sel, more heads than a tile has rows, more
+# B, T, H, G, Dk, Dv, n_sel, l_sel. Odd lengths, a partial last block, heads that are not a power of two, Dk != Dv,
+# blocks that are not a power of two or larger than a tile, fewer blocks than n_sel, more heads than rows of a tile, more
 # slots than are merged at once.
 CASES = [
     (2, 77, 6, 2, 64, 32, 3, 16),
@@ -49,8 +49,11 @@ PATTERNS = ["random", "shared", "empty rows"]
 
 
 def list_cases() -> list[tuple]:
-    """Case, pattern, dtype and strategy. Under the interpreter the first case meets every dtype with every strategy; the
-    others, in turn, one of the two ways to give each dtype one strategy, so that widths and patterns meet both."""
+    """Return (case, pattern, dtype, strategy) of all tests.
+
+    Under the interpreter, the first case runs with every dtype and strategy. The other cases alternate between the two
+    assignments of one strategy per dtype, so that widths and patterns run with both.
+    """
     if CUDA:
         return list(itertools.product(CASES + GPU_CASES, PATTERNS, DTYPES, STRATEGIES))
     pairs = [list(zip(DTYPES, order, strict=True)) for order in (STRATEGIES, STRATEGIES[::-1])]
@@ -67,7 +70,7 @@ def make_inputs(B, T, H, G, Dk, Dv, dtype, device, seed: int = 0) -> list[torch.
 
 
 def plain_attention(q, k, v, blocks, nsa: NSAConfig) -> torch.Tensor:
-    """The same mathematics in the inputs' own dtype throughout."""
+    """Compute the same with plain operations in the dtype of the inputs."""
     T, h = q.shape[1], q.shape[2] // k.shape[2]
     n_blocks = -(-T // nsa.l_sel)
     chosen = torch.zeros(*blocks.shape[:3], n_blocks + 1, dtype=torch.bool, device=q.device)
@@ -82,7 +85,7 @@ def plain_attention(q, k, v, blocks, nsa: NSAConfig) -> torch.Tensor:
 
 
 def run(fn, x, cotangent=None):
-    """out, lse and the gradients of a random projection of both."""
+    """Return out, lse and the gradients of a random projection of both."""
     out, lse = fn(*x)
     generator = torch.Generator().manual_seed(1)
     d_out = torch.randn(out.shape, generator=generator).to(out)
@@ -105,7 +108,7 @@ def strategy(request, monkeypatch) -> str:
 )
 def test_matches_the_definition(case, pattern, dtype, strategy, device, poisoned, assert_error_within, monkeypatch):
     *shape, n_sel, l_sel = case
-    if device.type == "cpu" and max(case[4:6]) > 128:  # as on Hopper, in two parts
+    if device.type == "cpu" and max(case[4:6]) > 128:  # two tiles, as on Hopper
         monkeypatch.setattr(launch_table, "is_hopper", lambda device: True)
     nsa = make_config(n_sel, l_sel)
     x = make_inputs(*shape, dtype, device)
@@ -114,7 +117,7 @@ def test_matches_the_definition(case, pattern, dtype, strategy, device, poisoned
     exact_x = [a.detach().double().requires_grad_() for a in x]
     exact_out, exact_lse, *exact_grads = run(lambda q, k, v: reference.selected_attention(q, k, v, blocks, nsa), exact_x)
     plain_x = [a.detach().clone().requires_grad_() for a in x]
-    # The plain version has no LSE to project on; its own gradients are those of the output alone, judged as such.
+    # The plain version has no LSE. Its error is that of the gradients of the output only.
     plain_out = plain_attention(*plain_x, blocks, nsa)
     d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     plain_grads = torch.autograd.grad(plain_out, plain_x, d_out)
@@ -128,7 +131,7 @@ def test_matches_the_definition(case, pattern, dtype, strategy, device, poisoned
     ):
         assert grad.dtype == dtype
         assert torch.isfinite(grad).all(), name
-        # Carried over to the exact gradient that includes the LSE.
+        # Added to the exact gradient, which includes the LSE.
         assert_error_within(name, grad, exact, exact + (torch.nan_to_num(plain).double() - exact_of_plain), 3)
 
 
@@ -154,14 +157,17 @@ def test_a_query_without_blocks_gives_zero(strategy, device, poisoned):
     assert all((g == 0).all() for g in grads)
 
 
-def test_a_block_that_has_not_begun_counts_as_none(strategy, device):
+def test_block_after_the_query_is_ignored(strategy, device):
     nsa = make_config(3, 16)
     x = make_inputs(1, 60, 2, 1, 32, 32, torch.float32, device)
     blocks = make_selection(1, 60, 1, nsa, device)
-    begun = torch.where(blocks * 16 <= torch.arange(60, device=device)[None, :, None, None], blocks, -1)
-    early = torch.where(begun < 0, 3, begun)  # block 3 begins at token 48, when three others have begun
+    started = torch.where(blocks * 16 <= torch.arange(60, device=device)[None, :, None, None], blocks, -1)
+    with_later_block = torch.where(started < 0, 3, started)  # block 3 starts at token 48, after three others
     torch.testing.assert_close(
-        selected_attention(*x, early.int(), nsa)[0], selected_attention(*x, begun.int(), nsa)[0], rtol=0, atol=0
+        selected_attention(*x, with_later_block.int(), nsa)[0],
+        selected_attention(*x, started.int(), nsa)[0],
+        rtol=0,
+        atol=0,
     )
 
 
@@ -190,14 +196,14 @@ def test_strides_do_not_matter(strategy, device):
     attend = lambda q, k, v: selected_attention(q, k, v, blocks, nsa)  # noqa: E731
     for got, want in zip(run(attend, views), run(attend, x), strict=True):
         assert torch.equal(got, want)
-    # A gradient that comes in expanded, as that of a sum does.
+    # An expanded gradient, such as that of a sum.
     for got, want in zip(
         torch.autograd.grad(attend(*views)[0].sum(), views), torch.autograd.grad(attend(*x)[0].sum(), x), strict=True
     ):
         assert torch.equal(got, want)
 
 
-def test_a_small_workspace_gives_the_same(device, monkeypatch):
+def test_small_workspace_gives_equal_results(device, monkeypatch):
     monkeypatch.setattr(selected, "UNION_TOKENS", 0)
     nsa = make_config(3, 16)
     x = make_inputs(2, 55, 6, 2, 32, 32, torch.float32, device)
@@ -226,13 +232,13 @@ def room_for_one_group(monkeypatch) -> workspace_pieces.Sizes:
     return sizes
 
 
-def test_what_several_groups_leave_makes_one_piece(room_for_one_group):
+def test_last_parts_of_groups_form_one_piece(room_for_one_group):
     cut = workspace_pieces.split_into_pieces(room_for_one_group, 4)
     assert [(p.g0, p.g1, p.t0, p.t1) for p in cut] == [(0, 1, 0, 256), (1, 2, 0, 256), (0, 2, 256, 340)]
 
 
 @pytest.mark.soak
-def test_a_piece_of_several_groups_gives_the_same(device, monkeypatch, poisoned, room_for_one_group):
+def test_piece_of_several_groups_gives_equal_results(device, monkeypatch, poisoned, room_for_one_group):
     monkeypatch.setattr(selected, "UNION_TOKENS", 0)
     nsa = make_config(3, 16)
     x = make_inputs(1, 340, 12, 2, 32, 32, torch.float32, device)
@@ -245,7 +251,7 @@ def test_a_piece_of_several_groups_gives_the_same(device, monkeypatch, poisoned,
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_the_order_of_the_work_items_changes_no_bit(device, monkeypatch, poisoned):
+def test_order_of_work_items_changes_no_bit(device, monkeypatch, poisoned):
     monkeypatch.setattr(selected, "UNION_TOKENS", 0)
     nsa = make_config(3, 16)
     x = make_inputs(2, 90, 6, 2, 32, 32, torch.float32, device)
@@ -266,7 +272,7 @@ def test_the_order_of_the_work_items_changes_no_bit(device, monkeypatch, poisone
         ({"nsa": NSAConfig(l=8, d=8, l_sel=24, n_sel=3)}, NotImplementedError, r"multiples of 16, .* divides is 32"),
     ],
 )
-def test_refuses_what_it_cannot_do(change, error, words, device):
+def test_unsupported_input_raises(change, error, words, device):
     given = {
         "q": torch.zeros(1, 8, 4, 32),
         "k": torch.zeros(1, 8, 2, 32),
@@ -279,7 +285,7 @@ def test_refuses_what_it_cannot_do(change, error, words, device):
         attention.selected_attention(**given, backend="triton")
 
 
-def test_refuses_more_pairs_than_it_can_number():
+def test_too_many_pairs_raise():
     q, k = torch.empty(1, 2**20, 128, 32, device="meta"), torch.empty(1, 2**20, 1, 32, device="meta")
     selected.check_pairs(q[:, : 2**20 - 1], k, k, 16, 64)
     with pytest.raises(NotImplementedError, match="at most 1048575 queries"):
@@ -308,7 +314,7 @@ def test_compiles_in_one_graph(strategy, device):
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_twenty_runs_give_the_same_bits(wide, strategy, device, monkeypatch):
+def test_twenty_runs_are_bit_identical(wide, strategy, device, monkeypatch):
     monkeypatch.setattr(workspace_pieces, "SORT_ABOVE_BYTES", 0)
     if CUDA:
         shape, n_sel, l_sel = (2, 1500, 32, 2, 128, 128) if wide else (2, 1500, 12, 2, 64, 64), 16, 64
