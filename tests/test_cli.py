@@ -522,9 +522,9 @@ def test_wrong_sweep_is_reported_in_one_line_and_writes_nothing(
 # Replaces a cell that starts a trainer and waits for it; the trainer itself is tested elsewhere.
 TRAIN_CELL = """
 from pathlib import Path
-from nsa_lab.runs import launch, directory
+from nsa_lab.runs import directory, lifecycle
 directory.write_status(Path(run_dir), run=Path(run_dir).name, status=directory.DONE, step=6, exit_code=0)
-print(launch.state(run_dir))
+print(lifecycle.get_state(run_dir))
 """
 
 
