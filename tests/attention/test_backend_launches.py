@@ -1,4 +1,4 @@
-"""The backend that was asked for is the one that computed: Triton's launches are counted, entries of the rest are seen."""
+"""The requested backend runs: Triton's launches and calls of the other backends are recorded."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from nsa_lab.model import NSATransformer
 pytest.importorskip("triton")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# The smallest that every kernel takes, and long enough for a compressed block and for a block to be chosen by its score.
+# The smallest that every kernel takes, and long enough for a compressed block and for a block to be resolved by its score.
 NSA = NSAConfig(l=16, d=16, l_sel=16, n_sel=4, w=20)
 SHAPE = Shape(nsa=NSA, T=69, B=1, G=1, h=1, d_k=32, d_v=32)
-# What each part launches, by the name of its kernel; the compressed branch and the window share one, whose W is 0 or not.
+# Kernels of each part. The compressed branch and the window share one kernel, with W = 0 or W > 0.
 FORWARD = {
     "compressed": {"nsa_band_forward, compressed"},
     "selection": {"nsa_block_topk"},
@@ -47,32 +47,32 @@ NAMES = {
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The names of the kernels that Triton launches, compiled or interpreted."""
+    """Return the names of the kernels that Triton launches, compiled or interpreted."""
     from nsa_lab.attention.kernels import block_topk
 
     kind, seen = type(block_topk.nsa_block_topk), set()
     run = kind.run
 
-    def counted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+    def record_launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         name = kernel.fn.__name__
         seen.add(f"{name}, {'window' if kwargs['W'] else 'compressed'}" if name.startswith("nsa_band_") else name)
         return run(kernel, *args, **kwargs)
 
-    monkeypatch.setattr(kind, "launch", counted)
+    monkeypatch.setattr(kind, "run", record_launch)
     return seen
 
 
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
-    """The parts of the backends without kernels that are entered: ("torch", "window"), ..."""
+    """Return the called parts of the backends without kernels, for example ("torch", "window")."""
     seen: set[tuple[str, str]] = set()
 
-    def spied(backend: str, part: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def spy(backend: str, part: str, run: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: seen.add((backend, part)) or run(*args, **kwargs)
 
     for backend, module in (("torch", torch_backend), ("reference", reference)):
         for part, name in NAMES.items():
-            monkeypatch.setattr(module, name, spied(backend, part, getattr(module, name)))
+            monkeypatch.setattr(module, name, spy(backend, part, getattr(module, name)))
     return seen
 
 
@@ -82,7 +82,7 @@ def x() -> Inputs:
 
 
 def list_calls(x: Inputs, backend: str) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Each part that the public functions have, with what the others would give it."""
+    """Yield each part of the public functions with a call of it on precomputed inputs."""
     _, lse = reference.compressed_attention(x.q, x.k_cmp, x.v_cmp, NSA)
     blocks = reference.select_blocks(x.q, x.k_cmp, lse, NSA)
     yield "compressed", lambda: attention.compressed_attention(x.q, x.k_cmp, x.v_cmp, NSA, backend=backend)
@@ -95,16 +95,16 @@ def list_calls(x: Inputs, backend: str) -> Iterator[tuple[str, Callable[[], Any]
 def test_every_branch_runs_on_the_requested_backend(
     backend: str, x: Inputs, launched: set[str], entered: set[tuple[str, str]]
 ) -> None:
-    chosen = attention.resolve_backend(DEVICE, torch.float32, NSA, backend=backend)
+    resolved = attention.resolve_backend(DEVICE, torch.float32, NSA, backend=backend)
     if backend != "auto":
-        assert {choice.backend for choice in chosen.values()} == {backend}
+        assert {part_backend.backend for part_backend in resolved.values()} == {backend}
     for part, call in list_calls(x, backend):
         launched.clear(), entered.clear()
         call()
-        if chosen[part].backend == "triton":
+        if resolved[part].backend == "triton":
             assert (launched, entered) == (FORWARD[part], set())
         else:
-            assert (launched, entered) == (set(), {(chosen[part].backend, part)})
+            assert (launched, entered) == (set(), {(resolved[part].backend, part)})
 
 
 def test_the_operator_runs_only_kernels_forward_and_backward(
@@ -138,8 +138,8 @@ def test_other_backends_launch_no_kernel(
 def test_one_part_on_kernels_launches_only_its_kernels(
     part: str, x: Inputs, launched: set[str], entered: set[tuple[str, str]]
 ) -> None:
-    table = attention.resolve_backend(DEVICE, torch.float32, NSA, backend="torch")
-    attention.nsa_attention(*x, NSA, backend={**table, part: dispatch.ResolvedBackend("triton", "for this test")})
+    resolved = attention.resolve_backend(DEVICE, torch.float32, NSA, backend="torch")
+    attention.nsa_attention(*x, NSA, backend={**resolved, part: dispatch.ResolvedBackend("triton", "for this test")})
     assert launched == FORWARD[part]
     assert {entered_part for _, entered_part in entered} == set(dispatch.PARTS) - {part}
 
@@ -159,5 +159,5 @@ def test_the_kernel_backend_has_no_fallback() -> None:
     """Nothing in the kernels' package imports another backend."""
     for path in Path(kernels.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            named = [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-            assert not {"torch_backend", "reference", "dispatch"} & {name.split(".")[-1] for name in named}, path
+            imported = [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            assert not {"torch_backend", "reference", "dispatch"} & {name.split(".")[-1] for name in imported}, path

@@ -1,4 +1,4 @@
-"""Blocks, overlaps and counts: eq. 9 proven in every geometry, and the numbers that a correct NSA must give."""
+"""Blocks, overlaps and counts: eq. 9 for all block ratios, and the numbers that a correct NSA must have."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def random_geometries(draw: st.DrawFn) -> NSAConfig:
 
 
 def build_equation_9_weights(n_compressed: int, n_selection: int, nsa: NSAConfig, first: int) -> torch.Tensor:
-    """p_slc[j] = sum over m < l'/d, n < l/d of p_cmp[(l'/d) j - m - n], as a matrix; both indices count from `first`."""
+    """p_slc[j] = sum over m < l'/d, n < l/d of p_cmp[(l'/d) j - m - n], as a matrix; both indices start at `first`."""
     weights = torch.zeros(n_compressed, n_selection)
     for j in range(first, n_selection + first):
         for m, n in itertools.product(range(nsa.l_sel // nsa.d), range(nsa.l // nsa.d)):
@@ -50,7 +50,7 @@ def test_equation_9_with_indices_from_1_counts_shared_tokens(d: int, l_over_d: i
 
 @pytest.mark.parametrize(("d", "l_over_d", "l_sel_over_d"), BLOCK_RATIOS)
 def test_equation_9_with_indices_from_0_ranks_a_block_of_the_past(d: int, l_over_d: int, l_sel_over_d: int) -> None:
-    """The counter-example. Read from 0, block j collects compressed blocks l'/d - 1 before those that overlap it, which is
+    """Counterexample. With indices from 0, block j sums compressed blocks l'/d - 1 before those that overlap it, which is
     the same only where a selection block is one stride long.
     """
     nsa = NSAConfig(d=d, l=d * l_over_d, l_sel=d * l_sel_over_d)
@@ -61,7 +61,7 @@ def test_equation_9_with_indices_from_0_ranks_a_block_of_the_past(d: int, l_over
     assert torch.equal(from_0[: sizes[0] - shift], shared[shift:])
     assert torch.equal(from_0, shared) == (l_sel_over_d == 1)
     if l_sel_over_d >= l_over_d:
-        # The last compression block that lies inside selection block 1 tells block 0 from block 1 apart.
+        # The last compression block inside selection block 1 distinguishes blocks 0 and 1.
         inside = 2 * l_sel_over_d - l_over_d
         assert shared[inside].argmax() == 1
         assert l_sel_over_d == 1 or from_0[inside, 2] > 0 == shared[inside, 2]
@@ -106,7 +106,7 @@ def test_visible_candidate_and_forced_blocks_equal_counting(nsa: NSAConfig, leng
 
 
 def count_selected_keys(length: int, nsa: NSAConfig) -> list[int]:
-    """Keys read at each position, counted from the choice that the library makes on random inputs."""
+    """Count the selected keys at each position for random inputs."""
     generator = torch.Generator().manual_seed(length)
     q = torch.randn(1, length, 1, 2, generator=generator)
     k_cmp = torch.randn(1, geometry.num_compressed(length, nsa), 1, 2, generator=generator)
@@ -125,9 +125,9 @@ def test_mean_selected_keys_at_2048_is_752_and_a_half() -> None:
 
 
 def test_721_is_a_forced_current_block_that_counts_only_once_it_is_complete() -> None:
-    """What a known port logged as healthy: its own block takes one of the 16 places, and is read only if it ends by t.
+    """A known faulty implementation: the query's own block is forced, but it is read only if it ends by t.
 
-    The mean alone does not prove much: were the place given to another block, it would be 752.5 by accident.
+    The mean alone proves little: if another block took that place, it would be 752.5 by accident.
     """
     nsa = NSAConfig()
     place_lost, place_kept = [], []
@@ -165,7 +165,7 @@ def test_decode_reads_equal_the_paper() -> None:
 
 @given(nsa=random_geometries(), length=st.integers(1, 150))
 def test_reads_are_the_keys_that_change_an_output(nsa: NSAConfig, length: int) -> None:
-    """Counted, not predicted: a key is read if the gradient of the last output with respect to its value is not zero."""
+    """A key is read if the gradient of the last output with respect to its value is not zero."""
     generator = torch.Generator().manual_seed(length)
     q = torch.randn(1, length, 1, 2, generator=generator, dtype=torch.float64)
     k, v_sel, v_win = (torch.randn(1, length, 1, 2, generator=generator, dtype=torch.float64) for _ in range(3))

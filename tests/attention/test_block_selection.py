@@ -1,4 +1,4 @@
-"""Which blocks are read: forced ones, ties, distinctness, groups; the same in every dtype and on every path."""
+"""Selected blocks: forced blocks, ties, distinctness and groups, equal for all dtypes and variants."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def test_selection_is_distinct_ascending_causal_full_and_contains_forced_blocks(
     for sequence in to_lists(blocks):
         for t, groups in enumerate(sequence):
             own = t // nsa.l_sel
-            for chosen in groups:
-                assert chosen == sorted(set(chosen))
-                assert chosen[-1] == own and chosen[0] == 0 and {max(own - 1, 0)} <= set(chosen)
-                assert len(chosen) == min(nsa.n_sel, own + 1)
+            for selected in groups:
+                assert selected == sorted(set(selected))
+                assert selected[-1] == own and selected[0] == 0 and {max(own - 1, 0)} <= set(selected)
+                assert len(selected) == min(nsa.n_sel, own + 1)
 
 
 @every_variant
 @dtypes
 def test_equal_scores_go_to_the_lower_index(variant: str, dtype: torch.dtype) -> None:
-    """Keys all alike: every compressed block has the same probability, and the lowest indices win."""
+    """With equal keys, all compressed blocks have the same probability, and the lowest indices are selected."""
     q = torch.randn(1, 40, 4, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     k_cmp = torch.ones(1, geometry.num_compressed(40, FIVE_BLOCKS), 2, 8, dtype=dtype)
     with use_variant(variant) as backend:
@@ -54,11 +54,11 @@ def test_equal_scores_go_to_the_lower_index(variant: str, dtype: torch.dtype) ->
 
 @given(scores=st.lists(st.sampled_from([0.0, 1e-30, 0.5, 0.5 + 2**-24, 1.0, 1.0 + 2**-23, 3.0]), min_size=12, max_size=12))
 def test_ranking_is_exact_to_the_last_bit_of_float32(scores: list[float]) -> None:
-    """A tie-break that adds a small bias per index reorders scores that differ by one unit in the last place."""
+    """A tie-break by a small bias per index would reorder scores that differ by one ulp."""
     nsa = FIVE_BLOCKS
     importance = torch.tensor(scores).expand(1, 24, 1, 12).contiguous()
-    chosen = to_lists(reference.select_by_importance(importance, nsa))[0]
-    for t, (groups,) in enumerate(chosen):
+    selected = to_lists(reference.select_by_importance(importance, nsa))[0]
+    for t, (groups,) in enumerate(selected):
         assert groups == brute_force.select_by_importance(np.array(scores), t, to_brute_force_geometry(nsa))
 
 
@@ -70,21 +70,21 @@ def test_one_ulp_decides() -> None:
 
 @every_variant
 def test_every_dtype_selects_the_same_blocks(variant: str) -> None:
-    """Inputs that every dtype holds exactly: the choice may not depend on the dtype they come in."""
+    """For inputs that all dtypes represent exactly, the selection does not depend on the dtype."""
     generator = torch.Generator().manual_seed(3)
     nsa = FIVE_BLOCKS
     q = torch.randint(-3, 4, (2, 60, 6, 4), generator=generator).double()
     k_cmp = torch.randint(-3, 4, (2, geometry.num_compressed(60, nsa), 2, 4), generator=generator).double() / 4
     with use_variant(variant) as backend:
-        chosen = [
+        selected = [
             to_lists(select(q.to(d), k_cmp.to(d), nsa, backend))
             for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
         ]
-    assert chosen[0] == brute_force.select_blocks(q.numpy(), k_cmp.numpy(), to_brute_force_geometry(nsa))
-    # Half precision ranks in float32 of a softmax in float32, where an exact tie may break by rounding.
-    assert chosen[0] == chosen[1]
-    for half in chosen[2:]:
-        assert_equal_except_ties(half, chosen[0], q, k_cmp, nsa)
+    assert selected[0] == brute_force.select_blocks(q.numpy(), k_cmp.numpy(), to_brute_force_geometry(nsa))
+    # Half precision uses a float32 softmax, whose rounding can break exact ties.
+    assert selected[0] == selected[1]
+    for half in selected[2:]:
+        assert_equal_except_ties(half, selected[0], q, k_cmp, nsa)
 
 
 def assert_equal_except_ties(actual: list, expected: list, q: torch.Tensor, k_cmp: torch.Tensor, nsa: NSAConfig) -> None:
@@ -128,7 +128,7 @@ def test_permuting_groups_permutes_everything(variant: str) -> None:
 
 
 def test_identical_heads_score_h_times_one_head() -> None:
-    """Eq. 10: the sum over the heads of a group."""
+    """Eq. 10 sums over the heads of a group."""
     shape = Shape(G=1, h=1)
     inputs = shape.inputs()
     _, lse = reference.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, shape.nsa)
@@ -146,7 +146,7 @@ def test_selection_has_no_gradient(variant: str) -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_the_block_of_a_needle_is_selected(backend: str) -> None:
-    """A key far back that answers one query, found through its compressed block by the default geometry at 4096 tokens."""
+    """A distant key that matches one query is selected by its compressed block, at the defaults and 4096 tokens."""
     nsa, T, needle = NSAConfig(), 4096, 1000
     generator = torch.Generator().manual_seed(0)
     k = 0.05 * torch.randn(1, T, 1, 8, generator=generator)
@@ -160,7 +160,7 @@ def test_the_block_of_a_needle_is_selected(backend: str) -> None:
 @every_variant
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_near_ties_are_resolved_as_in_the_definition(variant: str, dtype: torch.dtype) -> None:
-    """Scores are float64, and importances are ranked in float32: keys that differ by less are one, and more are not."""
+    """Scores are float64, and importances are ranked in float32: only smaller differences are ties."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 79, 6, 8, generator=generator)
     one = torch.randn(1, 1, 2, 8, generator=generator)
@@ -168,5 +168,5 @@ def test_near_ties_are_resolved_as_in_the_definition(variant: str, dtype: torch.
     unit = 2.0**-23 if dtype == torch.float32 else 2.0**-27
     k = one.to(dtype) * (1 + nudges.to(dtype) * unit)
     with use_variant(variant) as backend:
-        found = attention.score_and_select_blocks(q.to(dtype), k, FIVE_BLOCKS, backend=backend)
-    assert torch.equal(found, attention.score_and_select_blocks(q.to(dtype), k, FIVE_BLOCKS, backend="reference"))
+        actual = attention.score_and_select_blocks(q.to(dtype), k, FIVE_BLOCKS, backend=backend)
+    assert torch.equal(actual, attention.score_and_select_blocks(q.to(dtype), k, FIVE_BLOCKS, backend="reference"))

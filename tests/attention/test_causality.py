@@ -1,4 +1,4 @@
-"""What stands at <= t does not move, by one bit, when tokens > t do: every function, every path."""
+"""Tokens > t change no bit of results at <= t: every function, every variant."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SHAPES = {
     "compression longer than selection": Shape(nsa=NSAConfig(l=12, d=2, l_sel=4, n_sel=4, w=7), T=61),
 }
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-# Of the two that the backends compute in as they come, the wider one stands for both in the fast tests.
+# The fast tests use only the wider of the two dtypes that backends compute in without conversion.
 DTYPES = [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 
 
 def get_cuts(shape: Shape) -> list[int]:
-    """Last positions that stay: at block edges, one beside them, and the last but one."""
+    """Return the last unchanged positions: at block edges, next to them, and the second to last."""
     nsa = shape.nsa
     return sorted({0, nsa.l - 2, nsa.l - 1, nsa.l_sel - 1, nsa.l_sel, nsa.w, 4 * nsa.l_sel - 1, shape.T // 2, shape.T - 2})
 
@@ -34,7 +34,7 @@ def compute_all(inputs: Inputs, shape: Shape, backend: str) -> dict[str, Tensor]
     blocks = attention.select_blocks(inputs.q, k_cmp, lse_cmp, nsa, backend=backend)
     out_sel, lse_sel = attention.selected_attention(inputs.q, inputs.k_sel, inputs.v_sel, blocks, nsa, backend=backend)
     out_win, lse_win = attention.window_attention(inputs.q, inputs.k_win, inputs.v_win, nsa, backend=backend)
-    mixed = attention.nsa_attention(inputs.q, k_cmp, v_cmp, *inputs[3:], nsa, backend=backend)
+    out = attention.nsa_attention(inputs.q, k_cmp, v_cmp, *inputs[3:], nsa, backend=backend)
     return {
         "out_cmp": out_cmp,
         "lse_cmp": lse_cmp,
@@ -43,19 +43,19 @@ def compute_all(inputs: Inputs, shape: Shape, backend: str) -> dict[str, Tensor]
         "lse_sel": lse_sel,
         "out_win": out_win,
         "lse_win": lse_win,
-        "mixed": mixed,
+        "mixed": out,
     }
 
 
 def replace_future(inputs: Inputs, shape: Shape, last: int) -> Inputs:
-    """Louder, so that a softmax which let it in would hold little else."""
+    """Scale the future up, so that a leak would dominate the softmax."""
     other = Shape(**{**shape.__dict__, "seed": shape.seed + 1}).inputs(inputs.q.dtype).map(lambda x: 10 * x)
     pairs = zip(inputs, other, strict=True)
     return Inputs(*(torch.cat([mine[:, : last + 1], new[:, last + 1 :]], dim=1) for mine, new in pairs))
 
 
 def compute_with_futures(shape: Shape, variant: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Everything of the same sequence once per cut, and of sequences that differ from it after their cut, in one batch."""
+    """Return results of the sequence, repeated per cut, and of sequences that differ after the cut, in one batch."""
     inputs, ends = shape.inputs(dtype), get_cuts(shape)
     others = zip(*(replace_future(inputs, shape, last) for last in ends), strict=True)
     with use_variant(variant, batch=len(ends)) as backend:
@@ -83,20 +83,20 @@ NONFINITE_VALUES = {
 @every_variant
 @shapes
 def test_a_nonfinite_future_changes_no_bit_of_the_past(shape: Shape, variant: str) -> None:
-    """Masked away is not enough: zero times NaN is NaN."""
+    """A mask is not sufficient: zero times NaN is NaN."""
     inputs = shape.inputs(torch.float32)
     with use_variant(variant) as backend:
         before = compute_all(inputs, shape, backend)
         for what, (poison, names) in NONFINITE_VALUES.items():
             for last in (shape.nsa.l_sel - 1, shape.T // 2):
-                # `everything` compresses k_sel and v_sel itself.
+                # `compute_all` compresses k_sel and v_sel itself.
                 spoilt = {name: getattr(inputs, name).clone() for name in names}
                 for x in spoilt.values():
                     x[:, last + 1 :] = poison
                 after = compute_all(inputs._replace(**spoilt), shape, backend)
                 for name, x in before.items():
                     assert torch.equal(x[:, : last + 1], after[name][:, : last + 1]), f"{name} at <= {last}, {what}"
-                assert not after["mixed"][:, last + 1].isfinite().any(), "who reads it does not hide it"
+                assert not after["mixed"][:, last + 1].isfinite().any(), "queries that attend to it must show it"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -113,7 +113,7 @@ def test_dense_attention_is_causal_for_finite_values(dtype: torch.dtype) -> None
 @every_variant
 @shapes
 def test_changes_at_a_position_do_change_its_output(shape: Shape, variant: str) -> None:
-    """The test above can fail: a query's own token reaches each branch that may see it."""
+    """The tests above can fail: a query's own token changes each branch that attends to it."""
     before, after = compute_with_futures(shape, variant, torch.float64)
     for row, last in enumerate(get_cuts(shape)):
         for name in ("out_sel", "out_win", "mixed"):
@@ -123,7 +123,7 @@ def test_changes_at_a_position_do_change_its_output(shape: Shape, variant: str) 
 @every_variant
 @shapes
 def test_cutting_the_tail_changes_nothing_before_it(shape: Shape, variant: str) -> None:
-    """A prefix alone gives what it gives inside the longer sequence, the choice of blocks included."""
+    """A prefix has the same results as within the longer sequence, including the selected blocks."""
     inputs = shape.inputs()
     with use_variant(variant) as backend:
         whole = compute_all(inputs, shape, backend)

@@ -1,4 +1,4 @@
-"""Every function of every path, against loops over single tokens in float64 (`brute_force`)."""
+"""Every function in every variant equals loops over single tokens in float64 (`brute_force`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def assert_equal(actual: torch.Tensor, expected: np.ndarray) -> None:
 
 
 def check_all(shape: Shape, variant: str) -> None:
-    """Each function on its own inputs, so that a fault in one is not hidden behind another."""
+    """Each function gets its own inputs, so that one fault does not hide another."""
     inputs, nsa, g = shape.inputs(), shape.nsa, to_brute_force_geometry(shape.nsa)
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, _ = to_numpy(inputs)
     with use_variant(variant) as backend:
@@ -94,7 +94,7 @@ def test_importance_equals_brute_force(shape: Shape) -> None:
 
 @given(shape=random_shapes())
 def test_importance_of_a_row_sums_to_its_overlap(shape: Shape) -> None:
-    """Probabilities of a head sum to 1, and a compression block shares l tokens in all with the selection blocks."""
+    """Probabilities of a head sum to 1, and a compression block shares l tokens with the selection blocks."""
     inputs = shape.inputs()
     _, lse = reference.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, shape.nsa)
     total = reference.block_importance(inputs.q, inputs.k_cmp, lse, shape.nsa).sum(-1)
@@ -130,7 +130,7 @@ def test_compression_equals_brute_force(implementation, phi: str, shape: Shape) 
 @every_variant
 @pytest.mark.parametrize("length", [1, 2, 7, 512])
 def test_one_query_attends_to_every_earlier_key(variant: str, length: int) -> None:
-    """The last query over `length` keys is a plain softmax, and the last value matters to it."""
+    """The last query over `length` keys is a plain softmax, and it depends on the last value."""
     shape = Shape(nsa=Shape().nsa.model_copy(update={"w": length, "l_sel": length + length % 2}), T=length, h=1)
     inputs = shape.inputs()
     q, k, v = inputs.q, inputs.k_win, inputs.v_win
@@ -151,7 +151,7 @@ def test_one_query_attends_to_every_earlier_key(variant: str, length: int) -> No
 
 @every_variant
 def test_blocks_need_not_come_from_select_blocks(variant: str) -> None:
-    """Unsorted, holes of -1, no block at all, blocks of the future: each query reads the tokens <= t of what is listed."""
+    """Unsorted blocks, -1 in between, no block, future blocks: each query attends to the tokens <= t of its blocks."""
     shape = Shape(T=23)
     inputs = shape.inputs()
     generator = torch.Generator().manual_seed(5)
@@ -182,7 +182,7 @@ def test_scores_neither_overflow_nor_underflow(variant: str, scale: float) -> No
 
 @every_variant
 def test_given_blocks_replace_the_selected_ones(variant: str) -> None:
-    """Chosen by queries and keys of another width, one query per group, a key per two tokens: forward and gradients."""
+    """Blocks selected by other queries and keys, one query per group and one key per two tokens: forward and gradients."""
     shape = Shape(SMALL.model_copy(update={"n_sel": 5}), T=45)
     inputs, nsa, g = shape.inputs(), shape.nsa, to_brute_force_geometry(shape.nsa)
     chooser = nsa.model_copy(update={"l": 2, "d": 2})
@@ -199,8 +199,8 @@ def test_given_blocks_replace_the_selected_ones(variant: str) -> None:
     assert not torch.allclose(out.detach(), own)
     definition = [x.clone().requires_grad_() for x in inputs]
     expected = attention.reference.nsa_attention(*definition, nsa, blocks=blocks)
-    found = torch.autograd.grad(out.square().sum(), leaves)
-    for a, b in zip(found, torch.autograd.grad(expected.square().sum(), definition), strict=True):
+    actual = torch.autograd.grad(out.square().sum(), leaves)
+    for a, b in zip(actual, torch.autograd.grad(expected.square().sum(), definition), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
@@ -210,10 +210,10 @@ def test_given_blocks_replace_the_selected_ones(variant: str) -> None:
         (lambda blocks: blocks.long(), "blocks: expected int32, got torch.int64; use blocks.int()"),
         (lambda blocks: blocks[:, 1:], "blocks: expected"),
         (lambda blocks: blocks[..., 1:], "blocks: expected"),
-        (lambda blocks: blocks[..., :1].expand_as(blocks), ", some twice; keep one of each"),
-        (lambda blocks: torch.cat([blocks[..., 1:], blocks[..., :1]], -1).clamp_min(0), ", some twice; keep one of each"),
+        (lambda blocks: blocks[..., :1].expand_as(blocks), ", some twice; remove duplicates"),
+        (lambda blocks: torch.cat([blocks[..., 1:], blocks[..., :1]], -1).clamp_min(0), ", some twice; remove duplicates"),
         (lambda blocks: blocks - 1, "or -1 for none; got -2 to "),
-        (lambda blocks: torch.where(blocks == -1, blocks, blocks + 1), "blocks: expected numbers from 0 to "),
+        (lambda blocks: torch.where(blocks == -1, blocks, blocks + 1), "blocks: expected indices from 0 to "),
     ],
 )
 def test_invalid_given_blocks_raise(change: Callable[[torch.Tensor], torch.Tensor], words: str) -> None:

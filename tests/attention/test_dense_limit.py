@@ -1,4 +1,4 @@
-"""Where each branch covers everything it is dense causal attention; the dense baseline itself against brute force."""
+"""Branches that cover all keys equal dense causal attention, and the dense baseline equals brute force."""
 
 from __future__ import annotations
 
@@ -84,29 +84,29 @@ def test_a_gate_on_one_branch_returns_that_branch(variant: str, branch: int) -> 
         blocks = attention.select_blocks(x.q, x.k_cmp, lse, nsa, backend=backend)
         out_sel, _ = attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, nsa, backend=backend)
         out_win, _ = attention.window_attention(x.q, x.k_win, x.v_win, nsa, backend=backend)
-        mixed = attention.nsa_attention(*x._replace(gates=gates), nsa, backend=backend)
-    assert torch.equal(mixed, (out_cmp, out_sel, out_win)[branch])
+        out = attention.nsa_attention(*x._replace(gates=gates), nsa, backend=backend)
+    assert torch.equal(out, (out_cmp, out_sel, out_win)[branch])
 
 
 class FlashStub:
-    """flash-attn's documented semantics: [B, T, H, D], a window that counts keys beside the query's own, LSE [B, H, T].
+    """Documented semantics of flash-attn: [B, T, H, D], a window that excludes the query's own key, LSE [B, H, T].
 
-    Fewer queries than keys are the last ones. Packed: rows of all documents [tokens, H, D], LSE [H, tokens]; documents
-    that launches have no room for (`most`) are not computed.
+    If there are fewer queries than keys, they are the last ones. Packed: rows of all documents [tokens, H, D], LSE
+    [H, tokens]; documents longer than `max_q` are not computed.
     """
 
     def __init__(self) -> None:
         self.calls = 0
-        self.rooms: list[int] = []
+        self.max_seqlens: list[int] = []
 
-    def flash_attn_varlen_func(self, q, k, v, cu_q, cu_k, most_q, most_k, **how):
-        assert cu_q.dtype == cu_k.dtype == torch.int32 and most_q == most_k
-        self.rooms.append(most_q)
+    def flash_attn_varlen_func(self, q, k, v, cu_q, cu_k, max_q, max_k, **options):
+        assert cu_q.dtype == cu_k.dtype == torch.int32 and max_q == max_k
+        self.max_seqlens.append(max_q)
         parts = []
         for (begin, end), (first, last) in zip(*(itertools.pairwise(cu.tolist()) for cu in (cu_q, cu_k)), strict=True):
-            if 0 < end - begin <= most_q:
-                parts.append(self.flash_attn_func(q[None, begin:end], k[None, first:last], v[None, first:last], **how))
-        if not how.get("return_attn_probs"):
+            if 0 < end - begin <= max_q:
+                parts.append(self.flash_attn_func(q[None, begin:end], k[None, first:last], v[None, first:last], **options))
+        if not options.get("return_attn_probs"):
             return torch.cat(parts, 1)[0]
         return torch.cat([out for out, _, _ in parts], 1)[0], torch.cat([lse for _, lse, _ in parts], 2)[0], None
 
@@ -114,8 +114,8 @@ class FlashStub:
         self.calls += 1
         left, right = window_size
         T, S = q.shape[1], k.shape[1]
-        behind = torch.arange(S - T, S)[:, None] - torch.arange(S)
-        allowed = (behind >= 0 if causal else behind >= -right) & ((behind <= left) | (left < 0))
+        distance = torch.arange(S - T, S)[:, None] - torch.arange(S)
+        allowed = (distance >= 0 if causal else distance >= -right) & ((distance <= left) | (left < 0))
         heads = q.shape[2] // k.shape[2]
         scores = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(heads, 2)) * q.shape[-1] ** -0.5
         scores = scores.masked_fill(~allowed, float("-inf"))
@@ -125,7 +125,7 @@ class FlashStub:
 
 @pytest.mark.parametrize("w", [1, 4, 100])
 def test_flash_attn_gets_the_same_window(w: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its window is inclusive on both ends: w keys are a left size of w - 1."""
+    """Its window is inclusive on both ends: w keys correspond to a left size of w - 1."""
     stub = FlashStub()
     monkeypatch.setattr(flash, "_import_flash_attn", lambda: stub)
     nsa = NSAConfig(l=4, d=2, l_sel=4, n_sel=3, w=w)
@@ -146,14 +146,14 @@ SPANS = [Span.packed(BOUNDS), Span.packed(BOUNDS, capacity=9), Span.packed(BOUND
 
 @pytest.fixture
 def hopper_stub(monkeypatch: pytest.MonkeyPatch) -> FlashStub:
-    """Documents by the kernel for documents, and those of 8 tokens and more each by itself, laid out to fives."""
+    """Use varlen attention, but separate calls for documents of at least 8 tokens, padded to multiples of 5."""
     stub = FlashStub()
     monkeypatch.setattr(
         dense,
         "_get_varlen_attn",
         lambda q, v: lambda *x, window_size: stub.flash_attn_varlen_func(*x, causal=window_size == (-1, 0)),
     )
-    for name, value in {"LONG": 8, "LAID_OUT": 5, "_one_text_is_faster": lambda device: True}.items():
+    for name, value in {"LONG_DOCUMENT": 8, "LONG_DOCUMENT_MULTIPLE": 5, "_prefers_sdpa": lambda device: True}.items():
         monkeypatch.setattr(dense, name, value)
     return stub
 
@@ -163,39 +163,38 @@ def hopper_stub(monkeypatch: pytest.MonkeyPatch) -> FlashStub:
 def test_long_documents_are_attended_separately(
     hopper_stub: FlashStub, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], capacity: int | None
 ) -> None:
-    """Outputs against loops, gradients against each document by itself; rows laid out behind a document touch neither."""
+    """Outputs against loops, gradients against each document by itself; rows laid out distance a document touch neither."""
     span = Span.packed(torch.tensor([0, *lengths]).cumsum(0).int(), capacity=capacity)
     x = Shape(T=span.n_queries, G=2, h=3, d_v=6).inputs()
     q, k, v = (t.requires_grad_() for t in (x.q, x.k_win, x.v_win))
     out = attention.dense_attention(q, k, v, span=span)
-    truth = compute_expected(span, q.detach(), k.detach(), v.detach())
-    np.testing.assert_allclose(out.detach().numpy(), truth, rtol=1e-12, atol=1e-12)
+    expected = compute_expected(span, q.detach(), k.detach(), v.detach())
+    np.testing.assert_allclose(out.detach().numpy(), expected, rtol=1e-12, atol=1e-12)
     g = torch.randn_like(out)
-    found = torch.autograd.grad(out, (q, k, v), g)
+    actual = torch.autograd.grad(out, (q, k, v), g)
     monkeypatch.setattr(dense, "_get_varlen_attn", lambda q, v: None)
-    for a, b in zip(found, torch.autograd.grad(attention.dense_attention(q, k, v, span=span), (q, k, v), g), strict=True):
+    for a, b in zip(actual, torch.autograd.grad(attention.dense_attention(q, k, v, span=span), (q, k, v), g), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    told = [n for n in lengths if n]
-    runs = [list(run) for long, run in itertools.groupby(told, key=lambda n: n >= 8) if not long]
-    assert hopper_stub.rooms == [max(run) for run in runs], "one call for all documents between two long ones"
+    nonempty = [n for n in lengths if n]
+    runs = [list(run) for is_long, run in itertools.groupby(nonempty, key=lambda n: n >= 8) if not is_long]
+    assert hopper_stub.max_seqlens == [max(run) for run in runs], "one call for the documents between two long ones"
 
 
 def test_a_captured_graph_does_not_depend_on_document_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is replayed for others, nor have the passes that it is held against. On a GPU before Hopper, and on ROCm, SDPA has
-    nothing better for one text."""
+    """A graph is replayed for other documents. Before Hopper, and on ROCm, SDPA has no faster kernel for one document."""
     device = torch.device("cuda")
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
-    for capturing, capability, faster in ((False, (9, 0), True), (True, (9, 0), False), (False, (8, 0), False)):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda answer=capturing: answer)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, answer=capability: answer)
-        assert dense._prefers_sdpa(device) == faster
+    for capturing, capability, prefers_sdpa in ((False, (9, 0), True), (True, (9, 0), False), (False, (8, 0), False)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda value=capturing: value)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, value=capability: value)
+        assert dense._prefers_sdpa(device) == prefers_sdpa
         with dense.force_single_call(), dense.force_single_call():
             assert not dense._prefers_sdpa(device)
-        assert dense._prefers_sdpa(device) == faster
+        assert dense._prefers_sdpa(device) == prefers_sdpa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
-    assert not dense._prefers_sdpa(device), "cuDNN was switched off"
+    assert not dense._prefers_sdpa(device), "cuDNN is disabled"
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
     assert dense._prefers_sdpa(device)
     monkeypatch.setattr(torch.version, "hip", "6.4")
@@ -209,21 +208,23 @@ def test_a_failed_capture_does_not_slow_later_calls() -> None:
     assert not dense._single_call_contexts
 
 
-@pytest.mark.parametrize(("longest", "row", "room"), [(16, 40, 16), (17, 40, 32), (33, 40, 40), (40, 40, 40), (1, 3, 1)])
+@pytest.mark.parametrize(
+    ("longest", "row", "max_seqlen"), [(16, 40, 16), (17, 40, 32), (33, 40, 40), (40, 40, 40), (1, 3, 1)]
+)
 def test_max_seqlen_has_few_values_within_the_row(
-    longest: int, row: int, room: int, monkeypatch: pytest.MonkeyPatch
+    longest: int, row: int, max_seqlen: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next power of two: every other length would be compiled for by itself."""
+    """It is the next power of two, so that torch.compile sees few lengths."""
     monkeypatch.setattr(dense, "_load_varlen_attn", lambda: len)
     monkeypatch.setattr(Span, "cu_seqlens", lambda span, device: torch.tensor(span.bounds))
     span = Span.packed(torch.tensor([0, 1, row] if longest < row else [0, row], dtype=torch.int32), 4, row)
     monkeypatch.setattr(Span, "longest_allocated", longest)
-    found = dense.get_varlen_inputs(span, torch.device("cuda"))
-    assert found is not None and found.max_seqlen == room
+    actual = dense.get_varlen_inputs(span, torch.device("cuda"))
+    assert actual is not None and actual.max_seqlen == max_seqlen
 
 
 def compute_expected(span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> np.ndarray:
-    """Plain loops over every document's keys; of a chunk, its last rows."""
+    """Compute attention with loops over each document; for a chunk, return its last rows."""
     rows = [
         brute_force.dense_attention(*(x[:, d.key_rows].numpy() for x in (pad_queries(span, q), k, v)))[0][:, d.start :]
         for d in span.documents
@@ -233,39 +234,39 @@ def compute_expected(span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
 
 def pad_queries(span: Span, q: torch.Tensor) -> torch.Tensor:
-    """Queries of all keys, of which a chunk has the last."""
+    """Prepend zeros, so that there is a query for every key of a chunk."""
     return torch.cat([q.new_zeros(q.shape[0], span.start, *q.shape[2:]), q], 1)
 
 
 @pytest.mark.parametrize("span", SPANS, ids=repr)
-@pytest.mark.parametrize("how", ["torch", "varlen", "varlen without groups", "flash"])
-def test_dense_attention_of_a_span_equals_brute_force(how: str, span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`varlen`: as on CUDA, by torch's own kernel for documents, which has a window where flash-attn has a flag; in
-    torch 2.11 it takes as many heads for keys as for queries.
+@pytest.mark.parametrize("kind", ["torch", "varlen", "varlen without groups", "flash"])
+def test_dense_attention_of_a_span_equals_brute_force(kind: str, span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`varlen`: as on CUDA, with PyTorch's varlen attention, which has a window instead of flash-attn's causal flag. In
+    torch 2.11 it needs equal numbers of query and key heads.
     """
     stub = FlashStub()
 
-    def grouped(q, k, v, cu_q, cu_k, most_q, most_k, *, window_size, enable_gqa=False):
+    def grouped(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa=False):
         assert enable_gqa and window_size == (-1, 0)
-        return stub.flash_attn_varlen_func(q, k, v, cu_q, cu_k, most_q, most_k, causal=True)
+        return stub.flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, causal=True)
 
-    def ungrouped(q, k, v, cu_q, cu_k, most_q, most_k, *, window_size):
+    def ungrouped(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size):
         assert q.shape == k.shape and window_size == (-1, 0)
-        return stub.flash_attn_varlen_func(q, k, v, cu_q, cu_k, most_q, most_k, causal=True)
+        return stub.flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, causal=True)
 
     monkeypatch.setattr(flash, "_import_flash_attn", lambda: stub)
-    if how.startswith("varlen"):
-        its = SimpleNamespace(varlen_attn=grouped if how == "varlen" else ungrouped)
-        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", its)
-        found = dense._load_varlen_attn.__wrapped__()
-        monkeypatch.setattr(dense, "_get_varlen_attn", lambda q, v: found)
+    if kind.startswith("varlen"):
+        module = SimpleNamespace(varlen_attn=grouped if kind == "varlen" else ungrouped)
+        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
+        varlen_attn = dense._load_varlen_attn.__wrapped__()
+        monkeypatch.setattr(dense, "_get_varlen_attn", lambda q, v: varlen_attn)
     x = Shape(T=40, G=2, h=3, d_v=6).inputs()
     q, k, v = x.q[:, span.start : span.start + span.n_queries], x.k_win, x.v_win
-    out = attention.dense_attention(q, k, v, backend="flash" if how == "flash" else "torch", span=span)
+    out = attention.dense_attention(q, k, v, backend="flash" if kind == "flash" else "torch", span=span)
     np.testing.assert_allclose(out.numpy(), compute_expected(span, q, k, v), rtol=1e-12, atol=1e-12)
-    packed = span.kind == "packed" and how != "torch"
-    assert stub.rooms == ([span.max_document_length or (40 if span.capacity else 19)] if packed else []), (
-        "with a capacity, launches have room for the row, or for what was said"
+    packed = span.kind == "packed" and kind != "torch"
+    assert stub.max_seqlens == ([span.max_document_length or (40 if span.capacity else 19)] if packed else []), (
+        "with a capacity, max_seqlen is the row or `longest`"
     )
 
 
@@ -275,38 +276,42 @@ def test_flash_attn_gets_the_same_window_in_every_document(span: Span, monkeypat
     nsa = NSAConfig(l=4, d=2, l_sel=4, n_sel=3, w=5)
     x = Shape(nsa, T=40, d_v=6).inputs()
     q = x.q[:, span.start : span.start + span.n_queries]
-    found = flash.flash_window_attention(q, x.k_win, x.v_win, nsa, span=span)
-    true = attention.window_attention(q, x.k_win, x.v_win, nsa, backend="reference", span=span)
-    for a, b in zip(found, true, strict=True):
+    actual = flash.flash_window_attention(q, x.k_win, x.v_win, nsa, span=span)
+    expected = attention.window_attention(q, x.k_win, x.v_win, nsa, backend="reference", span=span)
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_a_flash_attn_that_pads_its_lse_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     class Older(FlashStub):
-        def flash_attn_varlen_func(self, *x, **how):
-            out, lse, none = super().flash_attn_varlen_func(*x, **how)
+        def flash_attn_varlen_func(self, *x, **options):
+            out, lse, none = super().flash_attn_varlen_func(*x, **options)
             return out, lse[None], none
 
     monkeypatch.setattr(flash, "_import_flash_attn", Older)
     x = Shape(T=40, d_v=6).inputs()
-    with pytest.raises(NotImplementedError, match=r"as from 2\.6\.2 on; install a later one, or use backend='torch'"):
+    with pytest.raises(NotImplementedError, match=r"as from 2\.6\.2 on; install a newer version, or use backend='torch'"):
         flash.flash_window_attention(x.q, x.k_win, x.v_win, Shape().nsa, span=SPANS[0])
 
 
 def test_documents_use_varlen_attention_if_supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA, in half precision, with heads of one width that it has room for."""
+    """On CUDA, in half precision, with equal and supported head widths."""
     monkeypatch.setattr(dense, "_load_varlen_attn", lambda: "kernel")
 
-    class Meant:
+    class FakeTensor:
         def __init__(self, width: int, dtype: torch.dtype = torch.bfloat16, cuda: bool = True) -> None:
             self.shape, self.dtype, self.is_cuda = (1, 9, 2, width), dtype, cuda
 
-    assert dense._get_varlen_attn(Meant(64), Meant(64)) == dense._get_varlen_attn(Meant(256), Meant(256)) == "kernel"
+    assert (
+        dense._get_varlen_attn(FakeTensor(64), FakeTensor(64))
+        == dense._get_varlen_attn(FakeTensor(256), FakeTensor(256))
+        == "kernel"
+    )
     others = [
-        (Meant(64), Meant(32)),
-        (Meant(264), Meant(264)),
-        (Meant(64, torch.float32), Meant(64)),
-        (Meant(64, cuda=False), Meant(64)),
+        (FakeTensor(64), FakeTensor(32)),
+        (FakeTensor(264), FakeTensor(264)),
+        (FakeTensor(64, torch.float32), FakeTensor(64)),
+        (FakeTensor(64, cuda=False), FakeTensor(64)),
     ]
     assert [dense._get_varlen_attn(*pair) for pair in others] == [None] * 4
 
@@ -318,14 +323,14 @@ def test_short_documents_are_attended_in_one_call(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Span, "cu_seqlens", lambda span, device: torch.tensor(span.bounds))
     bounds = [torch.tensor([0, n, n + 5], dtype=torch.int32) for n in (dense.LONG_DOCUMENT - 1, dense.LONG_DOCUMENT)]
     short, long = (Span.packed(b, capacity=4, longest=int(b[1])) for b in bounds)
-    found = dense.get_varlen_inputs(short, cuda)
+    actual = dense.get_varlen_inputs(short, cuda)
     assert (
-        found is not None
-        and found.cu_seqlens.tolist() == [0, dense.LONG_DOCUMENT - 1, dense.LONG_DOCUMENT + 4]
-        and found.max_seqlen == dense.LONG_DOCUMENT
+        actual is not None
+        and actual.cu_seqlens.tolist() == [0, dense.LONG_DOCUMENT - 1, dense.LONG_DOCUMENT + 4]
+        and actual.max_seqlen == dense.LONG_DOCUMENT
     )
     assert dense.get_varlen_inputs(long, cuda) is None
     assert dense.get_varlen_inputs(short, torch.device("cpu")) is None
-    assert dense.get_varlen_inputs(Span.packed(bounds[0]), cuda) is None, "another number of documents is another graph"
+    assert dense.get_varlen_inputs(Span.packed(bounds[0]), cuda) is None, "each number of documents would be another graph"
     monkeypatch.setattr(dense, "_prefers_sdpa", lambda device: False)
     assert dense.get_varlen_inputs(long, cuda) is not None

@@ -1,4 +1,4 @@
-"""The public functions refuse what does not fit, leave their inputs alone, and run the backend that was asked for."""
+"""The public functions refuse what does not fit, leave their inputs alone, and run the backend that was requested for."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def call_all_functions(x: Inputs, nsa: NSAConfig, backend: str) -> list[torch.Te
     blocks = attention.select_blocks(x.q, x.k_cmp, lse_cmp, nsa, backend=backend)
     out_sel, lse_sel = attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, nsa, backend=backend)
     out_win, lse_win = attention.window_attention(x.q, x.k_win, x.v_win, nsa, backend=backend)
-    mixed = attention.nsa_attention(*x, nsa, backend=backend)
-    return [out_cmp, lse_cmp, blocks, out_sel, lse_sel, out_win, lse_win, mixed]
+    out = attention.nsa_attention(*x, nsa, backend=backend)
+    return [out_cmp, lse_cmp, blocks, out_sel, lse_sel, out_win, lse_win, out]
 
 
 @pytest.mark.parametrize("nsa", [None, {"l": 4}])
@@ -36,31 +36,31 @@ def test_a_wrong_nsa_type_raises(nsa: Any) -> None:
 
 @every_variant
 def test_inputs_are_not_modified(variant: str) -> None:
-    """Forward and backward; the caller's blocks too, which need not be sorted."""
+    """Forward and backward, including the caller's blocks, which need not be sorted."""
     inputs = Shape().inputs().map(lambda x: x.requires_grad_())
     before = inputs.map(lambda x: x.detach().clone())
     blocks = torch.tensor([2, -1, 0], dtype=torch.int32).expand(1, Shape().T, Shape().G, 3).contiguous()
     lse = torch.zeros(1, Shape().T, 6, dtype=torch.float64)
-    kept = blocks.clone(), lse.clone()
+    expected = blocks.clone(), lse.clone()
     with use_variant(variant) as backend:
         results = call_all_functions(inputs, NSA, backend)
         sum(torch.where(torch.isneginf(x), 0.0, x).sum() for x in results).backward()
         attention.selected_attention(inputs.q, inputs.k_sel, inputs.v_sel, blocks, NSA, backend=backend)
         attention.select_blocks(inputs.q, inputs.k_cmp, lse, NSA, backend=backend)
     assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
-    assert torch.equal(blocks, kept[0]) and torch.equal(lse, kept[1])
+    assert torch.equal(blocks, expected[0]) and torch.equal(lse, expected[1])
 
 
 @every_variant
 def test_strides_do_not_matter(variant: str) -> None:
-    """Transposed, sliced out of one projection, and expanded inputs; gradients too."""
+    """Transposed, sliced and expanded inputs give equal outputs and gradients."""
 
-    def scattered(x: torch.Tensor) -> torch.Tensor:
+    def make_strided(x: torch.Tensor) -> torch.Tensor:
         wide = torch.stack([x, torch.full_like(x, torch.nan)], dim=-1)[..., 0]  # every second element of a buffer
         return wide.transpose(1, 2).contiguous().transpose(1, 2)[..., : x.shape[-1]].requires_grad_()
 
     contiguous = Shape(B=2).inputs().map(lambda x: x.requires_grad_())
-    strided = contiguous.map(lambda x: scattered(x.detach()))
+    strided = contiguous.map(lambda x: make_strided(x.detach()))
     assert not any(x.is_contiguous() for x in strided)
     with use_variant(variant) as backend:
         results = [call_all_functions(x, NSA, backend) for x in (contiguous, strided)]
@@ -73,10 +73,10 @@ def test_strides_do_not_matter(variant: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_outputs_keep_the_dtype_and_lse_is_float32(variant: str, dtype: torch.dtype) -> None:
     with use_variant(variant) as backend:
-        out_cmp, lse_cmp, blocks, out_sel, lse_sel, out_win, lse_win, mixed = call_all_functions(
+        out_cmp, lse_cmp, blocks, out_sel, lse_sel, out_win, lse_win, out = call_all_functions(
             Shape().inputs(dtype), NSA, backend
         )
-    assert {x.dtype for x in (out_cmp, out_sel, out_win, mixed)} == {dtype}
+    assert {x.dtype for x in (out_cmp, out_sel, out_win, out)} == {dtype}
     assert {x.dtype for x in (lse_cmp, lse_sel, lse_win)} == {torch.float64 if dtype == torch.float64 else torch.float32}
     assert blocks.dtype == torch.int32
 
@@ -84,7 +84,7 @@ def test_outputs_keep_the_dtype_and_lse_is_float32(variant: str, dtype: torch.dt
 @every_variant
 @pytest.mark.parametrize("shape", CORNERS.values(), ids=CORNERS)
 def test_shapes_follow_the_contract_without_nan(shape: Shape, variant: str) -> None:
-    """Every size differs from every other where it can, so that a transposed output cannot pass."""
+    """Sizes differ from each other where possible, so a transposed output fails."""
     B, T, H = shape.B, shape.T, shape.G * shape.h
     with use_variant(variant) as backend:
         results = call_all_functions(shape.inputs(torch.float32), shape.nsa, backend)
@@ -96,10 +96,10 @@ def test_shapes_follow_the_contract_without_nan(shape: Shape, variant: str) -> N
 
 @every_variant
 def test_uninitialized_memory_is_never_read(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every buffer that the backend leaves empty is filled with NaN instead; nothing of it may come out."""
+    """Buffers that the backend allocates without initialization contain NaN; no output may be NaN."""
     empty, new_empty, empty_like = torch.empty, torch.Tensor.new_empty, torch.empty_like
 
-    def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def poison(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def build(*args: Any, **kwargs: Any) -> torch.Tensor:
             x = make(*args, **kwargs)
             return x.fill_(float("nan")) if x.is_floating_point() else x.fill_(-7)
@@ -108,9 +108,9 @@ def test_uninitialized_memory_is_never_read(variant: str, monkeypatch: pytest.Mo
 
     shape = Shape(T=29)
     inputs = shape.inputs().map(lambda x: x.requires_grad_())
-    monkeypatch.setattr(torch, "empty", poisoned(empty))
-    monkeypatch.setattr(torch, "empty_like", poisoned(empty_like))
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(new_empty))
+    monkeypatch.setattr(torch, "empty", poison(empty))
+    monkeypatch.setattr(torch, "empty_like", poison(empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison(new_empty))
     with use_variant(variant) as backend:
         results = call_all_functions(inputs, shape.nsa, backend)
         grads = torch.autograd.grad(results[-1].sum(), inputs)
@@ -154,7 +154,7 @@ MISTAKES = {
         change_inputs(v_cmp=lambda x: x.float()),
         "differ in dtype: torch.float64, torch.float64, torch.float32",
     ),
-    "two devices": (change_inputs(v_cmp=lambda x: x.to("meta")), "lie on cpu, cpu and meta"),
+    "two devices": (change_inputs(v_cmp=lambda x: x.to("meta")), "are on cpu, cpu and meta"),
     "gates without branches": (change_inputs(gates=lambda x: x[..., 0]), "gates: expected shape (1, 21, 6, 3)"),
     "gates of groups": (
         change_inputs(gates=lambda x: x[:, :, :2]),
@@ -162,12 +162,12 @@ MISTAKES = {
     ),
     "gates of another dtype": (
         change_inputs(gates=torch.Tensor.float),
-        "gates: expected torch.float64 as q has it, got torch.float32",
+        "gates: expected torch.float64, the dtype of q, got torch.float32",
     ),
-    "gates elsewhere": (change_inputs(gates=lambda x: x.to("meta")), "gates: lies on meta, and q on cpu"),
+    "gates elsewhere": (change_inputs(gates=lambda x: x.to("meta")), "gates: on meta, but q is on cpu"),
     "integers": (change_inputs().map(torch.Tensor.int), "expected float64, float32, bfloat16 or float16, got torch.int32"),
     "complex numbers": (change_inputs().map(lambda x: x.to(torch.complex128)), "got torch.complex128"),
-    "no numbers at all": (change_inputs().map(lambda x: x.to("meta")), "on the meta device, which holds no numbers"),
+    "no numbers at all": (change_inputs().map(lambda x: x.to("meta")), "on the meta device, which has no data"),
     "other groups in one branch": (
         change_inputs(k_win=lambda x: x[:, :, :1], v_win=lambda x: x[:, :, :1]),
         "the branches differ in key/value groups: k_cmp, k_sel, k_win have G = [2, 2, 1]",
@@ -220,8 +220,8 @@ def test_each_function_checks_its_own_inputs() -> None:
         "blocks: expected int32, got torch.int64": lambda: selected(*sel, blocks.long(), NSA),
         "v: expected shape": lambda: attention.window_attention(x.q, x.k_win, x.v_cmp, NSA),
         "lse: expected float32": lambda: attention.select_blocks(x.q, x.k_cmp, lse.half(), NSA),
-        "lse: lies on meta": lambda: attention.select_blocks(x.q, x.k_cmp, lse.to("meta"), NSA),
-        "blocks: lies on meta": lambda: selected(*sel, blocks.to("meta"), NSA),
+        "lse: on meta": lambda: attention.select_blocks(x.q, x.k_cmp, lse.to("meta"), NSA),
+        "blocks: on meta": lambda: selected(*sel, blocks.to("meta"), NSA),
         "x: expected [B, T, G, D]: batch, time, key/value groups, head width; got 3": lambda: compress(x.k_sel[0], NSA),
         "x: expected float64": lambda: compress(x.k_sel.int(), NSA),
         "each at least 1; got (1, 0, 2, 6)": lambda: compress(x.k_sel[:, :0], NSA),
@@ -241,7 +241,7 @@ def test_each_function_checks_its_own_inputs() -> None:
     [
         (torch.Tensor.long, "blocks: expected int32, got torch.int64"),
         (lambda blocks: blocks[:, 1:], "blocks: expected shape (1, 21, 2, 3), got (1, 20, 2, 3)"),
-        (lambda blocks: blocks + 6, "expected numbers from 0 to 5, each once in a row [n_sel], or -1 for none; got 5 to 6"),
+        (lambda blocks: blocks + 6, "expected indices from 0 to 5, each once in a row [n_sel], or -1 for none; got 5 to 6"),
         (lambda blocks: blocks - 1, "or -1 for none; got -2 to -1"),
         (lambda blocks: torch.zeros_like(blocks), "got 0 to 0, some twice"),
     ],
@@ -263,14 +263,14 @@ PACKED = attention.Span.packed(torch.tensor([0, 9, 21], dtype=torch.int32))
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_packed_blocks_are_checked_per_document(backend: str) -> None:
-    """Not of the row: the longest document, 12 tokens, has three blocks of four, where the row has six."""
+    """The longest document has 12 tokens and three blocks; the row has six."""
     q, k, v = (torch.randn(1, 21, heads, 6, dtype=torch.float64) for heads in (6, 2, 2))
     for last in (2, 3):
         blocks = torch.tensor([0, last, -1], dtype=torch.int32).expand(1, 21, 2, 3).contiguous()
         if last == 2:
             attention.selected_attention(q, k, v, blocks, NSA, span=PACKED, backend=backend)
             continue
-        with pytest.raises(ValueError, match="blocks: expected numbers from 0 to 2, each once"):
+        with pytest.raises(ValueError, match="blocks: expected indices from 0 to 2, each once"):
             attention.selected_attention(q, k, v, blocks, NSA, span=PACKED, backend=backend)
 
 
@@ -287,11 +287,11 @@ SPAN_MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("misfit", SPAN_MISTAKES)
-def test_a_layout_that_does_not_fit_the_tensors_raises(misfit: str) -> None:
-    span, how, message = SPAN_MISTAKES[misfit]
-    x = Shape(B=how.get("B", 1)).inputs()
-    if how.get("swap"):
+@pytest.mark.parametrize("mistake", SPAN_MISTAKES)
+def test_a_layout_that_does_not_fit_the_tensors_raises(mistake: str) -> None:
+    span, options, message = SPAN_MISTAKES[mistake]
+    x = Shape(B=options.get("B", 1)).inputs()
+    if options.get("swap"):
         x = x._replace(q=x.q.transpose(1, 2), k_cmp=x.k_cmp[:, :8], v_cmp=x.v_cmp[:, :8])
     with pytest.raises(ValueError) as caught:
         attention.nsa_attention(*x, NSA, backend="torch", span=span)
@@ -318,7 +318,7 @@ def test_compress_needs_one_row_of_documents() -> None:
 
 @pytest.mark.parametrize("span", [attention.Span.chunk(0, 21), attention.Span.chunk(4, 17), PACKED], ids=repr)
 def test_the_kernels_support_every_layout(span: attention.Span, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is full in disguise as a full one."""
+    """A layout that is equivalent to a full one is passed as none."""
     monkeypatch.setattr(kernels, "find_device_problem", lambda *_: None)
     monkeypatch.setattr(kernels, "find_shape_problem", lambda *_: None)
     ran = []
@@ -338,17 +338,17 @@ def test_auto_resolves_to_a_backend_that_supports_the_layout(monkeypatch: pytest
     chunk = attention.Span.chunk(4, 17)
     of = {span: attention.resolve_backend("cuda", torch.float32, NSA, span=span) for span in (None, PACKED, chunk)}
     for span in (None, PACKED):
-        assert {choice.backend for choice in of[span].values()} == {"triton"}
-    assert {choice.backend for choice in of[chunk].values()} == {"torch"}
-    assert "has gradients of Span.chunk(4, 17)" in of[chunk]["window"].reason
+        assert {part_backend.backend for part_backend in of[span].values()} == {"triton"}
+    assert {part_backend.backend for part_backend in of[chunk].values()} == {"torch"}
+    assert "with gradients for Span.chunk(4, 17)" in of[chunk]["window"].reason
 
 
 def test_flash_attn_errors_name_supported_widths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the backend is resolved for a model, and when a call comes without one."""
+    """Both when the backend is resolved for a model and in a call without a model."""
     monkeypatch.setattr(flash, "find_flash_problem", lambda *_: None)
     for sizes, words in (
-        ({"d_k": 288, "d_v": 288}, "head widths up to 256, and it is 288; use 256"),
-        ({"d_k": 64, "d_v": 32}, "one head width, and they are 64 and 32; use 64 for both"),
+        ({"d_k": 288, "d_v": 288}, "head widths up to 256, got 288; use 256"),
+        ({"d_k": 64, "d_v": 32}, "equal key and value widths, got d_k = 64 and d_v = 32; use 64 for both"),
     ):
         for kind in ("nsa", "dense"):
             config = ModelConfig(attention=kind, **sizes)
@@ -362,7 +362,7 @@ def test_flash_attn_errors_name_supported_widths(monkeypatch: pytest.MonkeyPatch
 
 
 def test_with_flash_the_other_parts_resolve_like_auto(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the span and the head widths that were given, which the kernels may not take."""
+    """For the given layout and head widths, which the kernels may not support."""
     monkeypatch.setattr(flash, "find_flash_problem", lambda *_: None)
     monkeypatch.setattr(kernels, "find_device_problem", lambda *_: None)
     monkeypatch.setattr(kernels, "find_shape_problem", lambda nsa, *widths: "too odd" if 24 in widths else None)
@@ -374,8 +374,8 @@ def test_with_flash_the_other_parts_resolve_like_auto(monkeypatch: pytest.Monkey
         (chunk, None, "torch"),
         (None, odd, "torch"),
     ):
-        choices = attention.resolve_backend("cuda", torch.bfloat16, NSA, model, "flash", span=span)
-        assert {part: choice.backend for part, choice in choices.items()} == {
+        resolved = attention.resolve_backend("cuda", torch.bfloat16, NSA, model, "flash", span=span)
+        assert {part: part_backend.backend for part, part_backend in resolved.items()} == {
             **dict.fromkeys(dispatch.PARTS, rest),
             "window": "flash",
         }
@@ -383,7 +383,7 @@ def test_with_flash_the_other_parts_resolve_like_auto(monkeypatch: pytest.Monkey
 
 def test_flash_attn_supports_its_stated_widths() -> None:
     flash.check_widths(256, 256)
-    with pytest.raises(NotImplementedError, match="head widths up to 256, and it is 257; use 256"):
+    with pytest.raises(NotImplementedError, match="head widths up to 256, got 257; use 256"):
         flash.check_widths(257, 257)
 
 
@@ -397,16 +397,18 @@ def test_phi_must_match_the_configuration(operator: Callable[..., Any], phi: str
 
 
 def test_auto_on_a_cpu_is_torch_with_a_reason() -> None:
-    choices = attention.resolve_backend("cpu", torch.float32, NSAConfig())
-    assert set(choices) == set(dispatch.PARTS)
-    assert {choice.backend for choice in choices.values()} == {"torch"}
-    assert all(choice.reason for choice in choices.values())
+    resolved = attention.resolve_backend("cpu", torch.float32, NSAConfig())
+    assert set(resolved) == set(dispatch.PARTS)
+    assert {part_backend.backend for part_backend in resolved.values()} == {"torch"}
+    assert all(part_backend.reason for part_backend in resolved.values())
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_a_requested_backend_is_used(backend: str) -> None:
-    choices = attention.resolve_backend("cpu", torch.float64, NSAConfig(), backend=backend)
-    assert {(choice.backend, choice.reason) for choice in choices.values()} == {(backend, "asked for by name")}
+    resolved = attention.resolve_backend("cpu", torch.float64, NSAConfig(), backend=backend)
+    assert {(part_backend.backend, part_backend.reason) for part_backend in resolved.values()} == {
+        (backend, "requested by name")
+    }
 
 
 @pytest.mark.parametrize(
@@ -430,8 +432,8 @@ def test_unusable_triton_raises_and_auto_gives_the_same_reason(monkeypatch: pyte
     monkeypatch.setattr(kernels, "find_device_problem", lambda *_: "no such device today; buy one")
     with pytest.raises(BackendError, match="backend = 'triton' cannot run: no such device today; buy one"):
         attention.resolve_backend("cpu", torch.float32, NSAConfig(), backend="triton")
-    choices = attention.resolve_backend("cpu", torch.float32, NSAConfig())
-    assert choices["selected"] == dispatch.ResolvedBackend("torch", "no such device today; buy one")
+    resolved = attention.resolve_backend("cpu", torch.float32, NSAConfig())
+    assert resolved["selected"] == dispatch.ResolvedBackend("torch", "no such device today; buy one")
 
 
 def test_usable_triton_is_used_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,19 +459,19 @@ def test_usable_triton_is_used_on_request(monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_unsupported_triton_shape_names_the_nearest(
     model: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Asked for by name it is refused; `auto` says the same reason, and takes torch."""
+    """A request by name raises; `auto` gives the same reason and resolves to torch."""
     monkeypatch.setattr(kernels, "find_device_problem", lambda *_: None)
     config = ModelConfig(**model)
     with pytest.raises(NotImplementedError) as caught:
         attention.resolve_backend("cpu", torch.float32, config.nsa, config, "triton")
     assert words in str(caught.value)
-    choices = attention.resolve_backend("cuda", torch.float32, config.nsa, config)
-    assert {choice.backend for choice in choices.values()} == {"torch"}
-    assert all(words in choice.reason for choice in choices.values())
+    resolved = attention.resolve_backend("cuda", torch.float32, config.nsa, config)
+    assert {part_backend.backend for part_backend in resolved.values()} == {"torch"}
+    assert all(words in part_backend.reason for part_backend in resolved.values())
 
 
 def test_a_direct_call_raises_for_an_unsupported_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no model says the widths, the tensors do."""
+    """Without a model, the widths of the tensors are checked."""
     monkeypatch.setattr(kernels, "find_device_problem", lambda *_: None)
     x, blocks = Shape().inputs(), torch.full((1, Shape().T, 2, 3), -1, dtype=torch.int32)
     nsa = NSA.model_copy(update={"l_sel": 16})
@@ -499,7 +501,7 @@ def test_kernel_requirements_on_device_and_dtype(monkeypatch: pytest.MonkeyPatch
     assert "before Python starts" in kernels.find_device_problem(CPU, torch.float32)
     monkeypatch.setattr(tiles, "IS_INTERPRETED", True)
     assert kernels.find_device_problem(CPU, torch.float32) is None
-    assert "not torch.float64" in kernels.find_device_problem(CPU, torch.float64)
+    assert "got torch.float64" in kernels.find_device_problem(CPU, torch.float64)
     assert "multiplies bfloat16 wrongly" in kernels.find_device_problem(CPU, torch.bfloat16)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install triton" in kernels.find_device_problem(CPU, torch.float32)
@@ -507,8 +509,8 @@ def test_kernel_requirements_on_device_and_dtype(monkeypatch: pytest.MonkeyPatch
 
 def test_flash_supports_only_window_and_dense_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "find_flash_problem", lambda *_: None)
-    choices = attention.resolve_backend("cpu", torch.bfloat16, NSAConfig(), backend="flash")
-    assert {part: choice.backend for part, choice in choices.items()} == {
+    resolved = attention.resolve_backend("cpu", torch.bfloat16, NSAConfig(), backend="flash")
+    assert {part: part_backend.backend for part, part_backend in resolved.items()} == {
         "compressed": "torch",
         "selection": "torch",
         "selected": "torch",
@@ -542,13 +544,13 @@ def test_flash_names_missing_requirements(
 
 def test_a_dense_model_resolves_to_its_own_part() -> None:
     config = ModelConfig(attention="dense")
-    choices = attention.resolve_backend("cpu", torch.float32, config.nsa, config)
-    assert list(choices) == ["dense"] and choices["dense"].backend == "torch" and choices["dense"].reason
+    resolved = attention.resolve_backend("cpu", torch.float32, config.nsa, config)
+    assert list(resolved) == ["dense"] and resolved["dense"].backend == "torch" and resolved["dense"].reason
 
 
 @pytest.mark.parametrize(("backend", "module"), [("reference", reference), ("torch", torch_backend)])
 def test_the_requested_backend_runs(backend: str, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every part, by name and as a table of choices; the other backend is never entered."""
+    """Every part runs on the backend requested by name or by resolved backends, and never on the other."""
     names = ["compressed_attention", "select_blocks", "selected_attention", "window_attention"]
     ran = []
 
@@ -560,9 +562,9 @@ def test_the_requested_backend_runs(backend: str, module: Any, monkeypatch: pyte
         for name in names:
             monkeypatch.setattr(owner, name, spy(owner, name))
     x = Shape().inputs()
-    for asked in (backend, attention.resolve_backend(CPU, x.q.dtype, NSA, backend=backend)):
+    for requested in (backend, attention.resolve_backend(CPU, x.q.dtype, NSA, backend=backend)):
         ran.clear()
-        attention.nsa_attention(*x, NSA, backend=asked)
+        attention.nsa_attention(*x, NSA, backend=requested)
         assert ran == [(module, name) for name in names]
     ran.clear()
     call_all_functions(x, NSA, backend)
@@ -570,14 +572,14 @@ def test_the_requested_backend_runs(backend: str, module: Any, monkeypatch: pyte
 
 
 def test_each_part_runs_on_its_resolved_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    choices = {
+    resolved = {
         **attention.resolve_backend(CPU, torch.float64, NSA, backend="torch"),
         "window": dispatch.ResolvedBackend("reference", "for this test"),
     }
     monkeypatch.setattr(torch_backend, "window_attention", None)
     monkeypatch.setattr(reference, "selected_attention", None)
     x = Shape().inputs()
-    assert attention.nsa_attention(*x, NSA, backend=choices).shape == (1, 21, 6, 4)
+    assert attention.nsa_attention(*x, NSA, backend=resolved).shape == (1, 21, 6, 4)
 
 
 def test_no_environment_variable_changes_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_indexer_selection_equals_float64(keys: object, min_keys: int, monkeypat
         index_q = index_q[:, :, ::h]
         indexer = {"k_index": k_index, "index_q": index_q, "selection_nsa": choice, "min_keys": min_keys}
         wide = cached_module._compute_probabilities(index_q, k_index, LENGTH, choice, torch.float64)
-        # The selection blocks are those of the compressed branch.
+        # The compressed branch determines the number of selection blocks.
         expected = reference.select_by_importance(
             cached_module._compute_importance(wide, LENGTH, nsa, choice).float(), nsa, LENGTH
         )

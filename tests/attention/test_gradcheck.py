@@ -1,4 +1,4 @@
-"""Derivatives against finite differences in float64: every function, every variant, rows that see nothing included."""
+"""Gradients equal finite differences in float64: every function and variant, including queries without keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.model import SparseAttention, get_rotary_table
 
 every_variant = pytest.mark.parametrize("variant", ["reference", "torch", "torch, gathering"])
-# Tokens 0 and 1 see no compressed block; four selection blocks, of which three are read; the last one is cut.
+# Tokens 0 and 1 see no compressed block. Three of four selection blocks are selected; the last one is incomplete.
 TINY = Shape(nsa=NSAConfig(l=3, d=1, l_sel=2, n_sel=3, w=3), T=7, G=2, h=2, d_k=3, d_v=2)
 check = partial(gradcheck, eps=1e-6, atol=1e-7, rtol=1e-6)
 
@@ -31,7 +31,7 @@ def make_leaves() -> Inputs:
 
 
 def make_blocks() -> Tensor:
-    """A fixed choice with padding, and one query that reads nothing."""
+    """Return fixed blocks with padding, and one query without blocks."""
     x = TINY.inputs()
     _, lse = attention.compressed_attention(x.q, x.k_cmp, x.v_cmp, TINY.nsa, backend="reference")
     blocks = attention.select_blocks(x.q, x.k_cmp, lse, TINY.nsa, backend="reference")
@@ -72,7 +72,7 @@ def test_window_branch(variant: str) -> None:
 @every_variant
 @pytest.mark.parametrize("projected", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_three_branches_and_their_gates(variant: str, projected: bool) -> None:
-    """Along random directions, and entry by entry."""
+    """Along random directions and for single entries."""
     with use_variant(variant) as backend:
         attend = lambda *x: attention.nsa_attention(*x, TINY.nsa, backend=backend)  # noqa: E731
         assert check(attend, tuple(make_leaves()), fast_mode=projected)
@@ -94,7 +94,7 @@ def test_compression(implementation: Callable[..., Tensor], phi: str) -> None:
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 def test_the_whole_layer(backend: str, phi: str, gate: str) -> None:
-    """Projection, rotation, compression, branches, gate and output, with respect to its input and every weight."""
+    """Projection, RoPE, compression, branches, gate and output, for its input and all weights."""
     nsa = TINY.nsa.model_copy(update={"phi": phi, "gate": gate})
     config = ModelConfig(dim=3, n_heads=2, n_kv_groups=1, d_k=2, d_v=1, nsa=nsa)
     torch.manual_seed(0)
@@ -106,7 +106,7 @@ def test_the_whole_layer(backend: str, phi: str, gate: str) -> None:
 
 @every_variant
 def test_a_query_without_keys_has_zero_output_and_gradients(variant: str) -> None:
-    """Whatever gradient arrives, of its LSE of -inf too."""
+    """For any incoming gradient, also of its LSE of -inf."""
     shape = Shape(nsa=NSAConfig(l=8, d=4, l_sel=4, n_sel=3, w=3), T=7)
     x = shape.inputs().map(lambda x: x.requires_grad_())
     blocks = torch.full((1, shape.T, shape.G, 3), -1, dtype=torch.int32)
@@ -126,8 +126,8 @@ def test_a_query_without_keys_has_zero_output_and_gradients(variant: str) -> Non
 def test_two_forward_passes_before_backward_are_independent(variant: str) -> None:
     first, second = (Shape(seed=seed).inputs().map(lambda x: x.requires_grad_()) for seed in (0, 1))
     with use_variant(variant) as backend:
-        alone = torch.autograd.grad(attention.nsa_attention(*first, Shape().nsa, backend=backend).square().sum(), first)
+        separate = torch.autograd.grad(attention.nsa_attention(*first, Shape().nsa, backend=backend).square().sum(), first)
         out = attention.nsa_attention(*first, Shape().nsa, backend=backend)
         attention.nsa_attention(*second, Shape().nsa, backend=backend).sum().backward()
-        together = torch.autograd.grad(out.square().sum(), first)
-    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+        interleaved = torch.autograd.grad(out.square().sum(), first)
+    assert all(torch.equal(a, b) for a, b in zip(separate, interleaved, strict=True))

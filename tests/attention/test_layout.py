@@ -1,4 +1,4 @@
-"""Where queries stand: a span says it rightly, and every function computes chunks and packed documents as it must."""
+"""Sequence layouts: their counts, and all functions on chunks and packed documents."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIMITS = {"reference": 1e-12, "torch": 1e-10}
 CPU = torch.device("cpu")
 NSA = NSAConfig(l=6, d=3, l_sel=6, n_sel=4, w=7)
 LENGTHS = (0, 31, 1, 0, 6, 40, 5, 0)
-# The widest and the narrowest stand for all in the fast tests.
+# The fast tests use only the widest and the narrowest dtype.
 SLOW_DTYPES = [pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16)]
 dtypes = pytest.mark.parametrize("dtype", [torch.float64, *SLOW_DTYPES, torch.bfloat16], ids=str)
 
@@ -51,14 +51,14 @@ def make_nsa_chunk_case(start: int, length: int, nsa: NSAConfig = NSA) -> Case:
 
 
 def compute_all(x: Inputs, nsa: NSAConfig, backend: str, span: Span | None) -> dict[str, Tensor]:
-    """All results, row for row of q."""
-    how = {"backend": backend, "span": span}
-    out_cmp, lse_cmp = attention.compressed_attention(x.q, x.k_cmp, x.v_cmp, nsa, **how)
-    blocks = attention.select_blocks(x.q, x.k_cmp, lse_cmp.detach(), nsa, **how)
-    out_sel, lse_sel = attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, nsa, **how)
-    out_win, lse_win = attention.window_attention(x.q, x.k_win, x.v_win, nsa, **how)
+    """Return all results, one row per row of q."""
+    options = {"backend": backend, "span": span}
+    out_cmp, lse_cmp = attention.compressed_attention(x.q, x.k_cmp, x.v_cmp, nsa, **options)
+    blocks = attention.select_blocks(x.q, x.k_cmp, lse_cmp.detach(), nsa, **options)
+    out_sel, lse_sel = attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, nsa, **options)
+    out_win, lse_win = attention.window_attention(x.q, x.k_win, x.v_win, nsa, **options)
     results = {"out_cmp": out_cmp, "lse_cmp": lse_cmp, "blocks": blocks, "out_sel": out_sel, "lse_sel": lse_sel}
-    mixed = attention.nsa_attention(*x, nsa, **how)
+    mixed = attention.nsa_attention(*x, nsa, **options)
     return {**results, "out_win": out_win, "lse_win": lse_win, "mixed": mixed}
 
 
@@ -70,7 +70,7 @@ def compute_gradients(x: Inputs, nsa: NSAConfig, backend: str, span: Span | None
     return Inputs(*torch.autograd.grad((out.double() * weight).sum(), leaves))
 
 
-# What a span says.
+# Counts of layouts
 
 
 @pytest.mark.parametrize("kind", CASE_BUILDERS)
@@ -80,10 +80,10 @@ def test_layout_counts_equal_counting(kind: str, seed: int) -> None:
     span, nsa = case.span, case.nsa
     ends = [start + length for start, length in zip(case.starts, case.lengths, strict=True)]
     positions = [t for start, end in zip(case.starts, ends, strict=True) for t in range(start, end)]
-    owners = [i for i, length in enumerate(case.lengths) for _ in range(length)]
+    document_ids = [i for i, length in enumerate(case.lengths) for _ in range(length)]
     assert span.n_queries == len(positions) and span.n_keys == sum(ends) and span.longest_document == max(ends)
     assert span.positions().tolist() == positions and span.positions().dtype == torch.int64
-    assert span.query_document_ids().tolist() == owners
+    assert span.query_document_ids().tolist() == document_ids
     assert span.key_document_ids().tolist() == [i for i, end in enumerate(ends) for _ in range(end)]
     assert [rows.stop - rows.start for rows in span.compressed_rows(nsa)] == case.blocks
     assert span.compressed_bounds(nsa)[-1] == sum(case.blocks)
@@ -100,7 +100,7 @@ def test_layout_counts_equal_counting(kind: str, seed: int) -> None:
 
 
 def test_layouts_compare_by_value() -> None:
-    spans, again = (
+    spans, equal = (
         [
             Span.full(9),
             Span.chunk(2, 7),
@@ -109,11 +109,11 @@ def test_layouts_compare_by_value() -> None:
         ]
         for _ in range(2)
     )
-    assert spans == again and len(set(spans + again)) == 4
+    assert spans == equal and len(set(spans + equal)) == 4
     for span in spans:
         span.cu_seqlens(CPU)
-        for twin in (copy.deepcopy(span), pickle.loads(pickle.dumps(span))):
-            assert not twin._cache and twin == span and twin.documents == span.documents
+        for copied in (copy.deepcopy(span), pickle.loads(pickle.dumps(span))):
+            assert not copied._cache and copied == span and copied.documents == span.documents
         with pytest.raises(FrozenInstanceError):
             span.start = 3
     assert [repr(span) for span in spans[:2]] == ["Span.full(9)", "Span.chunk(2, 7)"]
@@ -121,9 +121,9 @@ def test_layouts_compare_by_value() -> None:
 
 
 def test_different_layouts_are_unequal() -> None:
-    """A longest document that was said counts too: launches are laid out for it."""
-    asked = [(None, None), (2, None), (3, None), (None, 7), (None, 8), (2, 7), (2, 8)]
-    spans = [Span.packed(make_bounds(3, 6), *said) for said in asked]
+    """`longest` counts too, because kernels are launched for it."""
+    options = [(None, None), (2, None), (3, None), (None, 7), (None, 8), (2, 7), (2, 8)]
+    spans = [Span.packed(make_bounds(3, 6), *option) for option in options]
     spans += [Span.packed(make_bounds(4, 5)), Span.packed(make_bounds(9)), Span.full(9), Span.chunk(0, 9), Span.chunk(1, 9)]
     for number, span in enumerate(spans):
         assert [span == other for other in spans] == [number == at for at in range(len(spans))]
@@ -137,19 +137,19 @@ def test_integer_types_are_converted_to_int() -> None:
 
 
 def test_launches_cover_the_longest_possible_document() -> None:
-    """As many tokens as were said, but never more than the row; unsaid, those of the row where there is a capacity."""
-    rooms = {(None, None): 6, (4, None): 9, (None, 8): 8, (4, 8): 8, (4, 6): 6, (4, 64): 9}
-    for (capacity, longest), room in rooms.items():
-        assert Span.packed(make_bounds(3, 6), capacity, longest).longest_allocated == room
+    """`longest`, but at most the row; without it, the row if there is a capacity."""
+    expected = {(None, None): 6, (4, None): 9, (None, 8): 8, (4, 8): 8, (4, 6): 6, (4, 64): 9}
+    for (capacity, longest), length in expected.items():
+        assert Span.packed(make_bounds(3, 6), capacity, longest).longest_allocated == length
 
 
 def test_the_bounds_are_copied_once_and_padded_to_the_capacity() -> None:
-    given = make_bounds(3, 0, 6)
-    span = Span.packed(given, capacity=5)
-    given[1] = 0
-    there = span.cu_seqlens(CPU)
-    assert there.tolist() == [0, 3, 3, 9, 9, 9] and there.dtype == torch.int32
-    assert span.cu_seqlens(CPU) is there
+    bounds = make_bounds(3, 0, 6)
+    span = Span.packed(bounds, capacity=5)
+    bounds[1] = 0
+    on_device = span.cu_seqlens(CPU)
+    assert on_device.tolist() == [0, 3, 3, 9, 9, 9] and on_device.dtype == torch.int32
+    assert span.cu_seqlens(CPU) is on_device
     assert Span.packed(make_bounds(3, 6)).cu_seqlens(CPU).tolist() == [0, 3, 9]
 
 
@@ -165,10 +165,10 @@ def test_with_a_capacity_shapes_depend_only_on_the_total(total: int) -> None:
 
 
 MALFORMED = {
-    "a chunk before the beginning": (lambda: Span.chunk(-1, 4), "start = -1: expected a whole number of at least 0"),
-    "a chunk of nothing": (lambda: Span.chunk(3, 0), "length = 0: expected a whole number of at least 1"),
+    "a chunk before the beginning": (lambda: Span.chunk(-1, 4), "start = -1: expected an integer of at least 0"),
+    "a chunk of nothing": (lambda: Span.chunk(3, 0), "length = 0: expected an integer of at least 1"),
     "no length": (lambda: Span.full(0), "length = 0"),
-    "half a token": (lambda: Span.full(2.5), "length = 2.5: expected a whole number"),
+    "half a token": (lambda: Span.full(2.5), "length = 2.5: expected an integer"),
     "a truth value": (lambda: Span.chunk(True, 4), "start = True"),
     "a list": (lambda: Span.packed([0, 4]), "got a list; use torch.tensor"),
     "another device": (lambda: Span.packed(make_bounds(4).to("meta")), "got one on meta; keep it on the CPU"),
@@ -183,10 +183,10 @@ MALFORMED = {
     ),
     "a document past the longest": (
         lambda: Span.packed(make_bounds(4, 9), longest=8),
-        "a document of 9 tokens, and longest = 8",
+        "a document has 9 tokens, more than longest = 8",
     ),
-    "no longest": (lambda: Span.packed(make_bounds(1), longest=0), "longest = 0: expected a whole number of at least 1"),
-    "no capacity": (lambda: Span.packed(make_bounds(1), capacity=0), "capacity = 0: expected a whole number of at least 1"),
+    "no longest": (lambda: Span.packed(make_bounds(1), longest=0), "longest = 0: expected an integer of at least 1"),
+    "no capacity": (lambda: Span.packed(make_bounds(1), capacity=0), "capacity = 0: expected an integer of at least 1"),
 }
 
 
@@ -198,7 +198,7 @@ def test_a_malformed_layout_raises_when_it_is_built(mistake: str) -> None:
     assert message in str(caught.value)
 
 
-# What is computed on it.
+# Functions on layouts
 
 
 @pytest.mark.parametrize("kind", CASE_BUILDERS)
@@ -229,20 +229,20 @@ def test_rows_of_a_chunk_equal_rows_of_the_full_call(variant: str, start: int, l
 @dtypes
 @pytest.mark.parametrize("capacity", [None, 11])
 def test_packed_documents_equal_separate_documents(variant: str, dtype: torch.dtype, capacity: int | None) -> None:
-    """Values and gradients; padded rows hold NaN, and get a gradient of zero."""
+    """Values and gradients; padding rows contain NaN and get zero gradients."""
     case = make_nsa_packed_case(*LENGTHS, capacity=capacity)
     x = case.inputs(dtype)
     used = sum(case.blocks)
     x.k_cmp[:, used:], x.v_cmp[:, used:] = torch.nan, torch.nan
-    alone: dict[str, list[Tensor]] = {}
+    separate: dict[str, list[Tensor]] = {}
     limit = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
     with use_variant(variant) as backend:
-        together = compute_all(x, NSA, backend, case.span)
+        packed = compute_all(x, NSA, backend, case.span)
         for _, part in case.documents(x):
             for name, y in compute_all(part, NSA, backend, None).items():
-                alone.setdefault(name, []).append(y)
-        for name, parts in alone.items():
-            torch.testing.assert_close(together[name], torch.cat(parts, 1), rtol=limit, atol=limit)
+                separate.setdefault(name, []).append(y)
+        for name, parts in separate.items():
+            torch.testing.assert_close(packed[name], torch.cat(parts, 1), rtol=limit, atol=limit)
         grads = compute_gradients(x, NSA, backend, case.span)
         assert all(y.isfinite().all() for y in grads)
         assert (grads.k_cmp[:, used:] == 0).all() and (grads.v_cmp[:, used:] == 0).all()
@@ -250,22 +250,25 @@ def test_packed_documents_equal_separate_documents(variant: str, dtype: torch.dt
 
 @every_variant
 def test_nonfinite_values_stay_in_their_document(variant: str) -> None:
-    """NaN in every tensor of one document: neither values nor gradients of the others move by one bit."""
+    """NaN in every tensor of one document changes no bit of the values and gradients of the others."""
     case = make_nsa_packed_case(*LENGTHS)
-    x, spoilt = case.inputs(), case.inputs()
+    x, changed_inputs = case.inputs(), case.inputs()
     documents = [d for d, length in enumerate(LENGTHS) if length]
     with use_variant(variant) as backend:
         before, grads = compute_all(x, NSA, backend, case.span), compute_gradients(x, NSA, backend, case.span)
         for number in documents:
             document, rows = case.span.documents[number], case.span.compressed_rows(NSA)[number]
-            spoilt = x.map(torch.clone)
-            for name, y in spoilt._asdict().items():
+            changed_inputs = x.map(torch.clone)
+            for name, y in changed_inputs._asdict().items():
                 y[:, rows if name.endswith("_cmp") else document.key_rows] = torch.nan
-            after, new = compute_all(spoilt, NSA, backend, case.span), compute_gradients(spoilt, NSA, backend, case.span)
-            mine = case.span.query_document_ids() == number
+            after, new = (
+                compute_all(changed_inputs, NSA, backend, case.span),
+                compute_gradients(changed_inputs, NSA, backend, case.span),
+            )
+            in_document = case.span.query_document_ids() == number
             for name, y in before.items():
-                assert torch.equal(y[:, ~mine], after[name][:, ~mine]), name
-            assert after["mixed"][:, mine].isnan().all()
+                assert torch.equal(y[:, ~in_document], after[name][:, ~in_document]), name
+            assert after["mixed"][:, in_document].isnan().all()
             for name, y in grads._asdict().items():
                 others = torch.ones(y.shape[1], dtype=torch.bool)
                 others[rows if name.endswith("_cmp") else document.key_rows] = False
@@ -275,9 +278,9 @@ def test_nonfinite_values_stay_in_their_document(variant: str) -> None:
 @every_variant
 @pytest.mark.parametrize("case", [make_nsa_chunk_case(31, 30), make_nsa_packed_case(20, 41)], ids=["chunk", "packed"])
 def test_nonfinite_values_change_no_bit_of_the_past(case: Case, variant: str) -> None:
-    """In any one of keys and values, at t: what stands before t keeps every bit, and what reads it does not hide it.
+    """A non-finite key or value at t changes no bit of outputs before t, and makes the output at t non-finite.
 
-    Of full spans, test_causality.py.
+    test_causality.py has the test for full sequences.
     """
     x = case.inputs()
     raw = x.k_sel, x.v_sel
@@ -290,11 +293,11 @@ def test_nonfinite_values_change_no_bit_of_the_past(case: Case, variant: str) ->
             for name in ("k_sel", "v_sel", "k_win", "v_win"):
                 changed = getattr(x, name).clone()
                 changed[:, t, 0] = poison
-                spoilt = x._replace(**{name: changed})
+                changed_inputs = x._replace(**{name: changed})
                 if name.endswith("_sel"):
                     cmp = name.replace("_sel", "_cmp")
-                    spoilt = spoilt._replace(**{cmp: compress(changed, NSA, span=case.span)})
-                after = compute_all(spoilt, NSA, backend, case.span)
+                    changed_inputs = changed_inputs._replace(**{cmp: compress(changed, NSA, span=case.span)})
+                after = compute_all(changed_inputs, NSA, backend, case.span)
                 for result, y in before.items():
                     assert torch.equal(y[:, : t - start], after[result][:, : t - start]), f"{result}, {name} at {t}"
                 assert not after["mixed"][:, t - start, 0].isfinite().any()
@@ -305,7 +308,7 @@ def test_nonfinite_values_change_no_bit_of_the_past(case: Case, variant: str) ->
 @pytest.mark.parametrize("capacity", [None, 9])
 @dtypes
 def test_compression_of_packed_documents(operator: Callable, phi: str, capacity: int | None, dtype: torch.dtype) -> None:
-    """Every document as if alone, its gradients and those of phi's weights included; padded rows are zero."""
+    """Documents equal separate ones, including gradients of x and of phi's weights; padding rows are zero."""
     nsa = NSA.model_copy(update={"phi": phi})
     case = make_nsa_packed_case(*LENGTHS, capacity=capacity)
     torch.manual_seed(0)
@@ -356,11 +359,11 @@ def test_uninitialized_memory_is_never_read(variant: str, monkeypatch: pytest.Mo
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         make = getattr(owner, name)
 
-        def poisoned(*args: object, make: Callable[..., Tensor] = make, **kwargs: object) -> Tensor:
+        def make_poisoned(*args: object, make: Callable[..., Tensor] = make, **kwargs: object) -> Tensor:
             x = make(*args, **kwargs)
             return x.fill_(float("nan")) if x.is_floating_point() else x.fill_(-7)
 
-        monkeypatch.setattr(owner, name, poisoned)
+        monkeypatch.setattr(owner, name, make_poisoned)
     for case, x in cases:
         with use_variant(variant) as backend:
             results = compute_all(x, NSA, backend, case.span)
@@ -378,29 +381,29 @@ def count_flops(call: Callable[[], object]) -> int:
     "variant", ["torch", "torch, gathering", pytest.param("torch, small chunks", marks=pytest.mark.slow)]
 )
 def test_packed_documents_cost_as_much_as_separate_ones(variant: str) -> None:
-    """Matrix products forward and backward; a long neighbour makes a short document no dearer."""
+    """Matrix products, forward and backward: a long neighbor does not make a short document more expensive."""
     nsa = NSAConfig(l=4, d=2, l_sel=2, n_sel=3, w=5)
     case = make_nsa_packed_case(7, 0, 45, 12, 1, 30, nsa=nsa)
     x = case.inputs()
     with use_variant(variant) as backend:
-        alone = sum(
+        separate = sum(
             count_flops(lambda part=part: compute_gradients(part, nsa, backend, None)) for _, part in case.documents(x)
         )
-        assert count_flops(lambda: compute_gradients(x, nsa, backend, case.span)) == alone
+        assert count_flops(lambda: compute_gradients(x, nsa, backend, case.span)) == separate
 
 
 def test_a_chunk_costs_as_much_as_its_keys() -> None:
-    """The last of 2000 queries: not twice the products of its keys in any branch, where a full call has thousands."""
+    """The last of 2000 queries costs at most twice the products with its keys; a full call costs thousands."""
     nsa = NSAConfig(l=4, d=2, l_sel=4, n_sel=4, w=16)
     case = make_nsa_chunk_case(1999, 1, nsa)
     x = case.inputs()
     cost = count_flops(lambda: attention.nsa_attention(*x, nsa, backend="torch", span=case.span))
     reads = geometry.decode_reads(2000, nsa)
-    compressed = reads["cmp"] * (2 * case.d_k + case.d_v)  # once for the branch, once for the choice
+    compressed = reads["cmp"] * (2 * case.d_k + case.d_v)  # once for the branch, once for selection
     assert cost <= 2 * 2 * case.B * case.G * case.h * (compressed + (reads["sel"] + reads["win"]) * (case.d_k + case.d_v))
 
 
-# The dense twin.
+# The dense baseline
 
 
 @pytest.mark.parametrize(
@@ -415,8 +418,8 @@ def test_dense_attention_supports_layouts(case: Case) -> None:
     for start, part in case.documents(x):
         k, v = (y.repeat_interleave(case.h, dim=2) for y in (part.k_win, part.v_win))
         scores = torch.einsum("bthd,bshd->bhts", part.q, k) * case.d_k**-0.5
-        seen = torch.arange(k.shape[1]) <= start + torch.arange(part.q.shape[1])[:, None]
-        parts.append(torch.einsum("bhts,bshd->bthd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
+        is_visible = torch.arange(k.shape[1]) <= start + torch.arange(part.q.shape[1])[:, None]
+        parts.append(torch.einsum("bhts,bshd->bthd", scores.masked_fill(~is_visible, -torch.inf).softmax(-1), v))
     expected = torch.cat(parts, 1)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     used = x.q, x.k_win, x.v_win
@@ -425,33 +428,33 @@ def test_dense_attention_supports_layouts(case: Case) -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-# Geometry is asked in one place.
+# Block arithmetic is in one module.
 
 PACKAGE = Path(attention.__file__).parents[1]
 TIME_NAMES = {"T", "S", "N", "n", "first", "last", "start", "stop", "length", "tokens"}
 
 
 def find_own_geometry(tree: ast.AST) -> list[str]:
-    """`T - 1`, `arange` over positions or blocks, and `t // l_sel`."""
-    found = []
+    """Return uses of `T - 1`, `arange` over positions or blocks, and `t // l_sel`."""
+    uses = []
     for node in ast.walk(tree):
         if isinstance(node, ast.BinOp):
             left, right = ast.unparse(node.left), ast.unparse(node.right)
             last = isinstance(node.op, ast.Sub) and right == "1" and (left in TIME_NAMES or left.endswith("shape[1]"))
             block = isinstance(node.op, ast.FloorDiv) and right.endswith("l_sel")
-            found += [ast.unparse(node)] * (last or block)
+            uses += [ast.unparse(node)] * (last or block)
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("arange"):
-            named = {n.id for arg in node.args for n in ast.walk(arg) if isinstance(n, ast.Name)}
-            counted = any(ast.unparse(arg).endswith("shape[1]") for arg in node.args)
-            found += [ast.unparse(node)] * (bool(named & TIME_NAMES) or counted)
-    return found
+            names = {n.id for arg in node.args for n in ast.walk(arg) if isinstance(n, ast.Name)}
+            is_length = any(ast.unparse(arg).endswith("shape[1]") for arg in node.args)
+            uses += [ast.unparse(node)] * (bool(names & TIME_NAMES) or is_length)
+    return uses
 
 
 def test_block_arithmetic_is_in_one_module() -> None:
     files = [*(PACKAGE / "attention").glob("*.py"), *(PACKAGE / "model").glob("*.py")]
     assert len(files) > 8
-    asked = {path.name: find_own_geometry(ast.parse(path.read_text(encoding="utf-8"))) for path in files}
-    assert not {name: found for name, found in asked.items() if found and name not in ("geometry.py", "span.py")}
+    uses = {path.name: find_own_geometry(ast.parse(path.read_text(encoding="utf-8"))) for path in files}
+    assert not {name: hits for name, hits in uses.items() if hits and name not in ("geometry.py", "layout.py")}
 
 
 @pytest.mark.parametrize("text", ["T - 1", "q.shape[1] - 1", "torch.arange(T)", "t // nsa.l_sel", "arange(first, last)"])
@@ -460,7 +463,7 @@ def test_block_arithmetic_elsewhere_is_detected(text: str) -> None:
 
 
 def test_inputs_are_checked_only_in_public_functions() -> None:
-    """Below it, nothing of the fast backend or the definition looks at shapes to refuse them."""
+    """Neither the torch backend nor the definition raises for shapes."""
     for name in ("reference", "torch_backend"):
         tree = ast.parse((PACKAGE / "attention" / f"{name}.py").read_text(encoding="utf-8"))
         assert not [node for node in ast.walk(tree) if isinstance(node, ast.Raise)], name
@@ -468,7 +471,7 @@ def test_inputs_are_checked_only_in_public_functions() -> None:
 
 
 def test_the_random_cases_cover_the_edges() -> None:
-    """Documents of length 0, of 1, shorter than l, and of many blocks; chunks from 0 and of one query."""
+    """Documents of length 0, 1, less than l, and many blocks; chunks from 0 and of one query."""
     lengths = {(length, case.nsa.l) for case in map(make_packed_case, range(10)) for length in case.lengths}
     assert {0, 1} <= {length for length, _ in lengths} and any(1 < length < l for length, l in lengths)
     assert max(length for length, _ in lengths) > 100

@@ -1,4 +1,4 @@
-"""The torch backend's memory is linear in T: no tensor of T*T or T*N elements; twice the tokens take twice the memory."""
+"""Memory of the torch backend is linear in T: it allocates no tensor with T*T or T*N elements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _use_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Allocations(TorchDispatchMode):
-    """Largest tensor, and most bytes alive at once, over the operations within; views count once."""
+    """Record the largest tensor and the peak of allocated bytes; views count once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Allocations(TorchDispatchMode):
 
 
 def measure_allocations(T: int, backend: str) -> Allocations:
-    """Forward and backward of all three branches."""
+    """Run forward and backward of all three branches."""
     inputs = Shape(NSA, T=T, d_k=4, d_v=4).inputs(torch.float32).map(lambda x: x.requires_grad_())
     gc.collect()
     with Allocations() as seen:
@@ -65,14 +65,14 @@ def test_memory_is_linear_in_tokens(path: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_reference_memory_is_quadratic_in_tokens() -> None:
-    """The measurement can fail: whole score matrices are seen as what they are."""
+    """The measurement detects full score matrices."""
     once, twice = measure_allocations(128, "reference"), measure_allocations(256, "reference")
     assert twice.largest >= 3.9 * once.largest
     assert twice.peak_bytes > 3 * once.peak_bytes
 
 
 def test_memory_is_freed_with_the_results() -> None:
-    """No buffer outlives its call."""
+    """All buffers are freed after a call."""
     with Allocations() as seen:
         for seed in range(3):
             inputs = Shape(NSA, T=64, seed=seed).inputs().map(lambda x: x.requires_grad_())

@@ -1,4 +1,4 @@
-"""Packed documents in other layouts, and what is computed there: compression, and the loss that teaches the choice."""
+"""Packed documents in other layouts: compression and the selection loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nsa_lab.config import NSAConfig
 
 CPU = torch.device("cpu")
 GEOMETRIES = {"l = d": (3, 3), "l = 2 d": (6, 3), "l = 4 d": (8, 2), "d = 1": (4, 1), "l = 1": (1, 1)}
-# Among them empty ones, shorter than any block, and one whose last tokens are in no block.
+# Including empty documents, ones shorter than a block, and one whose last tokens are in no block.
 LENGTHS = {
     "many": (0, 1, 23, 0, 5, 2, 40, 0, 1, 8),
     "short": (1, 0, 2, 1),
@@ -77,20 +77,20 @@ def test_gathered_rows_and_their_gradients() -> None:
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("more", [None, 0, 3])
 def test_packed_compression_equals_separate_compression(geometry: str, lengths: str, phi: str, more: int | None) -> None:
-    """Values, and gradients of x and of phi's weights; padding is 0 and moves no gradient."""
+    """Values, and gradients of x and of phi's weights; padding is 0 and has no gradient."""
     nsa, of = make_nsa(geometry, phi), LENGTHS[lengths]
     span, module, x = make_span(of, None if more is None else len(of) + more), make_random_phi(nsa), draw_normal(sum(of), 1)
     x.requires_grad_()
-    found = compress(x, nsa, module, span=span)
-    alone = torch.cat([reference.compress(part, nsa, module) for part in x.split(of, 1) if part.shape[1]], 1)
-    used = alone.shape[1]
-    assert found.shape[1] == span.num_compressed(nsa) and not found[:, used:].any()
-    torch.testing.assert_close(found[:, :used], alone, rtol=1e-12, atol=1e-12)
+    actual = compress(x, nsa, module, span=span)
+    separate = torch.cat([reference.compress(part, nsa, module) for part in x.split(of, 1) if part.shape[1]], 1)
+    used = separate.shape[1]
+    assert actual.shape[1] == span.num_compressed(nsa) and not actual[:, used:].any()
+    torch.testing.assert_close(actual[:, :used], separate, rtol=1e-12, atol=1e-12)
     leaves = [x, *([] if module is None else module.parameters())]
-    weight = draw_normal(found.shape[1], 2)
-    wanted = torch.autograd.grad((alone * weight[:, :used]).sum() + 0 * sum(y.sum() for y in leaves), leaves)
-    gradients = torch.autograd.grad((found * weight).sum(), leaves)
-    for a, b in zip(gradients, wanted, strict=True):
+    weight = draw_normal(actual.shape[1], 2)
+    expected = torch.autograd.grad((separate * weight[:, :used]).sum() + 0 * sum(y.sum() for y in leaves), leaves)
+    gradients = torch.autograd.grad((actual * weight).sum(), leaves)
+    for a, b in zip(gradients, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
@@ -99,16 +99,16 @@ def test_packed_compression_equals_separate_compression(geometry: str, lengths: 
 def test_packed_means_are_bitwise_equal_to_separate_means(geometry: str, dtype: torch.dtype) -> None:
     nsa, of = make_nsa(geometry), LENGTHS["many"]
     x = draw_normal(sum(of), 3).to(dtype)
-    alone = torch.cat([compress(part, nsa) for part in x.split(of, 1) if part.shape[1]], 1)
+    separate = torch.cat([compress(part, nsa) for part in x.split(of, 1) if part.shape[1]], 1)
     for capacity in (None, 12):
-        assert torch.equal(compress(x, nsa, span=make_span(of, capacity))[:, : alone.shape[1]], alone)
+        assert torch.equal(compress(x, nsa, span=make_span(of, capacity))[:, : separate.shape[1]], separate)
 
 
 @every_geometry
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_nonfinite_values_are_compressed_within_their_document(geometry: str, phi: str, poison: float) -> None:
-    """At any token, those in no block among them: nothing else changes by one bit, and what reads it does not hide it."""
+    """At any token, also in no block: no bit of other blocks changes, and the blocks of the token are non-finite."""
     nsa, of = make_nsa(geometry, phi), LENGTHS["many"]
     span, module, clean = make_span(of, 12), make_random_phi(nsa), draw_normal(sum(of), 4)
     owner = span.query_document_ids()
@@ -136,36 +136,36 @@ def test_nonfinite_values_are_compressed_within_their_document(geometry: str, ph
 @every_row
 @pytest.mark.parametrize("queries", [7, None])
 def test_packed_selection_loss_equals_the_mean_over_documents(geometry: str, lengths: str, queries: int | None) -> None:
-    """Its value and gradients are the sums over the documents' own, with a capacity too."""
+    """Its value and gradients are the sums over the documents, also with a capacity."""
     nsa, of = make_nsa(geometry), LENGTHS[lengths]
     total = sum(of)
     q, raw = ((2 * draw_normal(total, seed, heads)).requires_grad_() for seed, heads in ((5, 4), (6, 2)))
     k_sel, rows = 2 * draw_normal(total, 7), sample_rows(total, queries).tolist()
-    wanted = 0 * (q.sum() + raw.sum())
+    expected = 0 * (q.sum() + raw.sum())
     for document in make_span(of).documents:
         own = [
             row - document.query_rows.start for row in rows if document.query_rows.start <= row < document.query_rows.stop
         ]
         k_cmp = compress(raw[:, document.key_rows], nsa) if document.end else None
-        for row in own:  # a query alone is asked as a chunk of its document's beginning
+        for row in own:  # a single query is scored as a chunk of its document
             end = row + 1
             here = slice(document.query_rows.start + row, document.query_rows.start + end)
             keys = slice(document.key_rows.start, document.key_rows.start + end)
             assert k_cmp is not None
             span = Span.chunk(row, 1)
             blocks = k_cmp[:, : span.num_compressed(nsa)]
-            wanted = wanted + selection_loss(q[:, here], blocks, k_sel[:, keys], nsa, span=span)
-    wanted = wanted / len(rows)
+            expected = expected + selection_loss(q[:, here], blocks, k_sel[:, keys], nsa, span=span)
+    expected = expected / len(rows)
     for capacity in (None, len(of) + 3):
         span = make_span(of, capacity)
-        found = selection_loss(q, compress(raw, nsa, span=span), k_sel, nsa, n_queries=queries, span=span)
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-        for a, b in zip(*(torch.autograd.grad(y, [q, raw], retain_graph=True) for y in (found, wanted)), strict=True):
+        actual = selection_loss(q, compress(raw, nsa, span=span), k_sel, nsa, n_queries=queries, span=span)
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+        for a, b in zip(*(torch.autograd.grad(y, [q, raw], retain_graph=True) for y in (actual, expected)), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
 def test_selection_loss_keeps_nonfinite_values_in_their_document() -> None:
-    """In keys and queries of one document: the gradients of the others keep every bit, and the loss is not finite."""
+    """In keys and queries of one document: gradients of the others are bitwise equal, and the loss is not finite."""
     nsa, of = make_nsa("l = 2 d"), (30, 41, 30)
     span = make_span(of, 5)
     clean = [
@@ -193,25 +193,25 @@ def test_selection_loss_keeps_nonfinite_values_in_their_document() -> None:
 
 
 def test_cached_values_are_built_once_and_support_backward() -> None:
-    """Made in inference mode, too."""
+    """Also if they are built in inference mode."""
     nsa, span, x = make_nsa("l = 2 d"), make_span((20, 11), 4), draw_normal(31, 8)
     with torch.inference_mode():
         compress(x, nsa, span=span)
         begins = span.is_document_start(CPU)
-    kept = dict(span._cache)
+    before = dict(span._cache)
     compress(x.requires_grad_(), nsa, span=span).sum().backward()
     assert span.is_document_start(CPU) is begins and begins.nonzero().flatten().tolist() == [0, 20]
-    assert all(span._cache[key] is value for key, value in kept.items()) and len(span._cache) == len(kept)
+    assert all(span._cache[key] is value for key, value in before.items()) and len(span._cache) == len(before)
 
 
 @every_row
 @pytest.mark.parametrize("capacity", [None, 11])
 def test_cached_values_are_separate_per_configuration(lengths: str, capacity: int | None) -> None:
-    """An indexer's blocks may be a stride of the heads' apart and shorter than theirs, over the same documents."""
+    """An indexer can have the stride of the compressed branch and shorter blocks, over the same documents."""
     span = make_span(LENGTHS[lengths], capacity)
     for l, d, l_sel, queries in ((6, 3, 6, 7), (3, 3, 6, 7), (6, 6, 6, 7), (6, 3, 12, 7), (6, 3, 6, None), (6, 3, 6, 7)):
         nsa, new = NSAConfig(l=l, d=d, l_sel=l_sel, n_sel=4, w=7), make_span(LENGTHS[lengths], capacity)
-        found, expected = (
+        actual, expected = (
             list(
                 _iterate_tensors(
                     (*get_packed_indices(of, nsa, CPU), of.row_bounds(nsa, CPU), get_sampled_queries(of, nsa, CPU, queries))
@@ -220,4 +220,4 @@ def test_cached_values_are_separate_per_configuration(lengths: str, capacity: in
             for of in (span, new)
         )
         assert span.compressed_bounds(nsa) == new.compressed_bounds(nsa)
-        assert len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert len(actual) == len(expected) and all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))

@@ -1,4 +1,4 @@
-"""Padded batches, packed by their mask and put back: every row is computed as if it were alone."""
+"""Padded batches, packed by their mask and unpacked, equal separate rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NSA = NSAConfig(l=4, d=2, l_sel=4, n_sel=3, w=5)
 
 
 def make_mask(side: str) -> Tensor:
-    """[4, 23], padding on one side or anywhere."""
+    """Return a mask [4, 23] with padding on one side or anywhere."""
     mask = torch.zeros(4, 23, dtype=torch.bool)
     for row, length in zip(mask, LENGTHS, strict=True):
         row[:length] = True
@@ -30,22 +30,22 @@ def make_mask(side: str) -> Tensor:
 
 @pytest.mark.parametrize("side", ["right", "left", "anywhere"])
 def test_a_padded_batch_equals_its_rows(side: str) -> None:
-    """Outputs and the gradient of the input; padding has none and changes nothing, whatever it holds."""
+    """Outputs and gradients of the input; padding has no effect and no gradient."""
     torch.manual_seed(0)
     layer = NSAttention(24, 4, 2, nsa=NSA).double()
     mask, x = make_mask(side), torch.randn(4, 23, 24, dtype=torch.float64)
-    together, alone = x.clone(), x.clone().requires_grad_()
-    together[~mask] = float("nan")
-    together.requires_grad_()
-    packed, span = pack_padded(together, mask)
+    padded, separate = x.clone(), x.clone().requires_grad_()
+    padded[~mask] = float("nan")
+    padded.requires_grad_()
+    packed, span = pack_padded(padded, mask)
     assert packed.shape == (1, sum(LENGTHS), 24) and span.bounds == (0, 9, 9, 32, 33)
     out = unpack_padded(layer(packed, span), mask)
     expected = torch.zeros_like(out)
     for number in (0, 2, 3):
-        expected[number, mask[number]] = layer(alone[number : number + 1, mask[number]])[0]
+        expected[number, mask[number]] = layer(separate[number : number + 1, mask[number]])[0]
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
     assert (out[~mask] == 0).all()
-    grads = [torch.autograd.grad(y.square().sum(), at)[0] for y, at in ((out, together), (expected, alone))]
+    grads = [torch.autograd.grad(y.square().sum(), at)[0] for y, at in ((out, padded), (expected, separate))]
     torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
     assert (grads[0][~mask] == 0).all()
 
@@ -79,7 +79,7 @@ X, MASK = torch.zeros(4, 23, 2), make_mask("right")
         (lambda: pack_padded(X, MASK[..., None]), r"got torch.bool \(4, 23, 1\)"),
         (lambda: pack_padded(X, torch.zeros_like(MASK)), r"marks no token; drop a batch that is all padding"),
         (lambda: unpack_padded(X[:1], MASK), r"x \(1, 23, 2\) and a mask \(4, 23\) of 33 tokens: expected x \[1, tokens"),
-        (lambda: unpack_padded(torch.zeros(2, 33), MASK), r"give the mask that packed it"),
+        (lambda: unpack_padded(torch.zeros(2, 33), MASK), r"use the mask that packed it"),
     ],
 )
 def test_inconsistent_inputs_raise(call: Callable[[], object], words: str) -> None:

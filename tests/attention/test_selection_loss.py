@@ -1,4 +1,4 @@
-"""The selection loss against the same sum written a query, a head and a block at a time, in float64."""
+"""The selection loss equals the same sum, computed query by query, head by head and block by block in float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_nsa(g: Geometry) -> NSAConfig:
 def compute_expected_loss(
     q: NDArray, k_cmp: NDArray, k_sel: NDArray, geometry: Geometry, rows: list[int], first: int = 0
 ) -> float:
-    """Sum over batch, groups and rows of q, which stands at positions first, first + 1, ..."""
+    """Return the sum over batch, groups and `rows` of q, which is at positions first, first + 1, ..."""
     B, T, H, D = q.shape
     G = k_sel.shape[2]
     blocks = selection_blocks(first + T, geometry)
@@ -44,8 +44,8 @@ def compute_expected_loss(
                     p = softmax(k_sel[b, : t + 1, g] @ q[b, row, n] / np.sqrt(D))
                     for j in free:
                         mass[j] += sum(p[s] for s in blocks[j] if s <= t) / (H // G)
-                said = scores[b, row, g] / (H // G) + MIN_IMPORTANCE
-                total -= sum(mass[j] * np.log(said[j] / said[free].sum()) for j in free)
+                shares = scores[b, row, g] / (H // G) + MIN_IMPORTANCE
+                total -= sum(mass[j] * np.log(shares[j] / shares[free].sum()) for j in free)
     return total
 
 
@@ -66,9 +66,9 @@ def test_equals_the_explicit_sum(T: int, geometry: Geometry) -> None:
     q, k_cmp, k_sel = draw_tensors(T, nsa)
     for queries in (None, 7):
         rows = sample_rows(T, queries).tolist()
-        wanted = compute_expected_loss(q.numpy(), k_cmp.numpy(), k_sel.numpy(), geometry, rows) / (2 * 2 * len(rows))
+        expected = compute_expected_loss(q.numpy(), k_cmp.numpy(), k_sel.numpy(), geometry, rows) / (2 * 2 * len(rows))
         torch.testing.assert_close(
-            selection_loss(q, k_cmp, k_sel, nsa, n_queries=queries).item(), wanted, rtol=1e-11, atol=1e-11
+            selection_loss(q, k_cmp, k_sel, nsa, n_queries=queries).item(), expected, rtol=1e-11, atol=1e-11
         )
 
 
@@ -76,7 +76,7 @@ def make_packed_span(lengths: list[int], capacity: int | None = None, longest: i
     return Span.packed(torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32), capacity, longest)
 
 
-# In the last three each query is held against its own document alone.
+# In the last three, each query is scored against its own document only.
 PACKED = [
     make_packed_span([17, 0, 2, 26]),
     make_packed_span([17, 0, 2, 26], capacity=5, longest=30),
@@ -86,7 +86,7 @@ PACKED = [
 ]
 
 
-# The last has compressed blocks that reach past two selection blocks.
+# The last has compressed blocks that overlap three selection blocks.
 @pytest.mark.parametrize("geometry", [*GEOMETRIES, Geometry(12, 4, 4, 3, 5)])
 @pytest.mark.parametrize("span", PACKED, ids=str)
 def test_documents_are_scored_separately(span: Span, geometry: Geometry) -> None:
@@ -100,8 +100,8 @@ def test_documents_are_scored_separately(span: Span, geometry: Geometry) -> None
             total += compute_expected_loss(
                 q_own.numpy(), k_cmp[:, compressed].numpy(), k_own.numpy(), geometry, list(range(q_own.shape[1]))
             )
-    found = selection_loss(q, k_cmp, k_sel, nsa, n_queries=None, span=span)
-    torch.testing.assert_close(found.item(), total / (2 * span.n_queries), rtol=1e-11, atol=1e-11)
+    loss = selection_loss(q, k_cmp, k_sel, nsa, n_queries=None, span=span)
+    torch.testing.assert_close(loss.item(), total / (2 * span.n_queries), rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
@@ -110,53 +110,53 @@ def test_separate_documents_have_the_same_loss_and_gradients(
     geometry: Geometry, queries: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nsa, span = make_nsa(geometry), PACKED[3]
-    drawn = draw_tensors(0, nsa, span, B=1)
-    found = []
-    for apart in (4, 10**6):
-        monkeypatch.setattr(sys.modules[compute_sampled_loss.__module__], "APART", apart)
-        q, k_cmp, k_sel = (x.clone().requires_grad_() for x in drawn)
+    tensors = draw_tensors(0, nsa, span, B=1)
+    results = []
+    for ratio in (4, 10**6):
+        monkeypatch.setattr(sys.modules[compute_sampled_loss.__module__], "SEPARATE_DOCUMENTS_RATIO", ratio)
+        q, k_cmp, k_sel = (x.clone().requires_grad_() for x in tensors)
         rows = get_sampled_queries(
             make_packed_span([17, 0, 2, 1, 25, 9, 20, 13, 27], capacity=11, longest=28), nsa, q.device, queries
         )
-        assert (rows.document_rows is None) is (apart > 4)
+        assert (rows.document_rows is None) is (ratio > 4)
         loss = compute_sampled_loss(q, k_cmp, q.detach().flip(1), k_sel, nsa, rows)
-        found.append((loss.detach(), *torch.autograd.grad(loss, (q, k_cmp))))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
-    assert queries or all(x.abs().max() > 0 for x in found[0])
+        results.append((loss.detach(), *torch.autograd.grad(loss, (q, k_cmp))))
+    for first, second in zip(*results, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-11, atol=1e-13)
+    assert queries or all(x.abs().max() > 0 for x in results[0])
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES[:2])
 def test_chunks_are_scored_like_full_sequences(geometry: Geometry) -> None:
     nsa, span = make_nsa(geometry), Span.chunk(21, 8)
     q, k_cmp, k_sel = draw_tensors(1, nsa, span)
-    wanted = compute_expected_loss(q.numpy(), k_cmp.numpy(), k_sel.numpy(), geometry, list(range(8)), first=21) / (
+    expected = compute_expected_loss(q.numpy(), k_cmp.numpy(), k_sel.numpy(), geometry, list(range(8)), first=21) / (
         2 * 2 * 8
     )
-    found = selection_loss(q, k_cmp, k_sel, nsa, n_queries=None, span=span)
-    torch.testing.assert_close(found.item(), wanted, rtol=1e-11, atol=1e-11)
+    loss = selection_loss(q, k_cmp, k_sel, nsa, n_queries=None, span=span)
+    torch.testing.assert_close(loss.item(), expected, rtol=1e-11, atol=1e-11)
 
 
 def test_gradients_reach_queries_and_compressed_keys_but_not_the_target() -> None:
     nsa = make_nsa(GEOMETRIES[0])
     q, k_cmp, k_sel = (x.requires_grad_() for x in draw_tensors(23, nsa, B=1))
 
-    def of_keys(k: torch.Tensor) -> torch.Tensor:
+    def loss_of_keys(k: torch.Tensor) -> torch.Tensor:
         return selection_loss(q.detach(), k, k_sel, nsa, n_queries=9)
 
-    assert torch.autograd.gradcheck(of_keys, (k_cmp,))
+    assert torch.autograd.gradcheck(loss_of_keys, (k_cmp,))
     selection_loss(q, k_cmp, k_sel, nsa).backward()
     assert k_sel.grad is None
     assert q.grad is not None and q.grad.abs().sum() > 0
-    # Of the query, the gradient is that of the importances with the target held fixed.
-    moved = q.detach().clone().requires_grad_()
-    held = selection_loss(moved, k_cmp.detach(), k_sel.detach(), nsa)
-    (by_hand,) = torch.autograd.grad(held, moved)
-    torch.testing.assert_close(q.grad, by_hand)
+    # The gradient of the query is the gradient of the importances with a fixed target.
+    detached = q.detach().clone().requires_grad_()
+    fixed_target_loss = selection_loss(detached, k_cmp.detach(), k_sel.detach(), nsa)
+    (expected,) = torch.autograd.grad(fixed_target_loss, detached)
+    torch.testing.assert_close(q.grad, expected)
 
 
 def test_minimum_is_the_entropy_of_the_target() -> None:
-    """Blocks of one token: compressed keys that are the selected branch's keys make importance and mass the same."""
+    """Blocks of one token: if compressed and selected keys are equal, importance and target are equal."""
     nsa = NSAConfig(l=1, d=1, l_sel=1, n_sel=3, w=2)
     q, _, k_sel = draw_tensors(19, nsa, H=2)
     same = selection_loss(q, k_sel, k_sel, nsa, n_queries=None)
@@ -169,9 +169,9 @@ def test_half_precision_is_scored_in_float32_under_autocast_too() -> None:
     q, k_cmp, k_sel = (x.bfloat16() for x in draw_tensors(37, nsa))
     exact = selection_loss(q.double(), k_cmp.double(), k_sel.double(), nsa)
     with torch.autocast("cpu", torch.bfloat16):
-        found = selection_loss(q, k_cmp, k_sel, nsa)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
+        loss = selection_loss(q, k_cmp, k_sel, nsa)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=1e-6)
 
 
 def test_future_and_forced_blocks_do_not_count() -> None:
@@ -209,16 +209,16 @@ def test_64_queries_are_sampled_by_default(span: Span | None) -> None:
 
 
 def test_sampling_fits_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As compiled kernels count them: a product past 2**31 does not compile there, or wraps around."""
+    """Compiled kernels use 32-bit integers: a product above 2**31 does not compile there, or wraps around."""
     lengths = [*range(513, 3000, 97), 32768, 65536, 100_001, 2**20]
     wide = [sample_rows(length, count) for length in lengths for count in (64, 512)]
-    monkeypatch.setattr(geometry, "get_text_positions", lambda *among: torch.arange(*among[:2], dtype=torch.int32))
+    monkeypatch.setattr(geometry, "positions", lambda *args: torch.arange(*args[:2], dtype=torch.int32))
     narrow = [sample_rows(length, count) for length in lengths for count in (64, 512)]
     assert all(rows.dtype == torch.int32 and torch.equal(rows, same) for rows, same in zip(narrow, wide, strict=True))
 
 
 class RecordDeviceOps(TorchDispatchMode):
-    """The kinds of device that tensors of any operation lie on."""
+    """Record the device types of the tensors of all operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,8 +233,8 @@ class RecordDeviceOps(TorchDispatchMode):
 
 @pytest.mark.parametrize("span", [Span.full(37), Span.chunk(21, 8)], ids=str)
 def test_one_document_needs_no_copy_from_the_host(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA graph would replay a copy from memory that is no longer there. A tensor of the CPU betrays one."""
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # there is none on this device
+    """A CUDA graph would replay a copy from freed memory. Any CPU tensor indicates such a copy."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # the meta device has none
     nsa = make_nsa(GEOMETRIES[0])
     q, k_cmp, k_sel = (x.to("meta").requires_grad_() for x in draw_tensors(37, nsa, span))
     with RecordDeviceOps() as devices:
@@ -249,7 +249,7 @@ def test_inconsistent_inputs_raise() -> None:
         selection_loss(q, k_cmp[:, 1:], k_sel, nsa)
     with pytest.raises(ValueError, match="k_sel: expected shape"):
         selection_loss(q, k_cmp, k_sel[:, 1:], nsa)
-    with pytest.raises(ValueError, match="queries = 0"):
+    with pytest.raises(ValueError, match="n_queries = 0"):
         selection_loss(q, k_cmp, k_sel, nsa, n_queries=0)
 
 

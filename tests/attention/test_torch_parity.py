@@ -1,4 +1,4 @@
-"""The torch backend against the definition: values and gradients, every length class, every dtype."""
+"""The torch backend equals the definition: values and gradients, all length classes and dtypes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ dtypes = pytest.mark.parametrize("dtype", LIMITS, ids=str)
 
 
 def compute_branches(inputs: Inputs, nsa: NSAConfig, backend: str) -> dict[str, Tensor]:
-    """Everything that the public functions give, on the same choice of blocks; LSE 0 where it is -inf."""
+    """Return the results of the public functions for the same blocks, with LSE 0 instead of -inf."""
     out_cmp, lse_cmp = attention.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, nsa, backend=backend)
     blocks = attention.select_blocks(inputs.q, inputs.k_cmp, lse_cmp.detach(), nsa, backend=backend)
     out_sel, lse_sel = attention.selected_attention(inputs.q, inputs.k_sel, inputs.v_sel, blocks, nsa, backend=backend)
@@ -46,7 +46,7 @@ def compute_branches(inputs: Inputs, nsa: NSAConfig, backend: str) -> dict[str, 
 
 
 def compute_gradients(inputs: Inputs, nsa: NSAConfig, backend: str) -> dict[str, Tensor]:
-    """Of a random combination of every output and every LSE, with respect to every input."""
+    """Return the gradients of a random combination of all outputs and LSEs with respect to all inputs."""
     leaves = inputs.map(lambda x: x.detach().requires_grad_())
     generator = torch.Generator().manual_seed(1)
     loss = torch.zeros((), dtype=torch.float64)
@@ -85,7 +85,7 @@ def test_values_at_the_default_geometry(length: int, G: int, h: int, dtype: torc
 @dtypes
 @pytest.mark.parametrize("length", [1025, 2048])
 def test_values_of_long_sequences(length: int, dtype: torch.dtype) -> None:
-    """Few heads: the reference forms whole score matrices for each."""
+    """Few heads, because the reference builds the full score matrix of each."""
     assert_parity(compute_branches, Shape(NSAConfig(), length, 1, 2, 2, 4, 4), dtype, LIMITS[dtype], "torch")
 
 
@@ -106,7 +106,7 @@ def test_values_and_gradients_in_the_corners(shape: Shape, dtype: torch.dtype, v
 
 
 def test_gathering_hundreds_of_blocks() -> None:
-    """Token and block numbers past what small integers hold."""
+    """Token and block indices that exceed small integer types."""
     shape = Shape(NSAConfig(l=2, d=1, l_sel=1, n_sel=3, w=2), T=400, G=1, h=1, d_k=2, d_v=2)
     assert_parity(compute_gradients, shape, torch.float64, LIMITS[torch.float64], "torch")
 
@@ -122,7 +122,7 @@ def test_gradients_for_any_shape(variant: str, shape: Shape) -> None:
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 @dtypes
 def test_every_variant_from_raw_keys_to_output(phi: str, gate: str, dtype: torch.dtype) -> None:
-    """phi, branches and gate in one graph, as the model runs them; gradients of phi's own weights included."""
+    """phi, branches and gate in one graph, as in the model, including gradients of phi's weights."""
     shape = Shape(Shape().nsa.model_copy(update={"phi": phi, "gate": gate}), T=45, d_v=6)
     torch.manual_seed(0)
     phi_k, phi_v = (make_phi(shape.nsa, 6) for _ in range(2))
@@ -167,7 +167,7 @@ def test_compression_in_half_precision(phi: str, dtype: torch.dtype, length: int
 def test_a_mean_in_half_precision_is_rounded_once(
     operator: Callable[..., Tensor], phi: str, dtype: torch.dtype, unit: float
 ) -> None:
-    """Tokens that nearly cancel leave a small mean, which sums or weights in half precision would drown."""
+    """Tokens that nearly cancel have a small mean, which half-precision sums or weights would lose."""
     nsa = NSAConfig(l=9, d=3, l_sel=9, n_sel=3, w=4, phi=phi)
     draw = torch.Generator().manual_seed(0)
     x = (torch.randn(1, 59, 2, 6, generator=draw) * 100).to(dtype)
@@ -180,10 +180,10 @@ def test_a_mean_in_half_precision_is_rounded_once(
 @every_torch_variant
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_errs_no_more_than_rounding_the_result(variant: str, dtype: torch.dtype) -> None:
-    """Scores and sums are float32 inside: forward at most 2x, backward 3x the error of plain attention in `dtype`."""
+    """Scores and sums are float32: the error is at most 2x (forward) or 3x (backward) of naive attention in `dtype`."""
     shape = Shape(NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=24), T=150, h=3, d_k=16, d_v=16)
     low = shape.inputs(dtype)
-    # A choice of blocks is no rounding error: all sides take the exact one.
+    # Other blocks would not be a rounding error, so all use the exact selection.
     exact = low.map(lambda x: x.double())
     _, lse = attention.compressed_attention(exact.q, exact.k_cmp, exact.v_cmp, shape.nsa, backend="reference")
     blocks = attention.select_blocks(exact.q, exact.k_cmp, lse, shape.nsa, backend="reference")
@@ -208,7 +208,7 @@ def test_half_precision_errs_no_more_than_rounding_the_result(variant: str, dtyp
 
 @pytest.mark.parametrize("part", ["compressed", "selected", "window"])
 def test_gradients_of_half_precision_do_not_depend_on_the_chunks(part: str) -> None:
-    """Those of keys and values are summed over all chunks in float32, and rounded at the end."""
+    """Gradients of keys and values are summed over chunks in float32 and rounded at the end."""
     shape = Shape(NSAConfig(l=3, d=1, l_sel=5, n_sel=4, w=90), T=97, d_v=6)
     results = []
     for variant in ("torch", "torch, one query a chunk"):
@@ -226,7 +226,7 @@ def test_gradients_of_half_precision_do_not_depend_on_the_chunks(part: str) -> N
 
 @pytest.mark.parametrize("variant", ["reference", "torch", "torch, gathering"])
 def test_a_query_without_blocks_has_no_output_and_no_gradient(variant: str) -> None:
-    """Every second query here, and blocks that have not begun are none either."""
+    """Every second query has no block; future blocks count as none."""
     shape = Shape(T=23)
     x = shape.inputs()
     q, k, v = (y.detach().requires_grad_() for y in (x.q, x.k_sel, x.v_sel))
@@ -243,7 +243,7 @@ def test_a_query_without_blocks_has_no_output_and_no_gradient(variant: str) -> N
 @pytest.mark.parametrize("variant", ["reference", "torch", "torch, gathering"])
 @pytest.mark.parametrize("part", ["selected", "window"])
 def test_a_nonfinite_key_reaches_only_gradients_of_its_queries(part: str, variant: str) -> None:
-    """Of the queries before it, by their own outputs."""
+    """Gradients of earlier queries stay finite."""
     shape = Shape(T=23)
     x = shape.inputs()
     q, k, v = (y.detach().clone() for y in (x.q, x.k_sel, x.v_sel))
@@ -261,7 +261,7 @@ def test_a_nonfinite_key_reaches_only_gradients_of_its_queries(part: str, varian
 
 @pytest.mark.parametrize("w", [3, 70])
 def test_window_chunks_are_bounded_by_the_window(w: int) -> None:
-    """A longer chunk meets keys that none of its queries reads; one of 64 queries is short enough to be worth it."""
+    """Longer chunks compute scores of keys that no query attends to; chunks of at least 64 queries are worth it."""
     T, chunk = 515, max(w, 64)
     x = Shape(NSAConfig(w=w), T=T, G=1, h=2, d_k=4, d_v=4).inputs()
     with FlopCounterMode(display=False) as counter:
@@ -275,7 +275,7 @@ def mark_selected_tokens(blocks: Tensor, shape: Shape) -> Tensor:
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """Unfused, in the dtype of its inputs throughout."""
+    """Compute unfused attention in the dtype of the inputs."""
     scores = torch.einsum("btghd,bsgd->btghs", q.unflatten(2, (k.shape[2], -1)), k) * q.shape[-1] ** -0.5
     p = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
     return torch.einsum("btghs,bsgd->btghd", p, v).flatten(2, 3)

@@ -1,4 +1,4 @@
-"""Small models, text and noise for model tests."""
+"""Small models and random tokens for model tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def format_variant(variant: dict[str, Any]) -> str:
 
 
 def make_config(*, phi: str = "avg", gate: str = "sigmoid", nsa: dict[str, int] | None = None, **model: Any) -> ModelConfig:
-    """Two layers of width 24, 4 heads in 2 groups; keys 6 wide, values 5."""
+    """Return a configuration of two layers of width 24, with 4 heads in 2 groups, d_k = 6 and d_v = 5."""
     sizes = {"dim": 24, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 6, "d_v": 5, "vocab_size": 64}
     return ModelConfig(**{**sizes, **model}, nsa=NSAConfig(**{**TINY_NSA, **(nsa or {})}, phi=phi, gate=gate))
 
@@ -36,5 +36,5 @@ def make_tokens(config: ModelConfig, length: int, batch: int = 2, seed: int = 0)
 
 
 def compute_loss(model: NSATransformer, tokens: Tensor) -> Tensor:
-    """Mean cross entropy of predicting tokens [B, T + 1] one ahead."""
+    """Return the mean next-token cross-entropy of tokens [B, T + 1]."""
     return cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())

@@ -1,4 +1,4 @@
-"""A compiled model computes what the eager one does, gradients included."""
+"""A compiled model equals the eager model, including gradients."""
 
 import functools
 import shutil
@@ -49,7 +49,7 @@ SHORT = Span.packed(torch.tensor([0, 9, 9, 20, 30, 40, 47], dtype=torch.int32), 
 
 
 def compile_and_run(model: NSATransformer, span: Span | None) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """How many graphs a layer is traced into, and what the traced model computes, and the eager one."""
+    """Return the number of traced graphs, and the outputs of the compiled and the eager model."""
     tokens = torch.randint(0, 256, (1, 47), generator=torch.Generator().manual_seed(1))
     model.train()
     eager, graphs = model(tokens, span), []
@@ -64,7 +64,7 @@ def compile_and_run(model: NSATransformer, span: Span | None) -> tuple[int, torc
 @pytest.mark.parametrize("more", [{}, TRAINING_RECIPE], ids=["plain", "recipe"])
 @pytest.mark.parametrize("span", [None, DOCUMENTS, SHORT], ids=["one text", "documents", "short documents"])
 def test_a_layer_on_the_kernels_is_one_graph(more: dict[str, object], span: Span | None) -> None:
-    """A second one would write down what lies between them, and add up gradients apart."""
+    """A second graph would store the tensors between them, and accumulate gradients separately."""
     config = ModelConfig.model_validate({**CONFIG.model_dump(), "d_k": 16, "d_v": 16, "n_layers": 1, **more})
     config = config.model_copy(update={"nsa": NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=10)})
     graphs, compiled, eager = compile_and_run(NSATransformer(config, seed=0, backend="triton"), span)
@@ -76,7 +76,7 @@ def test_a_layer_on_the_kernels_is_one_graph(more: dict[str, object], span: Span
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("more", [{}, {"matching_heads": 1}], ids=["plain", "recipe"])
 def test_a_dense_layer_with_documents_is_one_graph(more: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for torch's attention over variable lengths, which takes half precision on a GPU alone."""
+    """With a stub for PyTorch's varlen attention, which needs half precision on a GPU."""
 
     def varlen(q, k, v, bounds, _, most, __, window_size):
         owner = torch.bucketize(torch.arange(len(q)), bounds[1:-1], right=True)
@@ -86,7 +86,7 @@ def test_a_dense_layer_with_documents_is_one_graph(more: dict[str, object], monk
     config = ModelConfig.model_validate({**CONFIG.model_dump(), "attention": "dense", "n_layers": 1, **more})
     model = NSATransformer(config, seed=0)
     apart = model(torch.randint(0, 256, (1, 47), generator=torch.Generator().manual_seed(1)), DOCUMENTS)
-    # As `_varlen_attention` gives it.
+    # With the signature of the function that `_load_varlen_attn` returns.
     found = dense.VarlenInputs(DOCUMENTS.cu_seqlens(torch.device("cpu")), 32, functools.partial(varlen))
     monkeypatch.setattr(layers, "get_varlen_inputs", lambda span, device: found)
     monkeypatch.setattr(layers, "supports_varlen", lambda q, v: True)

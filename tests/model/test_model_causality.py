@@ -1,4 +1,4 @@
-"""Through the whole model, the logits at <= t do not move by one bit when tokens > t do."""
+"""Tokens > t change no bit of the model's logits at <= t."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_logits_are_causal(variant: dict[str, str], precision: str, backend: str
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_no_gradient_flows_into_the_past_from_the_future(attention: str, checkpointing: bool) -> None:
-    """d logits[t] / d embedding[s] is exactly 0 for s > t, and not for s = t."""
+    """d logits[t] / d embedding[s] is exactly 0 for s > t, and non-zero for s = t."""
     config = make_config(attention=attention)
     model = NSATransformer(config, seed=0)
     model.gradient_checkpointing = checkpointing
@@ -66,7 +66,7 @@ def test_sequences_of_a_batch_do_not_see_each_other(more: dict[str, int]) -> Non
 
 @pytest.mark.parametrize("kind", ["reference", "torch", "dense"])
 def test_a_prefix_equals_the_start_of_the_full_sequence(kind: str) -> None:
-    """What token-by-token decoding rests on: cutting the tail changes nothing, for lengths around l, d, l_sel and w."""
+    """Decoding relies on this: a prefix has equal logits, for lengths around l, d, l_sel and w."""
     config = make_config(attention="dense" if kind == "dense" else "nsa", **NGRAMS)
     model = NSATransformer(config, backend="torch" if kind == "dense" else kind, dtype=torch.float64, seed=0).double()
     tokens = make_tokens(config, T)

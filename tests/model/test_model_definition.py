@@ -1,4 +1,4 @@
-"""The whole model against brute force, and the rotary embedding that its queries and keys go through."""
+"""The model equals brute force, and RoPE has its defining properties."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ RECALL_OPTIONS = [
 ]
 
 
-# What training_speed.md found to pay.
+# Options that training_speed.md found useful.
 FAST_CASES = [
     {"embedding_norm": True},
     {"embedding_norm": True, "matching_heads": 1, "mlp": "gated"},
@@ -66,11 +66,13 @@ FAST_CASES = [
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("variant", [*VARIANTS, *RECALL_OPTIONS, *FAST_CASES], ids=format_variant)
 def test_logits_equal_brute_force(variant: dict[str, str], backend: str) -> None:
-    """The rotary table is float32, and so is the agreement."""
+    """They agree to float32, because the RoPE table is float32."""
     config = make_config(**variant)
     model = NSATransformer(config, backend=backend, dtype=torch.float64, seed=0).double()
     with torch.no_grad():
-        for x in model.parameters():  # norms and gates away from what they start at, so that a swap of them shows
+        for (
+            x
+        ) in model.parameters():  # change norms and gates from their initial values, so that swapped weights are detected
             x.add_(0.3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(x.numel()), dtype=x.dtype))
         for length in (3, 29):
             tokens = make_tokens(config, length)
@@ -108,7 +110,7 @@ def make_layer(config: ModelConfig) -> SparseAttention:
 
 
 def test_scores_depend_only_on_the_distance() -> None:
-    """The same token everywhere: q at t and k at t - o have one product for all t, and another for another o."""
+    """With equal tokens, the product of q at t and k at t - o depends only on o."""
     config = make_config(dim=48, n_heads=6, d_k=8, d_v=8)
     layer, T = make_layer(config), 120
     x = torch.randn(1, 1, config.dim, generator=torch.Generator().manual_seed(0)).expand(1, T, -1)
@@ -123,7 +125,7 @@ def test_scores_depend_only_on_the_distance() -> None:
 
 
 def test_compressed_keys_are_rotated_before_they_are_compressed() -> None:
-    """A shift of the query and of the compressed block by one stride leaves their product."""
+    """Shifting the query and the compressed block by one stride does not change their product."""
     config = make_config(d_k=8)
     layer, T, d = make_layer(config), 80, config.nsa.d
     x = torch.randn(1, 1, config.dim, generator=torch.Generator().manual_seed(0)).expand(1, T, -1)
@@ -135,7 +137,7 @@ def test_compressed_keys_are_rotated_before_they_are_compressed() -> None:
 
 
 def test_the_window_branch_is_translation_invariant() -> None:
-    """Shift invariance of a full branch: the same last tokens behind another prefix, 13 positions later."""
+    """The same last tokens after another prefix, 13 positions later, have the same output."""
     config = make_config(d_k=8, d_v=8, nsa={"w": 10})
     layer = make_layer(config)
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""The indexer: what it chooses by, what teaches it, and that it costs the rest of the model nothing."""
+"""The indexer: its selection, its training by the selection loss, and no effect on other parameters."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_blocks_are_selected_by_its_queries_and_keys() -> None:
 @pytest.mark.parametrize(("width", "channels"), [(0, [*range(8)]), (4, [0, 2, 4, 6])])
 @pytest.mark.parametrize("matching", [0, 1])
 def test_it_starts_with_weights_of_the_first_head_of_its_group(matching: int, width: int, channels: list[int]) -> None:
-    """Its queries equal those of the head and its keys those of the selected branch. A narrow indexer has some channels
+    """It has the queries of the head and the keys of the selected branch. A narrow indexer has some channels
     of them: the first of the two rotated pairs, (0, 2) and (1, 3), and every second unrotated channel."""
     model = make_model(matching_heads=matching, indexer_width=width)
     layer, tokens = model.blocks[0].attention, make_tokens(model.config, 40)
@@ -100,7 +100,7 @@ def test_it_continues_from_the_previous_token() -> None:
 
 @pytest.mark.parametrize("matching", [0, 1])
 def test_its_documents_are_separate(matching: int) -> None:
-    """There are more blocks than are selected, so its scores decide."""
+    """The selection depends on its scores, because there are more blocks than n_sel."""
     model = make_model(matching_heads=matching, nsa={"l_sel": 4, "n_sel": 4})
     for block in model.blocks:
         torch.nn.init.normal_(block.attention.indexer.qk.weight, generator=torch.Generator().manual_seed(1))
@@ -148,7 +148,7 @@ def test_the_loss_compares_its_scores_with_the_attention_of_the_heads() -> None:
 @pytest.mark.filterwarnings("ignore:divide by zero encountered in log2:RuntimeWarning")  # of a row that sees no block
 @pytest.mark.parametrize("T", [17, pytest.param(97, marks=pytest.mark.slow)])
 def test_the_kernels_use_given_blocks(T: int) -> None:
-    """Forward and every gradient, against the definition."""
+    """Forward and all gradients equal the definition."""
     pytest.importorskip("triton")
     sizes = {"dim": 32, "d_k": 16, "d_v": 16, "nsa": {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4}}
     tokens, found = make_tokens(make_config(**sizes), T + 1), {}

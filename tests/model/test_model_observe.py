@@ -1,4 +1,4 @@
-"""What a model tells of itself is what it computed: counted from observed blocks, not taken from a formula."""
+"""Statistics of a model equal counts over its observed blocks, gates and outputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def model() -> NSATransformer:
 
 
 def test_observed_values_equal_the_forward_pass(model: NSATransformer) -> None:
-    """Gated and projected, the observed branches are the layer's own output."""
+    """The gated and projected sum of the observed branches is the layer's output."""
     tokens = make_tokens(model.config, T)
     inside = []
     handles = [block.attention.register_forward_hook(lambda _, __, out: inside.append(out[0])) for block in model.blocks]
@@ -174,7 +174,7 @@ def test_observed_values_of_packed_documents_equal_separate_ones(model: NSATrans
 
 
 def test_statistics_respect_documents(model: NSATransformer) -> None:
-    """Counted from what is observed, by positions that restart: no reuse across a boundary, no distance to a neighbour."""
+    """Counts over observed blocks, with positions that restart: no reuse across documents, no distance to a neighbor."""
     tokens, nsa = make_tokens(model.config, T, batch=1), model.config.nsa
     stats = model.statistics(tokens, PACKED)
     places = [t for length in LENGTHS for t in range(length)]

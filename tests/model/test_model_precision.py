@@ -1,4 +1,4 @@
-"""bf16 autocast, gradient checkpointing, and the dense twin compute what the plain model does."""
+"""bf16 autocast, gradient checkpointing, and the dense baseline, compared with the plain model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_bf16_autocast_stays_near_float32(variant: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)], ids=str)
 def test_rope_and_norm_in_half_precision_round_once(dtype: torch.dtype, unit: float) -> None:
-    """Angles, sums of squares and weights keep float32; one rounding errs by `unit` of the result at most."""
+    """Angles, sums of squares and weights stay float32; one rounding errs by at most `unit` of the result."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(2, 31, 3, 10, generator=draw).to(dtype)
     cos, sin = compute_rotary(torch.arange(31), 6, 100.0)
@@ -66,7 +66,7 @@ def test_rope_and_norm_in_half_precision_round_once(dtype: torch.dtype, unit: fl
 
 @pytest.mark.parametrize("position", [2049, 4097, 65_535, 131_071])
 def test_rope_angles_are_exact_at_far_positions(position: int) -> None:
-    """Half precision would turn neighbours alike; float32 is off by its rounding of the largest angle."""
+    """Half precision would rotate neighbors equally; float32 errs by the rounding of the largest angle."""
     cos, sin = compute_rotary(torch.tensor([position]), 8, 10000.0)
     for i in range(4):
         angle = position * 10000.0 ** (-2 * i / 8)
@@ -90,7 +90,7 @@ def test_autocast_reaches_attention_in_bf16(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 def test_induction_heads_stay_near_float32_under_autocast(attention: str) -> None:
-    """The convolution of their keys has weights in float32, and attention takes one dtype."""
+    """The key convolution has float32 weights, but attention needs a single dtype."""
     indexer = {"indexer_block": 2, "selection_loss": 0.05} if attention == "nsa" else {}
     config = make_config(attention=attention, d_k=8, rotary_share=0.5, matching_heads=2, **indexer)
     model = NSATransformer(config, seed=0)
@@ -131,7 +131,7 @@ def test_gradient_checkpointing_changes_no_bit(attention: str, autocast: bool) -
 
 
 def test_gradient_checkpointing_saves_memory() -> None:
-    """It stores less for the backward pass, and nothing changes in eval mode."""
+    """It stores less for the backward pass, and has no effect in eval mode."""
     config = make_config(n_layers=4)
     model = NSATransformer(config, seed=0)
     sizes = []
@@ -168,7 +168,7 @@ def test_the_dense_baseline_shares_everything_except_attention() -> None:
 
 
 def test_nsa_with_full_coverage_equals_the_dense_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Selection alone, gate 1, over a budget that holds the sequence, with the twin's weights: the twin's logits."""
+    """With only the selected branch, a budget of the full sequence and equal weights, logits equal the dense baseline's."""
     config = make_config(nsa={"l_sel": 16, "n_sel": 4})
     nsa, dense = NSATransformer(config, seed=0), NSATransformer(config.model_copy(update={"attention": "dense"}), seed=1)
     H, G, d_k, d_v = 4, 2, 6, 5

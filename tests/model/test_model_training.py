@@ -1,4 +1,4 @@
-"""Training moves every parameter and every gate, learns text, and learns nothing from noise unless the future leaks."""
+"""Training changes every parameter, learns text, and learns noise only if the future leaks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOISE_MARGIN = 0.02  # nats below ln V at which noise would have been learnt
 
 
 def train(model: NSATransformer, batches: Iterator[torch.Tensor], steps: int, lr: float) -> list[float]:
-    """Losses of fresh batches, each before its own update: unseen data throughout."""
+    """Train and return the loss of each new batch before its update."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     losses = []
     for _ in range(steps):
@@ -33,7 +33,7 @@ def train(model: NSATransformer, batches: Iterator[torch.Tensor], steps: int, lr
 
 
 def generate_text(length: int = 48, batch: int = 4) -> Iterator[torch.Tensor]:
-    """Windows of an essay that comes with every Python."""
+    """Yield windows of an essay that is part of every Python installation."""
     essay = torch.tensor(list("".join(this.d.get(c, c) for c in this.s).encode()))
     generator = torch.Generator().manual_seed(0)
     while True:
@@ -65,7 +65,7 @@ def test_200_steps_change_every_parameter_and_learn_the_text(gate: str, phi: str
 
 
 def find_unchanged_parameters(dtype: torch.dtype) -> set[str]:
-    """Parameters that 200 steps at the production learning rate leave as they were."""
+    """Return the parameters that 200 steps at the production learning rate do not change."""
     model = NSATransformer(make_config(vocab_size=256), dtype=dtype, seed=0).to(dtype)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     train(model, generate_text(length=24, batch=2), 200, LEARNING_RATE)
@@ -74,7 +74,7 @@ def find_unchanged_parameters(dtype: torch.dtype) -> set[str]:
 
 @pytest.mark.slow
 def test_float32_weights_all_change_at_the_production_rate_and_bf16_ones_do_not() -> None:
-    """The check can fail: 2e-4 is below half a unit in the last place of a bf16 weight of 1.0, so norms stand still."""
+    """The check detects it: 2e-4 is below half an ulp of a bf16 weight of 1.0, so norms do not change."""
     assert not find_unchanged_parameters(torch.float32)
     stuck = find_unchanged_parameters(torch.bfloat16)
     assert {name for name in stuck if "norm" in name} == {

@@ -365,7 +365,7 @@ def test_compiled_blocks_support_any_documents_without_recompiling(attention: st
     "has_indexer", [pytest.param(False, marks=pytest.mark.soak), True], ids=["compressed branch", "indexer"]
 )
 def test_a_layer_on_the_kernels_is_one_graph_for_all_documents(has_indexer: bool) -> None:
-    """Gradients equal those of the torch backend. The graph takes documents only as tensors."""
+    """Gradients equal the torch backend's. The graph takes documents only as tensors."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     indexer = {"selection_loss": 0.1, "indexer_block": 4} if has_indexer else {}
     config = make_config(

@@ -1,4 +1,4 @@
-"""What a model is made of: parameters, initial values and loss, FLOPs, gradients of everything."""
+"""The model: parameters, initial values and loss, FLOPs, and gradients of all parameters."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_normalized_embeddings_have_unit_rms(attention: str) -> None:
 
 
 def test_every_branch_uses_its_own_rows_of_the_projection() -> None:
-    """Queries, and the keys and values of all three branches: each row of the one weight, not just some."""
+    """Every row of the projection: queries, and keys and values of all three branches."""
     config = make_config()
     model = NSATransformer(config, seed=0)
     compute_loss(model, make_tokens(config, 60)).backward()
@@ -181,7 +181,7 @@ def test_flops_of_documents_are_the_mean_over_their_tokens() -> None:
 
 @pytest.mark.parametrize("length", [17, 40])
 def test_key_flops_equal_torchs_count(length: int) -> None:
-    """The reference forms every score: T keys per query."""
+    """The reference computes all scores: T keys per query."""
     q, k, v = torch.randn(1, length, 4, 6), torch.randn(1, length, 2, 6), torch.randn(1, length, 2, 5)
     with FlopCounterMode(display=False) as counter:
         reference.window_attention(q, k, v, NSAConfig())
@@ -189,7 +189,7 @@ def test_key_flops_equal_torchs_count(length: int) -> None:
 
 
 def test_sparse_flops_cross_dense_flops_at_the_computed_length() -> None:
-    """At 2048 tokens NSA reads 1.26 times as many keys as dense attention does, and far fewer at 64 k."""
+    """At 2048 tokens NSA attends to 1.26 times as many keys as dense attention, and at 64k to far fewer."""
     nsa = NSAConfig()
     ratio = {}
     for length in (2048, 65536):
@@ -221,7 +221,7 @@ def test_a_model_describes_its_own_attention(attention: str) -> None:
 
 @pytest.mark.parametrize("width", [6, 5])
 def test_phi_as_an_mlp_is_four_head_widths_wide(width: int) -> None:
-    """For keys and for values; checkpoints hold it."""
+    """For keys and for values; checkpoints depend on it."""
     phi = make_phi(make_config(phi="mlp").nsa, width)
     assert phi is not None and sum(p.numel() for p in phi.parameters()) == 8 * width + 8 * width * 4 * width + 4 * width**2
 
@@ -235,7 +235,7 @@ def test_hidden_width_of_the_mlp(kind: str) -> None:
 
 
 def test_the_number_of_operations_is_sublinear_in_tokens() -> None:
-    """No Python per token: as many operations for 48 tokens as for 24 where one chunk holds either."""
+    """There is no Python loop over tokens: 48 tokens need as many operations as 24, if both fit one chunk."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Count(TorchDispatchMode):
