@@ -1,1 +1,1 @@
-"""Benchmarks: parity first, then speed, as ratios within one run."""
+"""Benchmarks: a parity check first, then speed, as ratios within one run."""

@@ -1,4 +1,4 @@
-"""Other implementations of the same attention, timed beside ours: SDPA, flash-attn if installed, FlexAttention."""
+"""Baselines of the attention benchmark: SDPA, flash-attn (if installed) and FlexAttention."""
 
 from __future__ import annotations
 
@@ -10,49 +10,52 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from nsa_lab.attention import flash, geometry
+from nsa_lab.bench.attention_rows import Shape
+from nsa_lab.bench.harness import RandomInputs, make_leaves
 from nsa_lab.config import NSAConfig
 
 Baseline = tuple[str, Callable[..., Tensor], list[Tensor]]
 
 
-def list_dense(shape, device: torch.device, dtype: torch.dtype) -> Iterator[Baseline]:
-    """(name, run, inputs) of dense causal attention; on a CPU the math kernel alone.
+def list_dense(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterator[Baseline]:
+    """Yield (name, run, inputs) of dense causal attention; on a CPU only the math kernel.
 
-    A kernel that asks for values as wide as keys is given such values, so that it is timed without a copy."""
-    kinds = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
+    A kernel that requires values as wide as keys gets such values, so that no copy is timed.
+    """
+    kernels = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
     if device.type != "cuda":
-        kinds = {"SDPA math": SDPBackend.MATH}
-    for name, kind in kinds.items():
+        kernels = {"SDPA math": SDPBackend.MATH}
+    for name, kernel in kernels.items():
         q, k, v = _make_inputs(shape, shape.H, device, dtype, heads_first=True)
-        if shape.values != shape.D and not _can_run(kind, q, k, v):
+        if shape.value_width != shape.D and not _can_run(kernel, q, k, v):
             v = torch.randn_like(k).requires_grad_()
 
-        def run(q: Tensor, k: Tensor, v: Tensor, kind=kind) -> Tensor:
-            with sdpa_kernel(kind):
+        def run(q: Tensor, k: Tensor, v: Tensor, kernel=kernel) -> Tensor:
+            with sdpa_kernel(kernel):
                 return scaled_dot_product_attention(q, k, v, is_causal=True)
 
         yield name, run, [q, k, v]
-    if not flash.get_flash_problem(device, dtype) and shape.values == shape.D:
+    if not flash.find_flash_problem(device, dtype) and shape.value_width == shape.D:
         yield "flash-attn", flash.flash_dense_attention, _make_inputs(shape, shape.G, device, dtype, heads_first=False)
 
 
-def _can_run(kind: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether this kernel of SDPA says that it runs here."""
-    can = {
+def _can_run(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether this SDPA kernel reports that it runs here."""
+    checks = {
         SDPBackend.FLASH_ATTENTION: torch.backends.cuda.can_use_flash_attention,
         SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.can_use_cudnn_attention,
     }
-    ask = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, False)
-    return kind not in can or can[kind](ask, False)
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, False)
+    return kernel not in checks or checks[kernel](params, False)
 
 
 def list_branches(
-    shape, nsa: NSAConfig, device: torch.device, dtype: torch.dtype
+    shape: Shape, nsa: NSAConfig, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, str, Callable[..., Tensor], list[Tensor]]]:
-    """(part, name, run, inputs) of peers for the window and the compressed branch; none on a CPU."""
+    """Yield (part, name, run, inputs) of baselines for the window and the compressed branch; none on a CPU."""
     if device.type != "cuda":
         return
-    if not flash.get_flash_problem(device, dtype) and shape.values == shape.D:
+    if not flash.find_flash_problem(device, dtype) and shape.value_width == shape.D:
         yield (
             "window",
             "flash-attn",
@@ -60,13 +63,16 @@ def list_branches(
             _make_inputs(shape, shape.G, device, dtype, heads_first=False),
         )
 
-    def near(b, h, t, i):
+    def sees_window(b, h, t, i):
         return (i <= t) & (i > t - nsa.w)
 
-    def ended(b, h, t, i):
+    def sees_compressed(b, h, t, i):
         return i * nsa.d + nsa.l - 1 <= t
 
-    for part, sees, keys in (("window", near, shape.T), ("compressed", ended, geometry.num_compressed(shape.T, nsa))):
+    for part, sees, keys in (
+        ("window", sees_window, shape.T),
+        ("compressed", sees_compressed, geometry.num_compressed(shape.T, nsa)),
+    ):
         if keys:
             yield (
                 part,
@@ -76,18 +82,24 @@ def list_branches(
             )
 
 
-def _compile_flex_attention(sees, queries: int, keys: int, device: torch.device) -> Callable[..., Tensor]:
+def _compile_flex_attention(mask_mod, queries: int, keys: int, device: torch.device) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    mask = torch.compile(create_block_mask)(sees, None, None, queries, keys, device=device)
+    mask = torch.compile(create_block_mask)(mask_mod, None, None, queries, keys, device=device)
     compiled = torch.compile(flex_attention)
     return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=True)
 
 
-def _make_inputs(shape, kv_heads: int, device, dtype, *, heads_first: bool, keys: int | None = None) -> list[Tensor]:
-    inputs = []
+def _make_inputs(
+    shape: Shape, kv_heads: int, device: torch.device, dtype: torch.dtype, *, heads_first: bool, keys: int | None = None
+) -> list[Tensor]:
+    """Return random q, k, v that require gradients: [B, heads, length, width], or [B, length, heads, width]."""
     S = keys or shape.T
-    for length, heads, width in ((shape.T, shape.H, shape.D), (S, kv_heads, shape.D), (S, kv_heads, shape.values)):
-        size = (shape.B, heads, length, width) if heads_first else (shape.B, length, heads, width)
-        inputs.append(torch.randn(size, device=device, dtype=dtype).requires_grad_())
-    return inputs
+    sizes = ((shape.T, shape.H, shape.D), (S, kv_heads, shape.D), (S, kv_heads, shape.value_width))
+    random = RandomInputs(device, dtype)
+    return make_leaves(
+        *(
+            random.normal(shape.B, *((heads, length) if heads_first else (length, heads)), width)
+            for length, heads, width in sizes
+        )
+    )

@@ -1,6 +1,7 @@
-"""Attention of one query per sequence over full caches: NSA beside every dense attention here, each checked first.
+"""Attention of one query per sequence over full caches: NSA and every dense attention here, checked, then timed.
 
-On a GPU each is timed as a CUDA graph of as many layers as fit, every one with a cache of its own: what a model's step is.
+On a GPU, each is timed as a CUDA graph of as many layers as fit, with a separate cache per layer, as in a decode step of a
+model.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from nsa_lab.attention import Span, compress, geometry, reference
 from nsa_lab.attention.cached_attention import cached_attention, cached_dense_attention
 from nsa_lab.attention.layer_cache import LayerCache
+from nsa_lab.bench.harness import RandomInputs, make_parity_note
 from nsa_lab.bench.timing import describe_refusal, time_interleaved_ms, time_ms
 from nsa_lab.config import NSAConfig
 
-PARITY_LENGTHS = (1999, 700, 3)  # tokens before the new one, of three sequences in one batch
-PARITY_FACTOR = 2.0  # of the error that the same mathematics makes in plain torch at the same dtype
-PARITY_FAILED = "FAILED PARITY: no speed"
-MAX_LAYERS, MAX_TOKENS = 8, 2**21  # layers in a graph, and tokens of all their caches, at most
+PARITY_LENGTHS = (1999, 700, 3)  # context lengths of three sequences in one batch
+PARITY_FACTOR = 2.0  # limit as a multiple of the error of plain torch at the same dtype
+MAX_LAYERS, MAX_TOKENS = 8, 2**21  # maximum layers in a graph, and tokens in all their caches
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class HeadSizes:
 
 @dataclass(frozen=True)
 class QueryStep:
-    """A new token at the end of each of `batch` sequences of `length` tokens, itself included."""
+    """One new token at the end of each of `batch` sequences of `length` tokens, including the new one."""
 
     heads: HeadSizes
     nsa: NSAConfig
@@ -58,28 +59,32 @@ class QueryStep:
     def cached_lengths(self) -> Tensor:
         return torch.full((self.batch,), self.length - 1, dtype=torch.int32, device=self.device)
 
-    def sample_normal(self, *shape: int) -> Tensor:
-        return torch.randn(self.batch, *shape, device=self.device, dtype=self.dtype)
-
     def make_sparse_inputs(self) -> tuple[Tensor, Tensor, LayerCache, Tensor]:
-        """What `cached_attention` takes."""
-        h, rows = self.heads, (geometry.num_compressed(self.length, self.nsa), self.length, self.nsa.w)
-        cache = LayerCache(*(self.sample_normal(n, h.G, h.D) for n in rows for _ in "kv"))
-        return self.sample_normal(1, h.H, h.D), self.sample_normal(1, h.H, 3).sigmoid(), cache, self.cached_lengths
+        """Return the arguments of `cached_attention`: q, gates, cache, lengths before the new token."""
+        h, B = self.heads, self.batch
+        lengths = geometry.num_compressed(self.length, self.nsa), self.length, self.nsa.w
+        normal = self._inputs.normal
+        cache = LayerCache(*(normal(B, length, h.G, h.D) for length in lengths for _ in "kv"))
+        return normal(B, 1, h.H, h.D), normal(B, 1, h.H, 3).sigmoid(), cache, self.cached_lengths
 
     def make_dense_inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, 1, H, D] and k, v [B, T, G, D], on a GPU in the order that its kernels like best: group by group."""
-        h = self.heads
+        """Return q [B, 1, H, D] and k, v [B, T, G, D]. On a GPU, k and v are stored per group, as its kernels prefer."""
+        h, B = self.heads, self.batch
+        normal = self._inputs.normal
         if self.device.type == "cuda":
-            k, v = (self.sample_normal(h.G, self.length, h.D).transpose(1, 2) for _ in "kv")
+            k, v = (normal(B, h.G, self.length, h.D).transpose(1, 2) for _ in "kv")
         else:
-            k, v = (self.sample_normal(self.length, h.G, h.D) for _ in "kv")
-        return self.sample_normal(1, h.H, h.D), k, v
+            k, v = (normal(B, self.length, h.G, h.D) for _ in "kv")
+        return normal(B, 1, h.H, h.D), k, v
+
+    @property
+    def _inputs(self) -> RandomInputs:
+        return RandomInputs(self.device, self.dtype)
 
 
 @dataclass
 class Contender:
-    """`ms` is of one token of every sequence; None where it failed parity or does not run, as `note` says."""
+    """An implementation (`kind`: nsa or dense) and its time. `ms`: one token for every sequence; None: see `note`."""
 
     kind: str
     name: str
@@ -90,38 +95,40 @@ class Contender:
 
 
 def time_contenders(step: QueryStep, backend: str, has_passed: bool = True) -> list[Contender]:
-    """NSA by `backend`, and every dense attention: what each errs, and the time of those that err no more than they may.
+    """Check NSA with `backend` and every dense attention, and time those whose error is within its limit.
 
-    `passed`: whether `parity` allows NSA a time at all.
+    `has_passed`: the result of `check_decode_parity`; if False, NSA is not timed.
     """
-    found: list[Contender] = []
+    contenders: list[Contender] = []
     runs: dict[str, Callable[[], object]] = {}
-    sparse = [step.make_sparse_inputs() for _ in range(step.n_layers)]
-    out = cached_attention(*sparse[-1], step.nsa, backend=backend)
-    error, limit = compute_errors(out, sparse[-1], step.nsa, [step.batch - 1])
-    found.append(Contender("nsa", backend, error, limit, note="" if has_passed and error <= limit else PARITY_FAILED))
-    runs[backend] = lambda: [cached_attention(*layer, step.nsa, backend=backend) for layer in sparse]
-    dense = [step.make_dense_inputs() for _ in range(step.n_layers)]
-    for by, attend in list_dense_attentions(step):
-        found.append(_check_dense(by, attend, dense[-1]))
-        runs[by] = lambda attend=attend: [attend(*layer) for layer in dense]
-    good = {one.name: runs[one.name] for one in found if not one.note}
-    # What waits for the host cannot be captured.
-    graphs = step.device.type == "cuda" and backend == "triton"
-    took = {by: time_ms(run, step.device) for by, run in good.items()} if graphs else time_interleaved_ms(good, step.device)
-    for one in found:
-        one.ms = took[one.name] / step.n_layers if one.name in took else None
-    return found
+    sparse_inputs = [step.make_sparse_inputs() for _ in range(step.n_layers)]
+    out = cached_attention(*sparse_inputs[-1], step.nsa, backend=backend)
+    error, limit = compute_errors(out, sparse_inputs[-1], step.nsa, [step.batch - 1])
+    contenders.append(Contender("nsa", backend, error, limit, note=make_parity_note(has_passed and error <= limit)))
+    runs[backend] = lambda: [cached_attention(*layer, step.nsa, backend=backend) for layer in sparse_inputs]
+    dense_inputs = [step.make_dense_inputs() for _ in range(step.n_layers)]
+    for name, attend in list_dense_attentions(step):
+        contenders.append(_check_dense(name, attend, dense_inputs[-1]))
+        runs[name] = lambda attend=attend: [attend(*layer) for layer in dense_inputs]
+    correct_runs = {contender.name: runs[contender.name] for contender in contenders if not contender.note}
+    # Only triton runs without host synchronization, which CUDA graph capture requires.
+    if step.device.type == "cuda" and backend == "triton":
+        times = {name: time_ms(run, step.device) for name, run in correct_runs.items()}
+    else:
+        times = time_interleaved_ms(correct_runs, step.device)
+    for contender in contenders:
+        contender.ms = times[contender.name] / step.n_layers if contender.name in times else None
+    return contenders
 
 
 def check_decode_parity(
     heads: HeadSizes, nsa: NSAConfig, dtype: torch.dtype, device: torch.device, backend: str
 ) -> dict[str, Any]:
-    """The largest error of `cached_attention` against the definition in float64, and what is allowed."""
-    make = torch.Generator().manual_seed(1)
+    """Return the largest error of `cached_attention` against the definition in float64, and its limit."""
+    inputs = RandomInputs("cpu", torch.float32, seed=1)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=make).to(device, dtype)
+        return inputs.normal(*shape).to(device, dtype)
 
     batch, longest = len(PARITY_LENGTHS), max(PARITY_LENGTHS) + 1
     q, gates = normal(batch, 1, heads.H, heads.D), normal(batch, 1, heads.H, 3).sigmoid()
@@ -129,34 +136,34 @@ def check_decode_parity(
     k_cmp, v_cmp = (compress(normal(batch, longest, heads.G, heads.D), nsa) for _ in range(2))
     k_win, v_win = (normal(batch, nsa.w, heads.G, heads.D) for _ in range(2))
     lengths = torch.tensor(PARITY_LENGTHS, dtype=torch.int32, device=device)
-    inputs = q, gates, LayerCache(k_cmp, v_cmp, k, v, k_win, v_win), lengths
-    error, limit = compute_errors(cached_attention(*inputs, nsa, backend=backend), inputs, nsa, range(batch))
+    arguments = q, gates, LayerCache(k_cmp, v_cmp, k, v, k_win, v_win), lengths
+    error, limit = compute_errors(cached_attention(*arguments, nsa, backend=backend), arguments, nsa, range(batch))
     return {"error": error, "limit": limit, "passed": error <= limit}
 
 
 def compute_errors(
     out: Tensor, inputs: tuple[Tensor, Tensor, LayerCache, Tensor], nsa: NSAConfig, rows: Sequence[int]
 ) -> tuple[float, float]:
-    """The largest error of some sequences' `out` against the definition in float64, and what is allowed."""
+    """Return the largest error of the given rows (sequences) of `out` against the definition in float64, and its limit."""
     q, gates, cache, lengths = inputs
-    ours, plain = [], []
+    errors, plain_errors = [], []
     for b in rows:
-        here, length = slice(b, b + 1), int(lengths[b])
+        sequence, length = slice(b, b + 1), int(lengths[b])
         blocks = geometry.num_compressed(length + 1, nsa)
-        # A ring, unrolled: what it no longer holds no window reaches.
+        # Unroll the ring buffer. Overwritten slots are outside of the window.
         slots = torch.arange(length + 1, device=q.device) % cache.k_win.shape[1]
-        raw = [cache.k_sel[here, : length + 1], cache.v_sel[here, : length + 1], cache.k_win[here, slots]]
-        cut = [cache.k_cmp[here, :blocks], cache.v_cmp[here, :blocks], *raw, cache.v_win[here, slots]]
-        told, span = [q[here], *cut, gates[here]], Span.chunk(length, 1)
-        true = _compute_reference([x.double() for x in told], nsa, span)
-        ours.append((out[here] - true).abs().max())
-        plain.append((_compute_reference(told, nsa, span) - true).abs().max())
-    # torch's largest is NaN where one is; Python's would pass over it.
-    return torch.stack(ours).max().item(), _compute_limit(torch.stack(plain).max().item())
+        raw = [cache.k_sel[sequence, : length + 1], cache.v_sel[sequence, : length + 1], cache.k_win[sequence, slots]]
+        cached = [cache.k_cmp[sequence, :blocks], cache.v_cmp[sequence, :blocks], *raw, cache.v_win[sequence, slots]]
+        arguments, span = [q[sequence], *cached, gates[sequence]], Span.chunk(length, 1)
+        exact = _compute_reference([x.double() for x in arguments], nsa, span)
+        errors.append((out[sequence] - exact).abs().max())
+        plain_errors.append((_compute_reference(arguments, nsa, span) - exact).abs().max())
+    # torch's max propagates NaN; Python's does not.
+    return torch.stack(errors).max().item(), _compute_limit(torch.stack(plain_errors).max().item())
 
 
 def _compute_limit(plain: float) -> float:
-    # The definition computes float32 in float64, and then makes no error to speak of.
+    # The definition computes float32 inputs in float64, with a negligible error; hence the additive term.
     return PARITY_FACTOR * plain + 8 * torch.finfo(torch.float32).eps
 
 
@@ -167,41 +174,41 @@ def _compute_reference(inputs: Sequence[Tensor], nsa: NSAConfig, span: Span) -> 
 
 def _check_dense(by: str, attend: Callable[..., Tensor], inputs: tuple[Tensor, Tensor, Tensor]) -> Contender:
     q, k, v = (x[-1:] for x in inputs)
-    true = _compute_plain_dense(q.double(), k.double(), v.double())
-    limit = _compute_limit((_compute_plain_dense(q, k, v) - true).abs().max().item())
+    exact = _compute_plain_dense(q.double(), k.double(), v.double())
+    limit = _compute_limit((_compute_plain_dense(q, k, v) - exact).abs().max().item())
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            error = (attend(*inputs)[-1:] - true).abs().max().item()
-        except RuntimeError as reason:  # a kernel that does not take these shapes says so here
+            error = (attend(*inputs)[-1:] - exact).abs().max().item()
+        except RuntimeError as reason:  # the kernel does not support these shapes
             return Contender(
                 "dense", by, float("nan"), limit, note=describe_refusal(reason, [str(w.message) for w in warned])
             )
     for w in warned:
         warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
-    return Contender("dense", by, error, limit, note="" if error <= limit else PARITY_FAILED)
+    return Contender("dense", by, error, limit, note=make_parity_note(error <= limit))
 
 
 def _compute_plain_dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q [B, 1, H, D], k and v [B, T, G, D] -> [B, 1, H, D], in their dtype throughout."""
+    """Compute dense attention in the dtype of the inputs: q [B, 1, H, D], k and v [B, T, G, D] -> [B, 1, H, D]."""
     grouped = q.unflatten(2, (k.shape[2], -1))
     p = torch.softmax(torch.einsum("bsghd,btgd->bsght", grouped, k) * q.shape[3] ** -0.5, -1)
     return torch.einsum("bsght,btgd->bsghd", p, v).flatten(2, 3)
 
 
 def list_dense_attentions(step: QueryStep) -> Iterator[tuple[str, Callable[..., Tensor]]]:
-    """(name, run) of every dense attention of one query here; `run` takes and gives what `_plain_dense` does.
+    """Yield (name, run) of every dense attention of one query here, with the signature of `_compute_plain_dense`.
 
-    SDPA gets the heads of a group as that many queries of one head, which reads keys once; its own way with groups beside.
+    SDPA gets the heads of a group as queries of one head, which reads each key once; and also runs with `enable_gqa`.
     """
     if step.device.type != "cuda":
         yield "SDPA", lambda q, k, v: cached_dense_attention(q, k, v, step.cached_lengths)
         return
-    kinds = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
-    kinds["efficient"] = SDPBackend.EFFICIENT_ATTENTION
-    for name, kind in kinds.items():
-        yield f"SDPA {name}", _make_sdpa(kind, grouped=True)
-        yield f"SDPA {name}, enable_gqa", _make_sdpa(kind, grouped=False)
+    kernels = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+    kernels["efficient"] = SDPBackend.EFFICIENT_ATTENTION
+    for name, kernel in kernels.items():
+        yield f"SDPA {name}", _make_sdpa(kernel, grouped=True)
+        yield f"SDPA {name}, enable_gqa", _make_sdpa(kernel, grouped=False)
     yield "these kernels, every key", _make_dense_kernel(step)
 
 
@@ -217,7 +224,7 @@ def _make_sdpa(kind: SDPBackend, *, grouped: bool) -> Callable[..., Tensor]:
 
 
 def _make_dense_kernel(step: QueryStep) -> Callable[..., Tensor]:
-    """Our own kernels."""
+    """Return dense attention with this library's decoding kernels."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return cached_dense_attention(q, k, v, step.cached_lengths, backend="triton")

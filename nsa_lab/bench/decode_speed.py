@@ -1,26 +1,32 @@
-"""`nsa-lab bench decode`: parity first, then the time of one more token against context, of NSA and of dense attention.
+"""`nsa-lab bench decode`: time per token against context length for NSA and dense attention, after a parity check.
 
-Two levels. *Operator*: attention of one query per sequence over a full cache, against the fastest dense one here, on a GPU
-both as CUDA graphs (decode_operator.py). *Model*: a
-step of a model and of its dense twin, weights, caches and all. Caches hold random numbers: what a step costs does not
-depend on them. Bytes read are those of the formula N(S) + n_sel * l_sel + w, never what a kernel happened to load.
+Two levels. Operator: attention of one query per sequence over a full cache, compared with the fastest dense attention here,
+both as CUDA graphs on a GPU (`decode_attention`). Model: a decode step of a model and of its dense baseline, with all
+weights and caches. Caches hold random numbers, because the time of a step does not depend on them. Bytes read are those of
+the formula N(S) + n_sel * l_sel + w, not those that a kernel actually loads.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from nsa_lab.bench import records
-from nsa_lab.bench.attention_speed import describe_machine, format_number
-from nsa_lab.bench.decode_attention import PARITY_FAILED, HeadSizes, QueryStep, check_decode_parity, time_contenders
+from nsa_lab.bench.decode_attention import HeadSizes, QueryStep, check_decode_parity, time_contenders
+from nsa_lab.bench.harness import (
+    PARITY_FAILED,
+    Benchmark,
+    Column,
+    Output,
+    Setup,
+    format_number,
+    make_record,
+    number_column,
+    text_column,
+)
 from nsa_lab.bench.timing import N_ROUNDS, N_TIMED, N_WARMUP, get_memory_bytes_per_s, time_interleaved_ms
 from nsa_lab.config import ModelConfig
 from nsa_lab.inference import Decoder, kv_cache_size
@@ -28,12 +34,14 @@ from nsa_lab.model import NSATransformer
 
 CPU_LENGTHS = (4096, 16_384, 65_536, 131_072)
 GPU_LENGTHS = (8192, 65_536, 131_072)
-TABLE_WIDTH = 120
 
 
 @dataclass
 class StepTime:
-    """One contender at one length and batch; `ms` is of one token of every sequence, None where parity failed."""
+    """One implementation (`by`: nsa or dense) at one context length and batch size. Field names are keys of the record.
+
+    `ms`: time of one token for every sequence; None: parity failed.
+    """
 
     level: str
     by: str
@@ -42,18 +50,17 @@ class StepTime:
     ms: float | None
     read_bytes: int
     kernel: str = ""
-    """What computed it, of the operator's level: a backend, or the fastest dense attention."""
+    """Backend or kernel that computed it, at the operator level."""
     error: float | None = None
     limit: float | None = None
     others: dict[str, float | str] = field(default_factory=dict)
-    """Slower ones' ms, or why they have none."""
+    """Time of slower implementations in ms, or the reason why they have none."""
     of_dense: float | None = None
-    """Time as a share of dense attention's."""
+    """Time as a fraction of dense attention's."""
     of_shortest: float | None = None
-    """Time as a share of the same contender's at the shortest length."""
-
+    """Time as a fraction of the same implementation's at the shortest length."""
     of_memory: float | None = None
-    """Bytes read per second as a share of what the GPU's memory can give."""
+    """Bytes read per second as a fraction of the GPU's memory bandwidth."""
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -77,61 +84,42 @@ def run_decode_bench(
     picture: Path | None = None,
     console: Console | None = None,
 ) -> list[StepTime]:
-    """Measure every length and batch; print a table, and write JSON and a picture where asked.
+    """Measure every length at each batch size. Print a table and replace the JSON file per batch size; plot at the end.
 
-    Defaults: a GPU, bf16, 64 heads of 128 channels in 4 groups and the twelve layers of the production model; or a CPU,
-    float32, that model's own heads and two of its layers. `backend` is `cached_attention`'s: triton on a GPU, else torch.
+    Defaults on a GPU: bf16, 64 heads of width 128 in 4 groups, the twelve layers of the production model, and triton. On a
+    CPU: float32, the heads of that model, two of its layers, and torch. `backend`: that of `cached_attention`.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    on_gpu = device.type == "cuda"
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    lengths = sorted(lengths or (GPU_LENGTHS if on_gpu else CPU_LENGTHS))
-    heads = heads or (HeadSizes(64, 4, 128) if on_gpu else HeadSizes(12, 2, 64))
-    config = (config or ModelConfig()).model_copy(update={"n_layers": layers or (12 if on_gpu else 2)})
-    backend = backend or ("triton" if on_gpu else "torch")
-    found = check_decode_parity(heads, config.nsa, dtype, device, backend)
-    rows: list[StepTime] = []
-    for batch in batches:
-        steps = (QueryStep(heads, config.nsa, length, batch, dtype, device) for length in lengths)
-        rows += _add_shares([row for step in steps for row in _measure_operator(step, backend, found["passed"])])
-        if found["passed"]:
-            rows += time_models(config, lengths, batch=batch, dtype=dtype, device=device, backend=backend)
-    _add_bandwidth_share(rows, get_memory_bytes_per_s(device))
-    report = {
-        **records.origin(records.device_name() if on_gpu else str(device), records.DECODING),
-        "machine": describe_machine(device),
-        "threads": torch.get_num_threads(),
-        "dtype": str(dtype),
-        "heads": asdict(heads),
-        "model": config.model_dump(),
-        "backend": backend,
-        "parity": found,
-        "rows": [asdict(row) | {"tokens_per_s": row.tokens_per_s, "gb_per_s": row.gb_per_s} for row in rows],
-    }
-    (console or Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)).print(
-        _make_table(rows, found), records.code_text(report)
+    setup = Setup.resolve(device)
+    lengths = sorted(lengths or setup.select(gpu=GPU_LENGTHS, cpu=CPU_LENGTHS))
+    heads = heads or setup.select(gpu=HeadSizes(64, 4, 128), cpu=HeadSizes(12, 2, 64))
+    config = (config or ModelConfig()).model_copy(update={"n_layers": layers or setup.select(gpu=12, cpu=2)})
+    backend = backend or setup.select(gpu="triton", cpu="torch")
+    parity = check_decode_parity(heads, config.nsa, setup.dtype, setup.device, backend)
+    bandwidth = get_memory_bytes_per_s(setup.device)
+    record = make_record(
+        setup,
+        machine=setup.describe_machine(),
+        threads=torch.get_num_threads(),
+        dtype=str(setup.dtype),
+        heads=asdict(heads),
+        model=config.model_dump(),
+        backend=backend,
+        parity=parity,
     )
-    if json_path:
-        records.write(json_path, report)
-    if picture:
-        plot_speeds(rows, picture)
-    return rows
 
+    def measure_batch_size(batch: int) -> list[StepTime]:
+        steps = (QueryStep(heads, config.nsa, length, batch, setup.dtype, setup.device) for length in lengths)
+        rows = _add_shares([row for step in steps for row in _measure_operator(step, backend, parity["passed"])])
+        if parity["passed"]:
+            rows += time_models(config, lengths, batch=batch, dtype=setup.dtype, device=setup.device, backend=backend)
+        for row in rows:
+            if bandwidth and row.ms:
+                row.of_memory = row.read_bytes / row.ms * 1e3 / bandwidth
+        return rows
 
-def _measure_operator(step: QueryStep, backend: str, passed: bool) -> list[StepTime]:
-    """NSA, and the fastest dense attention of all that there are."""
-    found, heads = time_contenders(step, backend, passed), step.heads
-    config = ModelConfig(n_layers=1, n_heads=heads.H, n_kv_groups=heads.G, d_k=heads.D, d_v=heads.D, nsa=step.nsa)
-    rows: list[StepTime] = []
-    for kind in ("nsa", "dense"):
-        mine = sorted((one for one in found if one.kind == kind), key=lambda one: one.ms or float("inf"))
-        read = step.batch * kv_cache_size.compute_read_bytes(
-            config.model_copy(update={"attention": kind}), step.length, step.dtype.itemsize
-        )
-        first, others = mine[0], {one.name: one.ms or one.note for one in mine[1:]}
-        checked = {"kernel": first.name, "error": first.error, "limit": first.limit, "others": others}
-        rows.append(StepTime(f"operator, {heads}", kind, step.length, step.batch, first.ms, read, **checked))
-    return rows
+    checked = f"parity error {parity['error']:.1e} of {parity['limit']:.1e} allowed"
+    benchmark = replace(BENCHMARK, title=f"{BENCHMARK.title}; {checked}")
+    return benchmark.run(list(batches), measure_batch_size, Output(json_path, picture, console), record)
 
 
 def time_models(
@@ -143,87 +131,91 @@ def time_models(
     device: torch.device | str = "cpu",
     backend: str = "torch",
 ) -> list[StepTime]:
-    """A step of a model of `config` and of its dense twin, of random weights, at each number of tokens before it.
+    """Time a decode step of a model of `config` and of its dense baseline at each context length, with random weights.
 
-    `backend` is that of attention over the cache, of both.
+    `backend`: that of attention over the cache, for both.
     """
     device = torch.device(device)
+    configs = {kind: config.model_copy(update={"attention": kind}) for kind in ("nsa", "dense")}
     models = {
-        kind: NSATransformer(config.model_copy(update={"attention": kind}), device=device, dtype=dtype, seed=0)
-        .to(dtype)
-        .eval()
-        for kind in ("nsa", "dense")
+        kind: NSATransformer(of_kind, device=device, dtype=dtype, seed=0).to(dtype).eval()
+        for kind, of_kind in configs.items()
     }
+    level = f"model, {config.n_layers} layers"
     rows: list[StepTime] = []
     for length in lengths:
         decoders = {kind: _make_full_decoder(model, length, batch, backend) for kind, model in models.items()}
-        token = torch.zeros(batch, 1, dtype=torch.int64)  # as whoever draws on the CPU hands it over
+        token = torch.zeros(batch, 1, dtype=torch.int64)  # on the CPU, as from a sampler on the CPU
         runs = {kind: (lambda decoder=decoder: decoder.last(token)) for kind, decoder in decoders.items()}  # noqa: B023
-        rows += _measure_models(f"model, {config.n_layers} layers", runs, config, length, batch, dtype, device)
+        times = time_interleaved_ms(runs, device)
+        for kind, of_kind in configs.items():
+            read_bytes = batch * kv_cache_size.compute_read_bytes(of_kind, length, dtype.itemsize)
+            rows.append(StepTime(level, kind, length, batch, times[kind], read_bytes))
     return _add_shares(rows)
 
 
+def _measure_operator(step: QueryStep, backend: str, has_passed: bool) -> list[StepTime]:
+    """Return the time of NSA and of the fastest dense attention."""
+    contenders, heads = time_contenders(step, backend, has_passed), step.heads
+    config = ModelConfig(n_layers=1, n_heads=heads.H, n_kv_groups=heads.G, d_k=heads.D, d_v=heads.D, nsa=step.nsa)
+    rows: list[StepTime] = []
+    for kind in ("nsa", "dense"):
+        fastest, *slower = sorted((c for c in contenders if c.kind == kind), key=lambda c: c.ms or float("inf"))
+        of_kind = config.model_copy(update={"attention": kind})
+        rows.append(
+            StepTime(
+                f"operator, {heads}",
+                kind,
+                step.length,
+                step.batch,
+                fastest.ms,
+                step.batch * kv_cache_size.compute_read_bytes(of_kind, step.length, step.dtype.itemsize),
+                kernel=fastest.name,
+                error=fastest.error,
+                limit=fastest.limit,
+                others={contender.name: contender.ms or contender.note for contender in slower},
+            )
+        )
+    return rows
+
+
 def _make_full_decoder(model: NSATransformer, length: int, batch: int, backend: str) -> Decoder:
-    """A decoder that has read `length` tokens of every sequence but for those that are timed."""
+    """Return a decoder with full random caches that has read `length` tokens, minus the number of steps to be timed."""
     decoder = Decoder(model, length + 1, batch, backend=backend)
-    for kept in decoder.cache.tensors():
-        if kept.is_floating_point():
-            kept.normal_()
+    for cached in decoder.cache.tensors():
+        if cached.is_floating_point():
+            cached.normal_()
     decoder.cache.advance([length - N_ROUNDS * (N_WARMUP + N_TIMED)] * batch)
     return decoder
 
 
-def _measure_models(
-    level: str,
-    runs: Mapping[str, Callable[[], object]],
-    config: ModelConfig,
-    length: int,
-    batch: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[StepTime]:
-    took = time_interleaved_ms(runs, device)
-    rows: list[StepTime] = []
-    for kind in ("nsa", "dense"):
-        of_kind = config.model_copy(update={"attention": kind})
-        read = batch * kv_cache_size.compute_read_bytes(of_kind, length, dtype.itemsize)
-        rows.append(StepTime(level, kind, length, batch, took.get(kind), read))
-    return rows
-
-
 def _add_shares(rows: list[StepTime]) -> list[StepTime]:
-    """Rows of one level and batch, compared."""
+    """Add the fractions `of_dense` and `of_shortest` to rows of one level and batch size."""
     dense = {row.tokens: row.ms for row in rows if row.by == "dense"}
-    first = {row.by: row.ms for row in rows if row.tokens == min(dense)}
+    shortest = {row.by: row.ms for row in rows if row.tokens == min(dense)}
     for row in rows:
-        if row.ms and (whole := dense[row.tokens]):
-            row.of_dense = row.ms / whole
-        if row.ms and (least := first[row.by]):
-            row.of_shortest = row.ms / least
+        if row.ms and (dense_ms := dense[row.tokens]):
+            row.of_dense = row.ms / dense_ms
+        if row.ms and (shortest_ms := shortest[row.by]):
+            row.of_shortest = row.ms / shortest_ms
     return rows
-
-
-def _add_bandwidth_share(rows: list[StepTime], bytes_per_s: float | None) -> None:
-    for row in rows:
-        if bytes_per_s and row.ms:
-            row.of_memory = row.read_bytes / row.ms * 1e3 / bytes_per_s
 
 
 def plot_speeds(rows: list[StepTime], path: Path) -> None:
-    """Tokens per second against context, a panel per level and batch, as a picture file."""
+    """Plot tokens per second against context length, one panel per level and batch size, to a file."""
     from matplotlib.figure import Figure
 
     panels = list(dict.fromkeys((row.level, row.batch) for row in rows))
-    across = 1 if len(panels) == 1 else 2
-    down = -(-len(panels) // across)
-    figure = Figure(figsize=(4.5 * across, 3.2 * down), layout="constrained")
-    for ax, (level, batch) in zip(figure.subplots(down, across, squeeze=False).flat, panels, strict=False):
-        mine = [row for row in rows if (row.level, row.batch) == (level, batch)]
-        for kind, name, colour, marker in (("nsa", "NSA", "#0072B2", "o"), ("dense", "dense", "#D55E00", "s")):
-            known = [(row.tokens, row.tokens_per_s) for row in mine if row.by == kind and row.tokens_per_s]
-            ax.plot(*zip(*known, strict=True), marker=marker, label=name, color=colour) if known else None
-        lengths = sorted({row.tokens for row in mine})
-        ax.set(xscale="log", xlabel="tokens before the new one", ylabel="tokens per second")
+    n_columns = 1 if len(panels) == 1 else 2
+    n_rows = -(-len(panels) // n_columns)
+    figure = Figure(figsize=(4.5 * n_columns, 3.2 * n_rows), layout="constrained")
+    for ax, (level, batch) in zip(figure.subplots(n_rows, n_columns, squeeze=False).flat, panels, strict=False):
+        panel_rows = [row for row in rows if (row.level, row.batch) == (level, batch)]
+        for kind, name, color, marker in (("nsa", "NSA", "#0072B2", "o"), ("dense", "dense", "#D55E00", "s")):
+            points = [(row.tokens, row.tokens_per_s) for row in panel_rows if row.by == kind and row.tokens_per_s]
+            ax.plot(*zip(*points, strict=True), marker=marker, label=name, color=color) if points else None
+        lengths = sorted({row.tokens for row in panel_rows})
+        ax.set(xscale="log", xlabel="context length (tokens)", ylabel="tokens per second")
         ax.set_title(f"{level}; {batch} sequence{'s' * (batch > 1)}", fontsize=10)
         ax.set_xticks(lengths, [f"{length:,}" for length in lengths], fontsize=8)
         ax.set_xticks([], minor=True)
@@ -233,25 +225,26 @@ def plot_speeds(rows: list[StepTime], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _make_table(rows: list[StepTime], found: Mapping[str, Any]) -> Table:
-    checked = f"error {found['error']:.1e} of {found['limit']:.1e} allowed"
-    table = Table(title=f"One more token: ms, tokens/s; parity of attention over a cache: {checked}")
-    columns = ("tokens", "batch", "ms", "tokens/s", "MB read", "GB/s", "of memory", "of dense", "of the shortest")
-    for name in ("level", "by", *columns):
-        table.add_column(name, justify="left" if name in ("level", "by") else "right")
-    for row in rows:
-        table.add_row(
-            row.level,
-            f"{row.by}, {row.kernel}" if row.kernel else row.by,
-            f"{row.tokens:,}",
-            str(row.batch),
-            format_number(row.ms) or PARITY_FAILED,
-            format_number(row.tokens_per_s),
-            format_number(row.read_bytes / 1e6),
-            format_number(row.gb_per_s),
-            "" if row.of_memory is None else f"{row.of_memory:.0%}",
-            format_number(row.of_dense),
-            format_number(row.of_shortest),
-            style="bold" if row.by == "nsa" else None,
-        )
-    return table
+def _to_json(row: StepTime) -> Mapping[str, object]:
+    return asdict(row) | {"tokens_per_s": row.tokens_per_s, "gb_per_s": row.gb_per_s}
+
+
+BENCHMARK = Benchmark[StepTime](
+    title="Decode step: ms, tokens/s",
+    columns=(
+        text_column("level"),
+        Column("by", lambda row: f"{row.by}, {row.kernel}" if row.kernel else row.by, "left"),
+        Column("tokens", lambda row: f"{row.tokens:,}"),
+        Column("batch", lambda row: str(row.batch)),
+        Column("ms", lambda row: format_number(row.ms) or PARITY_FAILED),
+        number_column("tokens/s", "tokens_per_s"),
+        Column("MB read", lambda row: format_number(row.read_bytes / 1e6)),
+        number_column("GB/s", "gb_per_s"),
+        Column("of memory", lambda row: "" if row.of_memory is None else f"{row.of_memory:.0%}"),
+        number_column("of dense", "of_dense"),
+        number_column("of the shortest", "of_shortest"),
+    ),
+    is_bold=lambda row, rows: row.by == "nsa",
+    plot=plot_speeds,
+    to_json=_to_json,
+)

@@ -1,6 +1,7 @@
-"""Loss curves of one configuration under different executions: compiled or eager, one backend or another, graph or not.
+"""Loss curves of one configuration in different executions: compiled or eager, backends, with or without a CUDA graph.
 
-Same seed, same batches: the curves may differ by rounding alone. `BAND` says how far, and `run_curves` judges it.
+All use the same seed and batches, so the curves may differ only by rounding. `MAX_DIFFERENCE` is the tolerance of
+`run_curves`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from nsa_lab.bench import records
+from nsa_lab.bench.harness import Output, Setup, describe_code, make_record
 from nsa_lab.config import Backend, DataConfig, ModelConfig, NSAConfig, RunConfig, RuntimeConfig, TrainConfig
 from nsa_lab.data import prepare
 from nsa_lab.train.build import Builders, build_context
@@ -21,8 +22,8 @@ from nsa_lab.train.distributed import World
 from nsa_lab.train.lr_schedule import compute_learning_rate
 from nsa_lab.train.step import LOSS
 
-# Nats by which two curves, each a mean over a tenth of the run, may differ: rounding of bf16 grows along a trajectory, and
-# two runs that differ in nothing but the order of sums end this far apart, or less.
+# Tolerance in nats between two curves, each averaged over a tenth of the run. bf16 rounding errors grow along a trajectory;
+# two runs that differ only in the order of sums end with at most this difference.
 MAX_DIFFERENCE = 0.05
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 MODEL = ModelConfig(
@@ -32,7 +33,7 @@ MODEL = ModelConfig(
 
 @dataclass(frozen=True)
 class Execution:
-    """How a curve is computed."""
+    """Backend, compilation and CUDA graph of a curve."""
 
     name: str
     backend: Backend
@@ -53,7 +54,7 @@ CPU_EXECUTIONS = (Execution("reference, eager", "reference"), Execution("torch, 
 def compute_loss_curve(
     execution: Execution, steps: int, *, model: ModelConfig, seq_len: int, batch: int, device: Literal["cpu", "cuda"]
 ) -> list[float]:
-    """The training loss of every step, in nats."""
+    """Return the training loss of every step in nats."""
     runtime = RuntimeConfig(
         device=device,
         precision="bf16" if device == "cuda" else "fp32",
@@ -86,48 +87,52 @@ def run_curves(
     batch: int = 8,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Every execution that this machine has; `apart` is the largest difference of two curves' means over a tenth."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    executions = GPU_EXECUTIONS if device == "cuda" else CPU_EXECUTIONS
-    curves = {}
-    for e in executions:
-        begun = time.monotonic()
-        curve = curves[e.name] = compute_loss_curve(e, steps, model=model, seq_len=seq_len, batch=batch, device=device)
-        log(f"{e.name:<26} {curve[0]:.3f} to {curve[-1]:.3f} nats in {time.monotonic() - begun:.0f} s")
+    """Compute the curves of all executions on this machine and return the record; `log` receives one line per curve.
+
+    `apart_nats`: the largest difference from the first curve, between means over a tenth of the run. `ok`: all differences
+    are at most `MAX_DIFFERENCE`.
+    """
+    setup, output = Setup.resolve(), Output(json_path, picture)
+    curves: dict[str, list[float]] = {}
+    for execution in setup.select(gpu=GPU_EXECUTIONS, cpu=CPU_EXECUTIONS):
+        start, name = time.monotonic(), execution.name
+        device = "cuda" if setup.is_gpu else "cpu"
+        curve = compute_loss_curve(execution, steps, model=model, seq_len=seq_len, batch=batch, device=device)
+        curves[name] = curve
+        log(f"{name:<26} {curve[0]:.3f} to {curve[-1]:.3f} nats in {time.monotonic() - start:.0f} s")
     tenths = {name: torch.tensor(curve)[: steps // 10 * 10].view(10, -1).mean(1) for name, curve in curves.items()}
     first = next(iter(tenths.values()))
-    apart = {name: (means - first).abs().max().item() for name, means in tenths.items()}
-    report = {
-        **records.origin(records.device_name(), records.TRAINING),
-        "steps": steps,
-        "seq_len": seq_len,
-        "batch": batch,
-        "band_nats": MAX_DIFFERENCE,
-        "apart_nats": apart,
-        "ok": max(apart.values()) <= MAX_DIFFERENCE,
-        "curves": curves,
-    }
-    if json_path:
-        records.write(json_path, report, indent=None)
+    differences = {name: (means - first).abs().max().item() for name, means in tenths.items()}
+    record = make_record(
+        setup,
+        steps=steps,
+        seq_len=seq_len,
+        batch=batch,
+        band_nats=MAX_DIFFERENCE,
+        apart_nats=differences,
+        ok=max(differences.values()) <= MAX_DIFFERENCE,
+        curves=curves,
+    )
+    output.write(record, indent=None)
     if picture:
-        plot_curves(report, picture)
-    log(records.code_text(report))
-    return report
+        plot_curves(record, picture)
+    log(describe_code(record))
+    return record
 
 
-def plot_curves(report: dict[str, Any], path: Path) -> None:
-    """The curves, and beneath them how far each is from the first."""
+def plot_curves(record: dict[str, Any], path: Path) -> None:
+    """Plot the curves, and below them the difference of each from the first."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), layout="constrained")
     losses, differences = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
-    first = torch.tensor(next(iter(report["curves"].values())))
-    for (name, curve), colour in zip(report["curves"].items(), COLORS, strict=False):
-        losses.plot(curve, label=name, color=colour, linewidth=1)
-        differences.plot(torch.tensor(curve) - first, color=colour, linewidth=1)
+    first = torch.tensor(next(iter(record["curves"].values())))
+    for (name, curve), color in zip(record["curves"].items(), COLORS, strict=False):
+        losses.plot(curve, label=name, color=color, linewidth=1)
+        differences.plot(torch.tensor(curve) - first, color=color, linewidth=1)
     losses.set(
-        ylabel="loss (nats per byte)", title=f"one configuration, {len(report['curves'])} executions, {report['device']}"
+        ylabel="loss (nats per byte)", title=f"one configuration, {len(record['curves'])} executions, {record['device']}"
     )
-    differences.set(xlabel="optimiser step", ylabel="from the first (nats)")
+    differences.set(xlabel="optimizer step", ylabel="difference (nats)")
     losses.legend()
     figure.savefig(path, dpi=150)

@@ -1,7 +1,7 @@
-"""`nsa-lab bench train`: tokens/s of NSA and of its dense twin at each length, in one run, on real batches.
+"""`nsa-lab bench train`: tokens/s of NSA and of its dense baseline at each length, in one run, on real batches.
 
-Both are trained by the trainer's own step (compiled, fused AdamW, clipping), so what is timed is what a run does. A row is
-a length and a micro-batch; the ratio within a row is the result, absolute figures hold for the one device.
+Both are trained by the trainer's own step (compiled, fused AdamW, clipping), so the measurement is representative of a run.
+A row is a length and a micro-batch. The result is the ratio within a row; absolute numbers hold only for the device.
 """
 
 from __future__ import annotations
@@ -10,40 +10,37 @@ import gc
 import itertools
 import re
 import statistics
-import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from nsa_lab.attention.kernels.kernel_names import get_kernel_part
-from nsa_lab.bench import records
+from nsa_lab.bench.harness import Benchmark, Column, Output, Setup, make_record, make_table
 from nsa_lab.bench.timing import measure_matmul_flops_per_s, record_kernels
 from nsa_lab.config import ConfigError, DataConfig, ModelConfig, NSAConfig, RunConfig, RuntimeConfig, TrainConfig
 from nsa_lab.data import Batch, prepare
 from nsa_lab.train.build import Builders, TrainContext, build_context
 from nsa_lab.train.distributed import World
 
-# T x micro-batch -> NSA's tokens/s over the dense twin's that the project set itself (docs/benchmarks/README.md).
+# (T, micro-batch) -> target ratio of NSA's tokens/s to the dense baseline's (docs/benchmarks/README.md).
 TARGETS = {(2048, 32): 0.80, (8192, 8): 1.12, (32768, 2): 2.45, (65536, 1): 3.9}
-# The global batch of the A100 report: the host is slower than the GPU, and a step is replayed as a CUDA graph.
+# At this batch size and below, the host is slower than the GPU, and a step is replayed as a CUDA graph.
 SMALL_SHAPE, SMALL_TARGET = (2048, 4), 300_000  # tokens/s
 GPU_SHAPES = (*TARGETS, SMALL_SHAPE)
 CPU_SHAPES = ((128, 2), (256, 1))
-N_TURNS = 4  # of each of what is compared
+N_TURNS = 4  # timed intervals per model, alternating
 CPU_MODEL = ModelConfig(
     dim=64, n_layers=2, n_heads=4, n_kv_groups=2, d_k=16, d_v=16, nsa=NSAConfig(l=16, d=8, l_sel=16, n_sel=4, w=32)
 )
 KINDS = ("nsa", "dense")
-TABLE_WIDTH = 170  # characters, where the output is no terminal
 
-# What names of other libraries' kernels contain -> where the time goes; the first match counts.
+# Part of a step -> substrings of kernel names from other libraries; the first match counts.
 OTHER_KERNELS = {
     "gemm": ("gemm", "nvjet", "cutlass", "splitk", "matmul", "xmma"),
     "dense attention": ("flash", "fmha", "sdpa", "attention"),
@@ -54,7 +51,7 @@ OTHER_KERNELS = {
 
 @dataclass
 class StepMeasurement:
-    """One model at one shape. Times in seconds, sizes in bytes, rates in FLOP/s."""
+    """One model at one shape: seconds, bytes, and FLOP/s. Field names are keys of the record."""
 
     kind: str
     seq_len: int
@@ -80,61 +77,64 @@ def run_train_bench(
     picture: Path | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Measure NSA and dense at `shapes` (tokens, sequences a forward pass), print a table, write JSON and a picture.
+    """Measure NSA and its dense baseline at `shapes` (tokens, sequences per forward pass) and return the record.
 
-    On a CUDA device the default is the production model at the four shapes of `BARS`, bf16 and compiled; on a CPU a tiny
-    model in float32, which proves the path and measures nothing worth quoting. Raises ConfigError for an unusable shape.
+    On a GPU the default is the production model at the shapes of `TARGETS`, in bf16 and compiled. On a CPU it is a tiny
+    model in float32, which tests the code and gives no meaningful speed. Raises ConfigError for an unusable shape.
     """
-    cuda = torch.cuda.is_available()
-    shapes = shapes or (GPU_SHAPES if cuda else CPU_SHAPES)
-    base = model or (ModelConfig() if cuda else CPU_MODEL)
-    console = console or Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
-    report: dict[str, Any] = {
-        "what": "training step, NSA and its dense twin",
-        **records.origin(records.device_name(), records.TRAINING),
-        "gemm_flops_per_s": measure_matmul_flops_per_s(torch.device("cuda"), torch.bfloat16) if cuda else None,
-        "model": base.model_dump(),
-        "rows": [],
-    }
-    for seq_len, micro in shapes:
-        pair = measure_configs({kind: make_bench_config(base, kind, seq_len, micro, cuda, data) for kind in KINDS}, steps)
+    setup = Setup.resolve()
+    base = model or setup.select(gpu=ModelConfig(), cpu=CPU_MODEL)
+    peak = measure_matmul_flops_per_s(setup.device, torch.bfloat16) if setup.is_gpu else None
+    record = make_record(
+        setup, what="training step, NSA and its dense baseline", gemm_flops_per_s=peak, model=base.model_dump()
+    )
+
+    def measure_shape(shape: tuple[int, int]) -> list[dict[str, Any]]:
+        configs = {kind: make_bench_config(base, kind, *shape, setup.is_gpu, data) for kind in KINDS}
+        pair = measure_configs(configs, steps)
         row = {
-            "seq_len": seq_len,
-            "micro_batch": micro,
+            "seq_len": shape[0],
+            "micro_batch": shape[1],
             "ratio": pair["nsa"].tokens_per_s / pair["dense"].tokens_per_s,
-            "bar": None if model else TARGETS.get((seq_len, micro)),
+            "bar": None if model else TARGETS.get(shape),
             **{kind: asdict(pair[kind]) for kind in KINDS},
         }
-        report["rows"].append(row)
-        console.print(
-            f"T = {seq_len} x {micro}: NSA {row['nsa']['tokens_per_s']:,.0f}, "
-            f"dense {row['dense']['tokens_per_s']:,.0f} tokens/s, ratio {row['ratio']:.3f}"
-        )
-    console.print(_make_speed_table(report), _make_breakdown_table(report), records.code_text(report))
-    if json_path:
-        records.write(json_path, report)
-    if picture:
-        plot_speeds(report, picture)
-    return report
+        return [row]
+
+    rows = _make_benchmark(record).run(
+        shapes or setup.select(gpu=GPU_SHAPES, cpu=CPU_SHAPES),
+        measure_shape,
+        Output(json_path, picture, console),
+        record,
+        label=format_shape,
+        extra_tables=lambda rows: [make_table("Share of a step's wall time", BREAKDOWN_COLUMNS, _split_row_lines(rows))],
+    )
+    return record | {"rows": rows}
 
 
 def measure_configs(configs: Mapping[str, RunConfig], steps: int) -> dict[str, StepMeasurement]:
-    """Median time of an optimiser step of each after warm-up, over `steps` that they take in turns, so that what the clock
-    or the machine does meets all alike; then a profile of two more. All of them are in memory together."""
+    """Return the median step time of each configuration after warm-up, and a profile of two more steps.
+
+    The configurations alternate in intervals of `steps` in total, so that other load affects all of them equally. All of
+    them are in memory at the same time.
+    """
     runs = {name: _TimedRun.create_warmed_up(config) for name, config in configs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(N_TURNS):
         for name, run in runs.items():
             times[name].append(run.time_steps(max(steps // N_TURNS, 1)))
-    found = {name: run.make_measurement(statistics.median(times[name])) for name, run in runs.items()}
+    measurements = {name: run.make_measurement(statistics.median(times[name])) for name, run in runs.items()}
     runs.clear()
     _free_memory()
-    return found
+    return measurements
 
 
 @dataclass
 class _TimedRun:
-    """What takes the steps that are timed. `peak_bytes`: the most memory that it held in those before, alone."""
+    """A model, its optimizer and its batches for the timed steps.
+
+    `peak_bytes`: peak memory of the warm-up steps, this run only.
+    """
 
     config: RunConfig
     parts: TrainContext
@@ -144,17 +144,17 @@ class _TimedRun:
 
     @classmethod
     def create_warmed_up(cls, config: RunConfig) -> _TimedRun:
-        device, before = torch.device("cuda" if config.runtime.device == "cuda" else "cpu"), 0
+        device, allocated_before = torch.device("cuda" if config.runtime.device == "cuda" else "cpu"), 0
         if device.type == "cuda":
-            before = torch.cuda.memory_allocated()
-            # From the start: what a captured graph holds is allocated while it is captured, and no longer.
+            allocated_before = torch.cuda.memory_allocated()
+            # Reset before the build: the memory of a captured graph is allocated only during its capture.
             torch.cuda.reset_peak_memory_stats()
         dataset = prepare(config.data, config.model.vocab_size, config.train.seq_len)
         parts = build_context(config, World(), device, dataset, Builders())
-        ready = _load_batches(parts)
-        run = cls(config, parts, ready, itertools.cycle(ready), 0)
+        loaded_batches = _load_batches(parts)
+        run = cls(config, parts, loaded_batches, itertools.cycle(loaded_batches), 0)
         run.time_steps(5)
-        run.peak_bytes = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
+        run.peak_bytes = torch.cuda.max_memory_allocated() - allocated_before if device.type == "cuda" else 0
         return run
 
     def step(self) -> None:
@@ -162,13 +162,13 @@ class _TimedRun:
         self.parts.stepper.step(*batch[:2], lr=1e-4, poll=lambda: None, weights=batch.weights, documents=batch.documents)
 
     def time_steps(self, steps: int) -> float:
-        """Mean seconds of so many steps in a row."""
-        begun = time.perf_counter()
+        """Return the mean time of `steps` consecutive steps in seconds."""
+        start = time.perf_counter()
         for _ in range(steps):
             self.step()
         if self.parts.device.type == "cuda":
             torch.cuda.synchronize()
-        return (time.perf_counter() - begun) / steps
+        return (time.perf_counter() - start) / steps
 
     def make_measurement(self, step_s: float) -> StepMeasurement:
         train, model = self.config.train, self.parts.model
@@ -189,15 +189,15 @@ class _TimedRun:
         )
 
     def _measure_breakdown(self, steps: int = 2) -> dict[str, float]:
-        """Share of the wall time of a step by part, and idle."""
+        """Return the share of a step's wall time per part, including `idle`."""
         kernels = record_kernels(lambda: [self.step() for _ in range(steps)], self.parts.device)
-        spent = _sum_time_by_part((classify_kernel(name), start, end) for name, start, end in kernels)
-        wall = sum(spent.values())
-        return {part: us / wall for part, us in sorted(spent.items(), key=lambda item: -item[1])}
+        time_by_part = _sum_time_by_part((classify_kernel(name), start, end) for name, start, end in kernels)
+        total = sum(time_by_part.values())
+        return {part: us / total for part, us in sorted(time_by_part.items(), key=lambda item: -item[1])}
 
 
 def parse_shape(text: str) -> tuple[int, int]:
-    """`"2048x32"` -> (2048, 32). Raises ConfigError."""
+    """Parse `"2048x32"` to (2048, 32). Raises ConfigError."""
     match = re.fullmatch(r"(\d+)x(\d+)", text)
     if not match or not all(int(n) for n in match.groups()):
         raise ConfigError(f"--shape {text}: expected tokens x sequences, for example 2048x32")
@@ -205,11 +205,11 @@ def parse_shape(text: str) -> tuple[int, int]:
 
 
 def make_bench_config(
-    base: ModelConfig, kind: str, seq_len: int, micro: int, cuda: bool, data: DataConfig | None, *, graph: bool = True
+    base: ModelConfig, kind: str, seq_len: int, micro: int, is_gpu: bool, data: DataConfig | None, *, graph: bool = True
 ) -> RunConfig:
-    """A run that saves and evaluates nothing. `graph`: replay a CUDA graph where a run of this size would."""
+    """Return a run without checkpoints and evaluations. `graph`: replay a CUDA graph if a run of this size would."""
     runtime = RuntimeConfig(device="cpu")
-    if cuda:
+    if is_gpu:
         runtime = RuntimeConfig(
             device="cuda", precision="bf16", compile=True, cuda_graph=graph and is_small(seq_len, micro)
         )
@@ -223,12 +223,12 @@ def make_bench_config(
 
 
 def is_small(seq_len: int, micro: int) -> bool:
-    """Whether a run of this shape replays CUDA graphs: the host is slower than the GPU."""
+    """Return whether a run of this shape replays CUDA graphs, because the host is slower than the GPU."""
     return seq_len * micro <= SMALL_SHAPE[0] * SMALL_SHAPE[1]
 
 
 def _load_batches(parts: TrainContext) -> list[Batch]:
-    """Batches on the device already: loading is measured by a run, not here. Where documents begin is known on the CPU."""
+    """Load batches to the device in advance, so that loading is not timed. Document starts stay on the CPU."""
     return [_move_to_device(parts.batches.weighted_batch(step), parts.device) for step in range(4)]
 
 
@@ -244,63 +244,41 @@ def _move_to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def classify_kernel(kernel: str) -> str:
-    """Where the time of a kernel goes, by its name alone: a replayed graph knows no operators."""
+    """Return the part of a step that a kernel belongs to, by its name only: a replayed graph has no operators."""
     return get_kernel_part(kernel) or next(
         (part for part, words in OTHER_KERNELS.items() if any(word in kernel.lower() for word in words)), "elementwise"
     )
 
 
 def _sum_time_by_part(kernels: Iterable[tuple[str, float, float]]) -> dict[str, float]:
-    """Time of each part, given (part, start, end) of each kernel.
+    """Return the time per part, given (part, start, end) of each kernel.
 
-    Kernels that run at the same time share it; where none runs, the time is that of `idle`.
+    Concurrent kernels share their time. Time without a kernel is `idle`.
     """
     edges = sorted((time, change, part) for part, *ends in kernels for time, change in zip(ends, (1, -1), strict=True))
-    spent, running = defaultdict[str, float](float, idle=0.0), Counter[str]()
+    time_by_part, running = defaultdict[str, float](float, idle=0.0), Counter[str]()
     for (start, change, part), (end, *_) in itertools.pairwise(edges):
         running[part] += change
-        now = running if running.total() else {"idle": 1}
-        for one, number in now.items():
-            spent[one] += (end - start) * number / sum(now.values())
-    return dict(spent)
+        active = running if running.total() else {"idle": 1}
+        for active_part, count in active.items():
+            time_by_part[active_part] += (end - start) * count / sum(active.values())
+    return dict(time_by_part)
 
 
-def _make_speed_table(report: dict[str, Any]) -> Table:
-    peak = report["gemm_flops_per_s"]
-    table = Table(
-        title=f"training step on {report['device']}" + (f", bf16 GEMM peak here {peak / 1e12:.0f} TFLOP/s" if peak else "")
-    )
-    for name in (
-        "T x micro",
-        "model",
-        "tokens/s",
-        "ratio",
-        "bar",
-        "graph",
-        "TFLOP/s (6N + dense)",
-        "TFLOP/s (actual)",
-        "of peak",
-        "peak GB",
-        "backends",
-    ):
-        table.add_column(name, justify="right")
-    for row in report["rows"]:
-        for kind in KINDS:
-            m = row[kind]
-            table.add_row(
-                f"{m['seq_len']} x {m['micro_batch']}",
-                kind,
-                f"{m['tokens_per_s']:,.0f}",
-                f"{row['ratio']:.3f}" if kind == "nsa" else "",
-                _format_target(row) if kind == "nsa" else "",
-                "yes" if m["cuda_graph"] else "",
-                f"{m['flops_6n'] / 1e12:.1f}",
-                f"{m['flops_actual'] / 1e12:.1f}",
-                f"{m['flops_6n'] / peak:.0%} / {m['flops_actual'] / peak:.0%}" if peak else "",
-                f"{m['memory_peak_bytes'] / 1e9:.2f}",
-                ", ".join(sorted(set(m["backends"].values()))),
-            )
-    return table
+Line = tuple[dict[str, Any], dict[str, Any]]
+"""A row of the record and one of its measurements: two table lines per row."""
+
+
+def _split_row(row: dict[str, Any]) -> list[Line]:
+    return [(row, row[kind]) for kind in KINDS]
+
+
+def _split_row_lines(rows: Iterable[dict[str, Any]]) -> list[Line]:
+    return [line for row in rows for line in _split_row(row)]
+
+
+def format_shape(shape: tuple[int, int]) -> str:
+    return f"{shape[0]} x {shape[1]}"
 
 
 def _format_target(row: dict[str, Any]) -> str:
@@ -309,27 +287,61 @@ def _format_target(row: dict[str, Any]) -> str:
     return f"{row['bar']}" if row["bar"] else ""
 
 
-def _make_breakdown_table(report: dict[str, Any]) -> Table:
-    table = Table(title="share of a step's wall time")
-    table.add_column("T x micro")
-    table.add_column("model")
-    table.add_column("parts")
-    for row in report["rows"]:
-        for kind in KINDS:
-            parts = ", ".join(f"{part} {share:.1%}" for part, share in row[kind]["breakdown"].items())
-            table.add_row(f"{row['seq_len']} x {row['micro_batch']}", kind, parts)
-    return table
+def _measurement_column(name: str, format_cell: Callable[[dict[str, Any]], str]) -> Column[Line]:
+    return Column(name, lambda line: format_cell(line[1]))
+
+
+def _ratio_column(name: str, format_cell: Callable[[dict[str, Any]], str]) -> Column[Line]:
+    """Return a column that is shown in the NSA line of a row."""
+    return Column(name, lambda line: format_cell(line[0]) if line[1]["kind"] == "nsa" else "")
+
+
+SHAPE_COLUMN = _measurement_column("T x micro", lambda m: format_shape((m["seq_len"], m["micro_batch"])))
+KIND_COLUMN = _measurement_column("model", lambda m: m["kind"])
+BREAKDOWN_COLUMNS = (
+    SHAPE_COLUMN,
+    KIND_COLUMN,
+    _measurement_column("parts", lambda m: ", ".join(f"{part} {share:.1%}" for part, share in m["breakdown"].items())),
+)
+
+
+def _make_benchmark(record: dict[str, Any]) -> Benchmark[dict[str, Any]]:
+    """Return the benchmark for a device whose matmul peak is in the record."""
+    peak = record["gemm_flops_per_s"]
+    peak_text = f", bf16 matmul peak {peak / 1e12:.0f} TFLOP/s" if peak else ""
+    return Benchmark(
+        title=f"Training step on {record['device']}{peak_text}",
+        columns=(
+            SHAPE_COLUMN,
+            KIND_COLUMN,
+            _measurement_column("tokens/s", lambda m: f"{m['tokens_per_s']:,.0f}"),
+            _ratio_column("ratio", lambda row: f"{row['ratio']:.3f}"),
+            _ratio_column("target", _format_target),
+            _measurement_column("graph", lambda m: "yes" if m["cuda_graph"] else ""),
+            _measurement_column("TFLOP/s (6N + dense)", lambda m: f"{m['flops_6n'] / 1e12:.1f}"),
+            _measurement_column("TFLOP/s (actual)", lambda m: f"{m['flops_actual'] / 1e12:.1f}"),
+            _measurement_column(
+                "of peak", lambda m: f"{m['flops_6n'] / peak:.0%} / {m['flops_actual'] / peak:.0%}" if peak else ""
+            ),
+            _measurement_column("peak GB", lambda m: f"{m['memory_peak_bytes'] / 1e9:.2f}"),
+            _measurement_column("backends", lambda m: ", ".join(sorted(set(m["backends"].values())))),
+        ),
+        plot=lambda rows, path: plot_speeds(record | {"rows": rows}, path),
+        has_table_per_case=False,
+        split_row=_split_row,
+        to_json=lambda row: row,
+    )
 
 
 def plot_speeds(report: dict[str, Any], path: Path) -> None:
-    """Tokens/s against length, both models, the ratio written above each pair."""
+    """Plot tokens/s against length for both models, with the ratio above each pair."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     lengths = [row["seq_len"] for row in report["rows"]]
-    for kind, colour, marker in (("nsa", "#0072B2", "o"), ("dense", "#D55E00", "s")):
-        axes.plot(lengths, [row[kind]["tokens_per_s"] for row in report["rows"]], marker=marker, color=colour, label=kind)
+    for kind, color, marker in (("nsa", "#0072B2", "o"), ("dense", "#D55E00", "s")):
+        axes.plot(lengths, [row[kind]["tokens_per_s"] for row in report["rows"]], marker=marker, color=color, label=kind)
     for row in report["rows"]:
         top = max(row[kind]["tokens_per_s"] for kind in KINDS)
         axes.annotate(f"{row['ratio']:.2f}x", (row["seq_len"], top), textcoords="offset points", xytext=(0, 7), ha="center")
@@ -337,7 +349,7 @@ def plot_speeds(report: dict[str, Any], path: Path) -> None:
         xscale="log",
         xlabel="sequence length (tokens)",
         ylabel="training speed (tokens/s)",
-        title=f"NSA and its dense twin on {report['device']}, {report['when'][:10]}",
+        title=f"NSA and its dense baseline on {report['device']}, {report['when'][:10]}",
     )
     axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
     axes.set_xticks([], minor=True)

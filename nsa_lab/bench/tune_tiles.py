@@ -1,48 +1,55 @@
-"""`nsa-lab bench tune`: other tiles of the kernels beside those of the launch table, each checked before it is timed.
+"""`nsa-lab bench tune`: time kernel tiles that are not in the launch table, each after a parity check.
 
-From the table's tile one thing at a time is changed, and the quickest change is gone on from, until none gains more than
-runs differ by. The table is code (attention/kernels/launch_table.py), read by shape, dtype and device: what is quicker is
-printed as it would stand there, and entered by hand, with the test that holds the table.
+A local search: starting from the table's tile, change one property at a time and continue from the fastest change, until no
+change gains more than the variation between runs. The table is code (attention/kernels/launch_table.py), selected by shape,
+dtype and device. Faster tiles are printed in its notation and entered by hand, together with its test.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from nsa_lab.attention import resolve_backend
 from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.launch_table import RowTile, Tile
 from nsa_lab.bench import attention_parity as parity
-from nsa_lab.bench import records
 from nsa_lab.bench.attention_parts import Part, make_parts
-from nsa_lab.bench.attention_speed import GPU_SHAPES, TABLE_WIDTH, Shape, describe_machine, format_number
-from nsa_lab.bench.timing import time_ms
+from nsa_lab.bench.attention_rows import GPU_SHAPES, Shape
+from nsa_lab.bench.harness import (
+    Benchmark,
+    Output,
+    Setup,
+    make_record,
+    measure_if_correct,
+    number_column,
+    text_column,
+)
+from nsa_lab.bench.timing import make_forward_backward, time_ms
 from nsa_lab.config import NSAConfig
 
 AnyTile = Tile | RowTile
 
 CPU_SHAPE = Shape(70, 1, 4, 2, 16)
-MAX_CHECKED_TOKENS = 999  # of the sequence that every tile is checked on, in float64; odd, so that tiles have edges
+MAX_CHECKED_TOKENS = 999  # length of the sequence for the parity check in float64; odd, so that tiles are partly filled
 MIN_GAIN = 0.01
-"""Share of its time by which a tile has to be quicker: less is what runs differ by."""
-MIN_TILE, MAX_TILE = 16, 256  # rows and keys of a tile: a tensor core takes 16 at least
+"""Minimum fraction of time that a tile must save; less is the variation between runs."""
+MIN_TILE, MAX_TILE = 16, 256  # rows and keys of a tile; a tensor core needs at least 16
 REGISTERS = (96, 128, 168, None)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A function of the launch table, a part of attention that asks it, and whether its backward pass does."""
+    """A function of the launch table, the part of attention that calls it, and whether its backward pass does."""
 
     function: str
     part: str
@@ -54,7 +61,7 @@ ENTRIES = {
     for part in ("compressed", "window")
     for function, backward in (("band_forward", False), ("band_dq", True), ("band_dkv", True))
 } | {
-    "choice": Entry("choice", "choice", False),
+    "choice": Entry("block_topk", "choice", False),
     "selected_union": Entry("selected_union", "selected, smooth", True),
     "selected_items": Entry("selected_items", "selected, smooth", True),
 }
@@ -62,23 +69,40 @@ ENTRIES = {
 
 @dataclass
 class TileTiming:
-    """A kernel with one tile at one shape; `ms` is of its part, forward or with the backward pass, None as `note` says."""
+    """A kernel with one tile at one shape. Field names are keys of the record.
+
+    `ms`: time of its part, forward or forward and backward; None: see `note`.
+    """
 
     shape: str
     kernel: str
     tile: str
     ms: float | None = None
     of_table: float | None = None
-    """Time as a share of what the part takes with the table's own tile."""
+    """Time as a fraction of the time with the table's own tile."""
     note: str = ""
     parity: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
 
 
 def parse_kernel(text: str) -> str:
-    """One of `ENTRIES`. ValueError for anything else."""
+    """Return `text` if it is a key of `ENTRIES`. Raises ValueError otherwise."""
     if text not in ENTRIES:
         raise ValueError(f"kernel {text!r}: expected one of {', '.join(map(repr, ENTRIES))}")
     return text
+
+
+BENCHMARK = Benchmark[TileTiming](
+    title="Kernel tiles, the launch table's first: ms of the part that uses them",
+    columns=(
+        text_column("shape"),
+        text_column("kernel"),
+        text_column("tile"),
+        number_column("ms", "ms"),
+        number_column("of the table's", "of_table"),
+        text_column("note"),
+    ),
+    is_bold=lambda row, rows: row.ms is not None and row.ms == min(other.ms for other in rows if other.ms is not None),
+)
 
 
 def run_tune(
@@ -92,125 +116,118 @@ def run_tune(
     nsa: NSAConfig | None = None,
     console: Console | None = None,
 ) -> list[TileTiming]:
-    """Time up to `most` tiles of each of `kernels`, keys of `ENTRIES`, at each shape; print tables, and write JSON there.
+    """Time up to `max_tiles` tiles of each kernel (keys of `ENTRIES`) at each shape.
 
-    Defaults: every kernel; a GPU, bf16 and the four shapes of `bench attention`; on a CPU, where Triton interprets and
-    times mean nothing, float32 and one tiny shape. Raises what `resolve_backend` raises where kernels cannot run.
+    Prints a table and replaces the JSON file after each kernel. Defaults: every kernel; on a GPU the four shapes of `bench
+    attention`. On a CPU, Triton is interpreted and times are meaningless: one tiny shape. Raises as `resolve_backend` does
+    if the kernels cannot run.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    nsa = nsa or NSAConfig()
-    choices = resolve_backend(device, dtype, nsa, backend="triton")
-    console = console or Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
-    report: dict[str, Any] = {
-        **records.origin(records.device_name() if device.type == "cuda" else str(device), records.OPERATOR),
-        "machine": describe_machine(device),
-        "dtype": str(dtype),
-        "nsa": nsa.model_dump(),
-    }
-    rows: list[TileTiming] = []
-    shapes = shapes or (GPU_SHAPES if device.type == "cuda" else (CPU_SHAPE,))
-    left = [f"{shape}: {name}" for shape in shapes for name in kernels or ENTRIES]
-    for shape in shapes:
-        sizes = shape.H, shape.G, shape.D, nsa, choices, device, dtype
-        short, long = (
-            {part.name: part for part in make_parts(*tokens, *sizes, Dv=shape.value_width)}
-            for tokens in ((min(shape.T, MAX_CHECKED_TOKENS), 1), (shape.T, shape.B))
-        )
-        for name in kernels or ENTRIES:
-            part = ENTRIES[name].part
-            found = _search_tiles(str(shape), name, short[part], long[part], nsa, max_tiles)
-            rows += found
-            console.print(_make_table(found))
-            left.remove(f"{shape}: {name}")
-            if json_path:  # after every kernel: what is broken off keeps what it measured, and says what it did not
-                told = {"not_measured": left} if left else {}
-                records.write(json_path, {**report, "rows": [asdict(row) for row in rows], **told})
-    console.print(records.code_text(report))
-    return rows
+    setup, nsa = Setup.resolve(device, dtype), nsa or NSAConfig()
+    backends = resolve_backend(setup.device, setup.dtype, nsa, backend="triton")
+
+    @functools.lru_cache(maxsize=1)  # the parts of one shape at a time: they hold gigabytes
+    def make_part_pairs(shape: Shape) -> dict[str, tuple[Part, Part]]:
+        sizes = shape.H, shape.G, shape.D, nsa, backends, setup.device, setup.dtype
+        short = make_parts(min(shape.T, MAX_CHECKED_TOKENS), 1, *sizes, Dv=shape.value_width)
+        long = make_parts(shape.T, shape.B, *sizes, Dv=shape.value_width)
+        return {part.name: (part, long_part) for part, long_part in zip(short, long, strict=True)}
+
+    def measure_kernel(case: tuple[Shape, str]) -> list[TileTiming]:
+        shape, name = case
+        return _search_tiles(str(shape), name, *make_part_pairs(shape)[ENTRIES[name].part], nsa, max_tiles)
+
+    return BENCHMARK.run(
+        [
+            (shape, name)
+            for shape in shapes or setup.select(gpu=GPU_SHAPES, cpu=(CPU_SHAPE,))
+            for name in kernels or ENTRIES
+        ],
+        measure_kernel,
+        Output(json_path, console=console),
+        make_record(setup, machine=setup.describe_machine(), dtype=str(setup.dtype), nsa=nsa.model_dump()),
+        label=lambda case: f"{case[0]}: {case[1]}",
+    )
 
 
 def list_neighbors(tile: AnyTile, *, has_one_loop: bool) -> Iterator[AnyTile]:
-    """Tiles that differ from `tile` in one thing; `loops`: its kernel looks at `one_loop`."""
+    """Yield tiles that differ from `tile` in one property; `has_one_loop`: the kernel uses `one_loop`."""
 
-    def changed(name: str, values: Sequence[object]) -> Iterator[AnyTile]:
+    def replace_each(name: str, values: Sequence[object]) -> Iterator[AnyTile]:
         return (tile._replace(**{name: value}) for value in values)
 
     for name in ("rows", "keys"):
         size = getattr(tile, name, 0)
-        yield from changed(name, [n for n in (size // 2, 2 * size) if MIN_TILE <= n <= MAX_TILE])
-    yield from changed("warps", [n for n in (tile.warps // 2, 2 * tile.warps) if 2 <= n <= 8])
-    yield from changed("stages", [n for n in (tile.stages - 1, tile.stages + 1) if 1 <= n <= 5])
-    yield from changed("registers", [n for n in REGISTERS if n != tile.registers])
+        yield from replace_each(name, [n for n in (size // 2, 2 * size) if MIN_TILE <= n <= MAX_TILE])
+    yield from replace_each("warps", [n for n in (tile.warps // 2, 2 * tile.warps) if 2 <= n <= 8])
+    yield from replace_each("stages", [n for n in (tile.stages - 1, tile.stages + 1) if 1 <= n <= 5])
+    yield from replace_each("registers", [n for n in REGISTERS if n != tile.registers])
     if has_one_loop and isinstance(tile, Tile):
-        yield from changed("one_loop", [not tile.one_loop])
+        yield from replace_each("one_loop", [not tile.one_loop])
 
 
 def _search_tiles(shape: str, name: str, short: Part, long: Part, nsa: NSAConfig, max_tiles: int) -> list[TileTiming]:
-    """The table's tile first, then what was tried, in order."""
+    """Return the timing of the table's tile, followed by all other tiles in search order."""
     entry = ENTRIES[name]
     run = _make_pass(long, backward=entry.backward)
-    own = _find_requested_tile(entry.function, run)
-    if own is None:
+    table_tile = _find_requested_tile(entry.function, run)
+    if table_tile is None:
         return [TileTiming(shape, name, "", note="not launched at this shape")]
-    first = _time_tile(shape, name, own, short, long, nsa, run)
-    rows, tried, best = [first], {own}, (first, own)
+    first = _time_tile(shape, name, table_tile, short, long, nsa, run)
+    rows, timed_tiles, best = [first], {table_tile}, (first, table_tile)
     while best[0].ms is not None:
-        beside = [tile for tile in list_neighbors(best[1], has_one_loop=entry.function == "band_dq") if tile not in tried]
-        beside = beside[: max_tiles - len(tried)]
-        tried.update(beside)
-        _compile_tiles(entry, beside, (_make_pass(short, backward=entry.backward), run))
-        found = [(_time_tile(shape, name, tile, short, long, nsa, run), tile) for tile in beside]
-        rows += [timed for timed, _ in found]
-        quicker = [(timed.ms, timed, tile) for timed, tile in found if timed.ms and timed.ms < (1 - MIN_GAIN) * best[0].ms]
-        if not quicker:
+        neighbors = list_neighbors(best[1], has_one_loop=entry.function == "band_dq")
+        neighbors = [tile for tile in neighbors if tile not in timed_tiles]
+        neighbors = neighbors[: max_tiles - len(timed_tiles)]
+        timed_tiles.update(neighbors)
+        _compile_tiles(entry, neighbors, (_make_pass(short, backward=entry.backward), run))
+        timings = [(_time_tile(shape, name, tile, short, long, nsa, run), tile) for tile in neighbors]
+        rows += [timing for timing, _ in timings]
+        limit_ms = (1 - MIN_GAIN) * best[0].ms
+        faster = [(timing.ms, timing, tile) for timing, tile in timings if timing.ms and timing.ms < limit_ms]
+        if not faster:
             break
-        best = min(quicker, key=lambda one: one[0])[1:]
+        best = min(faster, key=lambda candidate: candidate[0])[1:]
     for row in rows:
         row.of_table = row.ms / first.ms if row.ms and first.ms else None
     return rows
 
 
 def _compile_tiles(entry: Entry, tiles: Sequence[AnyTile], runs: Sequence[Callable[[], object]]) -> None:
-    """All tiles side by side; what does not compile says so when it is timed."""
+    """Compile all tiles in parallel. Compilation errors are reported when a tile is timed."""
     from nsa_lab.attention.kernels import parallel_compile
     from nsa_lab.attention.kernels import tiles as kernel_tiles
 
-    def every_one() -> None:
+    def run_every_tile() -> None:
         for tile in tiles:
             with _override_table(entry.function, lambda *_, tile=tile: tile):
                 for run in runs:
                     run()
 
     if parallel_compile.CAN_COMPILE_IN_PARALLEL and not kernel_tiles.IS_INTERPRETED:
-        parallel_compile.compile_in_parallel(every_one, os.cpu_count() or 1, ignore_errors=True)
+        parallel_compile.compile_in_parallel(run_every_tile, os.cpu_count() or 1, ignore_errors=True)
 
 
 def _make_pass(part: Part, *, backward: bool) -> Callable[[], object]:
-    """A call of the part, with its gradients where the entry is one of the backward pass."""
-    if not backward:
-        return lambda: part.run(*part.inputs)
-    wanting = [x for x in part.inputs if x.requires_grad]
-    d_out = torch.randn_like(part.run(*part.inputs))
-    return lambda: torch.autograd.grad(part.run(*part.inputs), wanting, d_out)
+    """Return a call of the part; `backward`: with its gradients."""
+    return make_forward_backward(part.run, part.inputs) if backward else lambda: part.run(*part.inputs)
 
 
 def _find_requested_tile(function: str, run: Callable[[], object]) -> AnyTile | None:
-    """What the table answers while `run` runs; None where it is not asked."""
-    own, answers = cast("Callable[..., AnyTile]", getattr(launch_table, function)), list[AnyTile]()
-    with _override_table(function, lambda *told: answers.append(own(*told)) or answers[-1]):
+    """Return the tile that the launch table returns while `run` runs; None if its function is not called."""
+    select_tile, tiles = cast("Callable[..., AnyTile]", getattr(launch_table, function)), list[AnyTile]()
+    with _override_table(function, lambda *arguments: tiles.append(select_tile(*arguments)) or tiles[-1]):
         run()
-    return answers[-1] if answers else None
+    return tiles[-1] if tiles else None
 
 
 @contextmanager
 def _override_table(function: str, answer: Callable[..., AnyTile]) -> Iterator[None]:
-    own = getattr(launch_table, function)
+    original = getattr(launch_table, function)
     setattr(launch_table, function, answer)
     try:
         yield
     finally:
-        setattr(launch_table, function, own)
+        setattr(launch_table, function, original)
 
 
 def _time_tile(
@@ -218,34 +235,19 @@ def _time_tile(
 ) -> TileTiming:
     from triton.errors import TritonError
 
-    found = TileTiming(shape, name, str(tile))
+    row = TileTiming(shape, name, str(tile))
     device = cast("Tensor", long.inputs[0]).device
+
+    def measure() -> None:
+        row.ms = time_ms(run, device)
+
     with _override_table(ENTRIES[name].function, lambda *_: tile):
         try:
-            found.parity, passed = parity.check_parity(short, long, nsa)
-            if passed:
-                found.ms = time_ms(run, device)
-            else:
-                found.note = "FAILED PARITY: no speed"
+            row.parity, is_correct = parity.check_parity(short, long, nsa)
+            measure_if_correct(row, is_correct, measure)
         except (TritonError, RuntimeError) as error:
-            # Too large for the GPU, or for the compiler. What has broken the device itself ends here, as an error.
+            # The tile is too large for the GPU or for the compiler. A fault of the device raises in synchronize.
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            found.note = f"does not run: {str(error).splitlines()[0]}" if str(error) else "does not run"
-    return found
-
-
-def _make_table(rows: list[TileTiming]) -> Table:
-    table = Table(title="Tiles of kernels, the launch table's first; ms of the part that asks for them")
-    for name in ("shape", "kernel", "tile", "ms", "of the table's", "note"):
-        table.add_column(name, justify="right" if name in ("ms", "of the table's") else "left")
-    quickest: dict[tuple[str, str], float] = {}
-    for row in rows:
-        if row.ms is not None:
-            key = row.shape, row.kernel
-            quickest[key] = min(row.ms, quickest.get(key, row.ms))
-    for row in rows:
-        best = row.ms is not None and row.ms == quickest[row.shape, row.kernel]
-        cells = row.shape, row.kernel, row.tile, format_number(row.ms), format_number(row.of_table), row.note
-        table.add_row(*cells, style="bold" if best else None)
-    return table
+            row.note = f"does not run: {str(error).splitlines()[0]}" if str(error) else "does not run"
+    return row

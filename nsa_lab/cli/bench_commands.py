@@ -1,8 +1,7 @@
-"""Benchmark commands: bench attention, tune, decode, train, curves, trainer; limits and stands read recorded results."""
+"""Benchmark commands: bench attention, tune, decode, train, curves, trainer; limits reads a recorded result."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,7 +43,8 @@ def bench_attention(
     parts: Annotated[bool, typer.Option("--parts", help="Also report each part as a fraction of the device limit")] = False,
 ) -> None:
     """Benchmark time and memory of NSA against dense attention, forward and backward, after a parity check."""
-    from nsa_lab.bench.attention_speed import parse_shape, run_attention_bench
+    from nsa_lab.bench.attention_rows import parse_shape
+    from nsa_lab.bench.attention_speed import run_attention_bench
 
     if packed:
         if shape or picture or parts:
@@ -72,18 +72,13 @@ def bench_limits(
     ] = None,
 ) -> None:
     """Show how close each part of a recorded benchmark is to the device limits; --picture plots the roofline."""
-    from rich.console import Console
+    from nsa_lab.bench import harness, roofline
 
-    from nsa_lab.bench import records
-    from nsa_lab.bench import roofline as limits
-    from nsa_lab.bench.attention_speed import TABLE_WIDTH
-
-    recorded_bench = records.read(record)
-    rows, rates = limits.read_rows(recorded_bench, flops, bandwidth)
-    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
-    console.print(limits.make_table(rows, rates))
+    recorded_bench = harness.read_record(record)
+    rows, rates = roofline.read_rows(recorded_bench, flops, bandwidth)
+    harness.Output().print(roofline.make_limit_table(rows, rates))
     if picture:
-        limits.plot_roofline(rows, rates, f"{recorded_bench['device']}, {recorded_bench['when'][:10]}", picture)
+        roofline.plot_roofline(rows, rates, f"{recorded_bench['device']}, {recorded_bench['when'][:10]}", picture)
 
 
 @app.command("tune")
@@ -98,7 +93,7 @@ def bench_tune(
     most: Annotated[int, typer.Option(min=1, help="Maximum number of tiles per kernel")] = 40,
 ) -> None:
     """Time kernel tiles that are not in the launch table, after a parity check. The table is not changed."""
-    from nsa_lab.bench.attention_speed import parse_shape
+    from nsa_lab.bench.attention_rows import parse_shape
     from nsa_lab.bench.tune_tiles import parse_kernel, run_tune
 
     kernels = _parse_values(parse_kernel, kernel, "--kernel")
@@ -187,20 +182,6 @@ def bench_trainer(
     from nsa_lab.bench.trainer_overhead import run_trainer_bench
 
     run_trainer_bench(json_file, ranks=ranks, steps=steps)
-
-
-@app.command("stands")
-def bench_stands(
-    record: Annotated[list[Path], typer.Argument(metavar="FILE...", help="JSON files written by --json")],
-) -> None:
-    """Show which source code each record measured and whether it has changed; exit code 3 unless all are current."""
-    from nsa_lab.bench import records
-
-    record_by_file = {file: records.read(file) for file in record}
-    for file, contents in record_by_file.items():
-        typer.echo(f"{file.name}: {records.standing(contents)} ({records.code_text(contents)})")
-    is_current = all(records.standing(contents) == records.STANDS for contents in record_by_file.values())
-    raise typer.Exit(directory.EXIT_DONE if is_current else directory.EXIT_HALTED)
 
 
 def _parse_values(parse: Callable[[str], Any], texts: list[str] | None, option: str) -> tuple[Any, ...] | None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from nsa_lab.bench.attention_speed import AttentionRow, Shape, parse_shape, run_attention_bench
+from nsa_lab.bench.attention_rows import AttentionRow, Shape, parse_shape
+from nsa_lab.bench.attention_speed import run_attention_bench
 from nsa_lab.bench.decode_speed import time_models
 from nsa_lab.config import ModelConfig, find_project_root
 from nsa_lab.figures.benchmarks import ATTENTION_COLOURS, WHOLE, plot_attention_time, plot_decode_speed

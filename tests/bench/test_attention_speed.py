@@ -1,4 +1,4 @@
-"""The attention bench: parity before speed, and nothing timed that is wrong."""
+"""The attention benchmark: a parity check before speed, and no time for a part that fails it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from rich.console import Console
 from nsa_lab.attention import resolve_backend, torch_backend
 from nsa_lab.bench import attention_parity
 from nsa_lab.bench.attention_parts import SELECTION_KINDS, make_parts, make_selection
-from nsa_lab.bench.attention_speed import CPU_SHAPES, Shape, parse_shape, run_attention_bench
+from nsa_lab.bench.attention_rows import CPU_SHAPES, Shape, parse_shape
+from nsa_lab.bench.attention_speed import run_attention_bench
 from nsa_lab.bench.timing import describe_refusal
 from nsa_lab.config import NSAConfig
 
@@ -51,7 +52,7 @@ def test_values_may_be_narrower_than_keys(tmp_path):
     assert wide["whole"].shape == "70x1 H4 G2 d48/16"
     flops = {part: wide[part].tflops_forward * wide[part].forward_ms for part in ("dense", "choice", "window")}
     of_same = {part: same[part].tflops_forward * same[part].forward_ms for part in flops}
-    # A score costs its keys' width, a weighted value its own.
+    # The cost of a score depends on the key width, that of a weighted value on the value width.
     assert flops["choice"] == pytest.approx(of_same["choice"])
     assert flops["dense"] == pytest.approx(of_same["dense"] * 64 / 96) and flops["window"] == pytest.approx(
         of_same["window"] * 64 / 96
@@ -59,8 +60,8 @@ def test_values_may_be_narrower_than_keys(tmp_path):
 
 
 @pytest.mark.parametrize(("scores", "rows"), [(2**27, 50), (4 * 50 * 20, 20), (1, 16)])
-def test_the_last_rows_are_judged_as_many_as_there_is_memory_for(scores, rows, monkeypatch):
-    """Few rows are no fair measure of plain attention, whose products of few rows err less."""
+def test_the_number_of_checked_last_rows_is_limited_by_memory(scores, rows, monkeypatch):
+    """Few rows would be unfair to plain attention, whose matrix products of few rows have a smaller error."""
     computed, masked = [], attention_parity._attend_masked
 
     def counted(q, k, v, seen):
@@ -68,16 +69,16 @@ def test_the_last_rows_are_judged_as_many_as_there_is_memory_for(scores, rows, m
         return masked(q, k, v, seen)
 
     monkeypatch.setattr(attention_parity, "_MAX_SCORES", scores)
-    monkeypatch.setattr(attention_parity, "_masked", counted)
+    monkeypatch.setattr(attention_parity, "_attend_masked", counted)
     asked = [part for part in parts_of(50) if part.name.startswith(("selected", "window"))]  # over 50 keys
     for part in asked:
         error, allowed = attention_parity._compare_last_rows(part, NSA)
-        assert error <= allowed < 1e-5  # other rows would be wrong by far more
+        assert error <= allowed < 1e-5  # wrong rows would have a far larger error
     assert computed == [(torch.float32, rows, rows), (torch.float64, rows, rows)] * len(asked) and asked
 
 
-def test_a_sequence_without_a_full_block_is_judged():
-    """Compressed attention has no key there, and its output is zero."""
+def test_a_sequence_without_a_full_block_passes():
+    """Compressed attention then has no keys, and its output is zero."""
     short = parts_of(NSA.l - 1)
     assert short[0].name == "compressed" and short[0].inputs[1].shape[1] == 0
     for part in short:
@@ -90,20 +91,20 @@ def parts_of(tokens):
     return make_parts(tokens, 1, 4, 2, 16, NSA, choices, "cpu", torch.float32)
 
 
-def test_a_peer_that_refuses_a_shape_is_told_and_the_rest_is_timed(tmp_path, monkeypatch):
+def test_a_baseline_that_does_not_run_is_noted_and_the_rest_is_timed(tmp_path, monkeypatch):
     def refusing(shape, device, dtype):
         def run(q, k, v):
             raise RuntimeError("no kernel for these heads\nat line 7")
 
         yield "SDPA math", run, [torch.zeros(1, 1, 3, 32, requires_grad=True)] * 3
 
-    monkeypatch.setattr("nsa_lab.bench.baselines.dense", refusing)
+    monkeypatch.setattr("nsa_lab.bench.baselines.list_dense", refusing)
     rows = {row.part: row for row in bench(tmp_path)}
     assert rows["dense"].note == "does not run: no kernel for these heads" and rows["dense"].forward_ms is None
     assert rows["whole"].forward_ms > 0 and rows["whole"].share is None
 
 
-def test_a_fault_of_the_device_is_no_refusal():
+def test_a_device_fault_is_raised():
     assert describe_refusal(RuntimeError()) == "does not run: RuntimeError"
     warned = ["Flash kernel not used because: (Triggered at a)", "heads differ: 64 and 4. (Triggered at b)"]
     assert describe_refusal(RuntimeError("No kernel."), warned) == "does not run: heads differ: 64 and 4. (Triggered at b)"
@@ -114,7 +115,7 @@ def test_a_fault_of_the_device_is_no_refusal():
         describe_refusal(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
-def test_a_bench_that_is_broken_off_keeps_what_it_measured(tmp_path, monkeypatch):
+def test_an_interrupted_benchmark_keeps_its_results(tmp_path, monkeypatch):
     honest = torch_backend.window_attention
 
     def breaks(q, *inputs, **options):
@@ -125,15 +126,15 @@ def test_a_bench_that_is_broken_off_keeps_what_it_measured(tmp_path, monkeypatch
     monkeypatch.setattr(torch_backend, "window_attention", breaks)
     shapes = (Shape(70, 1, 4, 2, 16), Shape(71, 1, 4, 2, 16), Shape(72, 1, 4, 2, 16))
     with pytest.raises(KeyboardInterrupt):
-        bench(tmp_path, shapes, with_peers=False)
+        bench(tmp_path, shapes, with_baselines=False)
     kept = json.loads((tmp_path / "bench.json").read_text())
     assert {row["shape"] for row in kept["rows"]} == {"70x1 H4 G2 d16"}
     assert kept["not_measured"] == ["71x1 H4 G2 d16", "72x1 H4 G2 d16"]
     monkeypatch.undo()
-    bench(tmp_path, shapes[:2], with_peers=False)
+    bench(tmp_path, shapes[:2], with_baselines=False)
     whole = json.loads((tmp_path / "bench.json").read_text())
     assert "not_measured" not in whole and len({row["shape"] for row in whole["rows"]}) == 2
-    assert (tmp_path / "table.txt").read_text().count("NSA attention; ms") == 2
+    assert (tmp_path / "table.txt").read_text().count("NSA attention: ms") == 2
 
 
 def test_what_fails_parity_gets_no_speed(tmp_path, monkeypatch):
@@ -143,14 +144,14 @@ def test_what_fails_parity_gets_no_speed(tmp_path, monkeypatch):
         return honest(q, k, v, nsa.model_copy(update={"w": nsa.w + 1}))
 
     monkeypatch.setattr(torch_backend, "window_attention", one_key_more)
-    rows = {row.part: row for row in bench(tmp_path, with_peers=False)}
+    rows = {row.part: row for row in bench(tmp_path, with_baselines=False)}
     for part in ("window", "whole"):
         assert "FAILED PARITY" in rows[part].note and rows[part].forward_ms is None
     assert rows["compressed"].forward_ms is not None
 
 
 @pytest.mark.parametrize("kind", ["random", "smooth", "sink"])
-def test_made_up_selections_are_valid(kind):
+def test_artificial_selections_are_valid(kind):
     blocks = make_selection(kind, 2, 100, 2, NSA, torch.device("cpu"))
     own = torch.arange(100) // NSA.l_sel
     assert blocks.shape == (2, 100, 2, NSA.n_sel) and blocks.dtype == torch.int32
@@ -158,7 +159,7 @@ def test_made_up_selections_are_valid(kind):
     assert ((blocks[..., 1:] > blocks[..., :-1]) | (blocks[..., 1:] < 0)).all()
 
 
-def test_shapes_are_parsed_or_refused():
+def test_shapes_are_parsed_or_rejected():
     assert parse_shape("2048x8") == Shape(2048, 8)
     assert parse_shape("32768x1xH64xG4xD128") == Shape(32768, 1, 64, 4, 128)
     assert parse_shape("32768x1xH64xG4xD192xV128") == Shape(32768, 1, 64, 4, 192, 128)

@@ -1,4 +1,4 @@
-"""That a bench measures what its command line asks for: every option reaches what it is for."""
+"""Every command line option reaches its benchmark function."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from nsa_lab.bench.attention_speed import Shape
+from nsa_lab.bench.attention_rows import Shape
 from nsa_lab.cli import app
 from nsa_lab.config import RunConfig
 from nsa_lab.runs.resolve import find_params_file
@@ -21,41 +21,45 @@ WIDE = Shape(64, 1, 8, 2, 48, 16)
     ("function", "command", "handed"),
     [
         (
-            "attention.run_attention_bench",
+            "attention_speed.run_attention_bench",
             "attention --shape 64x2 --shape 64x1xH8xG2xD48xV16 --backend torch --parts",
             (((Shape(64, 2), WIDE), None), {"backend": "torch", "picture": None, "parts": True}),
         ),
         (
-            "attention.run_attention_bench",
+            "attention_speed.run_attention_bench",
             "attention --json {json} --picture {picture}",
             ((None, "{json}"), {"backend": "auto", "picture": "{picture}", "parts": False}),
         ),
-        ("packed.run_packed_bench", "attention --packed --backend torch", ((None,), {"backend": "torch"})),
+        ("packed_attention.run_packed_bench", "attention --packed --backend torch", ((None,), {"backend": "torch"})),
         (
-            "tune.run_tune",
+            "tune_tiles.run_tune",
             "tune --shape 64x2 --most 7",
-            (((Shape(64, 2),), None), {"kernels": None, "most": 7}),
+            (((Shape(64, 2),), None), {"kernels": None, "max_tiles": 7}),
         ),
         (
-            "decode.run_decode_bench",
+            "decode_speed.run_decode_bench",
             "decode --length 600 --length 700 --batch 2 --batch 3 --layers 5 --backend torch --json {json}",
             (([600, 700], "{json}"), {"batches": [2, 3], "layers": 5, "backend": "torch", "picture": None}),
         ),
         (
-            "decode.run_decode_bench",
+            "decode_speed.run_decode_bench",
             "decode --picture {picture}",
             ((None, None), {"batches": (1,), "layers": None, "backend": None, "picture": "{picture}"}),
         ),
         (
-            "train.run_train_bench",
+            "training_speed.run_train_bench",
             "train --shape 64x2 --preset smoke --picture {picture}",
             ((((64, 2),), None), {"model": SMOKE, "picture": "{picture}"}),
         ),
-        ("documents.run_documents_bench", "train --documents --text a/b.txt", ((None, None), {"text": Path("a/b.txt")})),
-        ("trainer.run_trainer_bench", "trainer --ranks 3 --steps 9", ((None,), {"ranks": 3, "steps": 9})),
+        (
+            "document_masking.run_documents_bench",
+            "train --documents --text a/b.txt",
+            ((None, None), {"text": Path("a/b.txt")}),
+        ),
+        ("trainer_overhead.run_trainer_bench", "trainer --ranks 3 --steps 9", ((None,), {"ranks": 3, "steps": 9})),
     ],
 )
-def test_a_bench_is_handed_what_it_was_asked_for(
+def test_options_reach_the_benchmark(
     function: str, command: str, handed: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Any, ...]] = []

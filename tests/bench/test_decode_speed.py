@@ -1,4 +1,4 @@
-"""The decode bench: parity before speed, NSA beside dense, bytes by the formula."""
+"""The decode benchmark: a parity check before speed, NSA and dense attention, bytes by the formula."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from torch.nn.attention import SDPBackend
 
 from nsa_lab.bench import decode_attention, decode_speed
+from nsa_lab.bench.harness import PARITY_FAILED
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.inference import kv_cache_size
 
@@ -29,7 +30,7 @@ def test_both_levels_are_checked_timed_compared_and_recorded(tmp_path):
     rows = bench(tmp_path, picture=tmp_path / "bench.png")
     assert len(rows) == 2 * 2 * 2 * 2 and all(row.ms > 0 for row in rows)
     recorded = json.loads((tmp_path / "bench.json").read_text())
-    assert recorded["parity"]["passed"] and len(recorded["rows"]) == len(rows) and "sources" in recorded["code"]
+    assert recorded["parity"]["passed"] and len(recorded["rows"]) == len(rows) and "commit" in recorded["code"]
     by_place = {(row.level, row.batch, row.tokens, row.by): row for row in rows}
     for (level, batch, tokens, by), row in by_place.items():
         assert row.of_dense == row.ms / by_place[level, batch, tokens, "dense"].ms
@@ -52,8 +53,8 @@ def test_what_fails_parity_gets_no_speed(tmp_path, monkeypatch):
     assert "FAILED PARITY" in (tmp_path / "table.txt").read_text()
 
 
-def test_a_fault_at_the_highest_addresses_alone_gets_no_speed(tmp_path, monkeypatch):
-    """Each time is checked at its own size, on the last sequence."""
+def test_an_error_only_in_the_last_sequence_gets_no_speed(tmp_path, monkeypatch):
+    """Each timed size is checked on its last sequence."""
     honest = decode_attention.cached_attention
 
     def wrong_at_the_end(q, *given, **options):
@@ -67,7 +68,7 @@ def test_a_fault_at_the_highest_addresses_alone_gets_no_speed(tmp_path, monkeypa
     assert failed == {("nsa", 2)} and len(rows) == 8
 
 
-def test_the_fastest_of_those_that_are_right_is_the_dense_one(tmp_path, monkeypatch):
+def test_the_fastest_correct_dense_attention_is_reported(tmp_path, monkeypatch):
     plain = decode_attention._compute_plain_dense
 
     def refused(q, k, v):
@@ -91,8 +92,8 @@ def test_the_fastest_of_those_that_are_right_is_the_dense_one(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("way", ["grouped", "its own", pytest.param("kernels", marks=pytest.mark.slow)])
-def test_every_way_to_dense_attention_is_dense_attention(way):
-    """Those of a GPU, on what this machine has."""
+def test_every_dense_implementation_equals_plain_attention(way):
+    """The implementations for a GPU, on this machine's device."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     step = decode_attention.QueryStep(decode_speed.HeadSizes(6, 2, 16), CONFIG.nsa, 133, 3, torch.float32, device)
     if way == "kernels":
@@ -112,7 +113,7 @@ def test_every_way_to_dense_attention_is_dense_attention(way):
         pytest.param(torch.float16, "triton", marks=pytest.mark.slow),
     ],
 )
-def test_the_backends_pass(dtype, backend):
+def test_the_backends_pass_parity(dtype, backend):
     device = torch.device("cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
     found = decode_speed.check_decode_parity(decode_speed.HeadSizes(12, 2, 64), NSAConfig(), dtype, device, backend)
     assert found["passed"], found
@@ -124,7 +125,7 @@ def a_step(batch=2):
 
 
 @pytest.mark.parametrize("kind", ["nsa", "dense"])
-def test_what_is_not_a_number_gets_no_speed(kind, monkeypatch):
+def test_nan_gets_no_speed(kind, monkeypatch):
     honest = decode_attention.cached_attention
     if kind == "nsa":
         monkeypatch.setattr(decode_attention, "cached_attention", lambda *a, **k: honest(*a, **k) * float("nan"))
@@ -132,15 +133,15 @@ def test_what_is_not_a_number_gets_no_speed(kind, monkeypatch):
         ways = [("nan", lambda q, k, v: q * float("nan"))]
         monkeypatch.setattr(decode_attention, "list_dense_attentions", lambda step: iter(ways))
     (found, *_) = [one for one in decode_attention.time_contenders(a_step(), "torch") if one.kind == kind]
-    assert found.note == decode_attention.PARITY_FAILED and found.ms is None
+    assert found.note == PARITY_FAILED and found.ms is None
 
 
 def test_without_parity_nsa_has_no_speed():
     nsa, *dense = decode_attention.time_contenders(a_step(), "torch", has_passed=False)
-    assert nsa.note == decode_attention.PARITY_FAILED and nsa.ms is None and dense[0].ms > 0
+    assert nsa.note == PARITY_FAILED and nsa.ms is None and dense[0].ms > 0
 
 
-def test_what_a_kernel_that_runs_warns_of_is_still_said(monkeypatch):
+def test_warnings_of_a_kernel_that_runs_are_shown(monkeypatch):
     def loud(q, k, v):
         warnings.warn("slow here", UserWarning, stacklevel=1)
         return decode_attention._compute_plain_dense(q, k, v)

@@ -1,4 +1,4 @@
-"""`nsa-lab bench train --documents`, tiny, on a CPU: the path that a GPU measures with."""
+"""`nsa-lab bench train --documents`, tiny, on a CPU: the code of a GPU measurement."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU thes
 
 
 @pytest.mark.slow
-def test_masked_rows_are_measured_beside_the_same_rows_as_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masked_and_unmasked_rows_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = tmp_path / "short.jsonl"
     text.write_text("".join(json.dumps({"text": f"document number {i}."}) + "\n" for i in range(400)))
     seen, measure = [], training_speed.measure_configs
     monkeypatch.setattr(
-        document_masking, "measure", lambda configs, steps: seen.extend(configs.values()) or measure(configs, steps)
+        document_masking, "measure_configs", lambda configs, steps: seen.extend(configs.values()) or measure(configs, steps)
     )
     table = Console(file=(tmp_path / "table.txt").open("w"), width=200)
     (row,) = document_masking.run_documents_bench(((64, 2),), tmp_path / "bench.json", text=text, steps=3, console=table)
@@ -33,11 +33,11 @@ def test_masked_rows_are_measured_beside_the_same_rows_as_one_text(tmp_path: Pat
         not row.cuda_graph and 3 < row.documents_per_row < 5 and row.ratio == row.mask / row.cross > 0 and row.bar is None
     )
     recorded = json.loads((tmp_path / "bench.json").read_text())
-    assert recorded["rows"][0]["mask"] == row.mask and recorded["text"] == "short.jsonl" and recorded["code"]["sources"]
+    assert recorded["rows"][0]["mask"] == row.mask and recorded["text"] == "short.jsonl" and "commit" in recorded["code"]
 
 
-def test_a_small_shape_is_measured_as_graphs_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On a GPU, where it is asked for: both readings of the text plain, then replayed. Unasked, the shapes with bars."""
+def test_a_small_shape_is_also_measured_with_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a GPU, if requested: both documents settings without graphs, then with. Default: the shapes with targets."""
     seen: list[tuple[int, int, str, bool]] = []
 
     def measured(configs: dict[str, RunConfig], steps: int) -> dict[str, training_speed.StepMeasurement]:
@@ -51,9 +51,8 @@ def test_a_small_shape_is_measured_as_graphs_too(monkeypatch: pytest.MonkeyPatch
         return found
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(document_masking, "measure", measured)
-    monkeypatch.setattr(document_masking.records, "origin", lambda device: {})
-    monkeypatch.setattr(document_masking.records, "device_name", lambda: "a GPU")
+    monkeypatch.setattr(document_masking, "measure_configs", measured)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
     console = Console(file=io.StringIO())
     assert [(row.seq_len, row.cuda_graph) for row in document_masking.run_documents_bench(console=console)] == [
         (2048, False),
@@ -67,7 +66,7 @@ def test_a_small_shape_is_measured_as_graphs_too(monkeypatch: pytest.MonkeyPatch
     assert [row["cuda_graph"] for row in json.loads((tmp_path / "bench.json").read_text())["rows"]] == [False] * 2 + [True]
 
 
-def test_options_that_go_with_the_other_bench_are_refused(tmp_path: Path) -> None:
-    for options, why in ((["--documents", "--picture", "a.png"], "it draws no picture"), (["--text", "a"], "--documents")):
+def test_options_of_the_other_benchmark_are_rejected(tmp_path: Path) -> None:
+    for options, why in ((["--documents", "--picture", "a.png"], "it has no figure"), (["--text", "a"], "--documents")):
         result = CliRunner().invoke(app, ["bench", "train", *options])
         assert result.exit_code == 2 and why in " ".join(result.output.split())

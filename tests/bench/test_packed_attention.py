@@ -1,4 +1,4 @@
-"""The bench of packed documents: parity before speed, each line beside what it is held against."""
+"""The benchmark of packed documents: a parity check before speed, each row compared with its reference."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_every_packing_is_checked_timed_and_recorded(tmp_path):
     recorded = json.loads((tmp_path / "bench.json").read_text())
     batched = {int(length): ms for length, ms in recorded["batched_ms"].items()}
     assert lines["even"].beside_ms == batched[12]
-    # 24 tokens in all, or one sequence where that is longer.
+    # 24 tokens in total, or one sequence if that is longer.
     shares = [length * batched[64] / 64 for length in recorded["corpus"]]
     assert lines["corpus"].beside_ms == pytest.approx(sum(shares))
     assert [line["name"] for line in recorded["lines"]] == list(lines) and recorded["kernels_us"] == {}
 
 
-def test_kernels_are_listed_by_what_documents_add(tmp_path):
+def test_kernels_are_sorted_by_difference(tmp_path):
     console = Console(file=(tmp_path / "table.txt").open("w"), width=200)
     console.print(
         packed_attention._make_kernel_table({"same": (5.0, 5.0), "slower": (9.0, 4.0), "packed alone": (2.0, 0.0)})
@@ -62,6 +62,6 @@ def test_the_corpus_has_one_long_document_among_many_short_ones():
     assert sorted(lengths)[len(lengths) // 2] < 3000 and lengths == sample_corpus_lengths(GPU_SIZES)
 
 
-def test_shapes_and_pictures_are_refused():
+def test_shapes_are_rejected_with_packed():
     result = CliRunner().invoke(app, ["bench", "attention", "--packed", "--shape", "2048x8"])
-    assert result.exit_code == 2 and "shapes of its own" in " ".join(result.output.split())
+    assert result.exit_code == 2 and "fixed shapes" in " ".join(result.output.split())

@@ -1,4 +1,4 @@
-"""What each part of attention could take at least, and the command that tells it of a record."""
+"""Minimum time of each part of attention, and the command that reports it for a record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from nsa_lab.attention import resolve_backend
 from nsa_lab.bench import roofline as limits
 from nsa_lab.bench.attention_parts import make_parts
-from nsa_lab.bench.attention_speed import AttentionRow, Shape, parse_shape_label, run_attention_bench
+from nsa_lab.bench.attention_rows import AttentionRow, Shape, parse_shape_label
+from nsa_lab.bench.attention_speed import run_attention_bench
 from nsa_lab.bench.roofline import Rates, Work, count_work
 from nsa_lab.cli import app
 from nsa_lab.config import ConfigError, NSAConfig
@@ -24,8 +25,8 @@ BRANCHES = ("compressed", "selected", "window")
 
 
 @pytest.mark.parametrize("name", ["compressed", "choice", "selected, real", "window", "gate", "whole"])
-def test_the_forward_pass_reads_every_input_and_writes_every_result_once(name):
-    """Counted on the tensors of the bench; its own FLOPs are those of the definition's pairs."""
+def test_work_counts_every_input_and_result_once(name):
+    """Bytes of the benchmark's tensors; its useful FLOPs are those of the definition's pairs."""
     sizes = (
         SHAPE.H,
         SHAPE.G,
@@ -41,13 +42,13 @@ def test_the_forward_pass_reads_every_input_and_writes_every_result_once(name):
     lse = out.numel() // SHAPE.value_width * 4 if name.split(",")[0] in BRANCHES else 0
     forward, backward = count_work(name, SHAPE, NSA, 4)
     flops = part.useful_flops
-    if name == "whole":  # the scores of the compressed branch, which the choice is made by, count once
+    if name == "whole":  # the scores of the compressed branch, also used for selection, count once
         flops -= count_work("choice", SHAPE, NSA, 4)[0].flops
     assert tuple(forward) == pytest.approx((flops, moved + lse))
     if name == "choice":
         assert backward is None
         return
-    # Inputs of whole numbers have no gradient.
+    # Integer inputs have no gradient.
     grads = sum(x.numel() * 4 for x in part.inputs if x.is_floating_point())
     assert backward is not None
     if name in ("compressed", "window"):
@@ -72,7 +73,7 @@ def test_the_slower_of_arithmetic_and_memory_is_the_limit():
     assert Rates(1e12, None).compute_min_ms(Work(2e9, 3e8)) == (2.0, "arithmetic")
 
 
-def test_a_share_is_of_what_was_taken():
+def test_a_share_is_minimum_over_measured_time():
     rows = [
         AttentionRow("70x2 H4 G2 d48/16", "dense", "SDPA", 1.0, 4.0),
         AttentionRow("70x2 H4 G2 d48/16", "gate", "torch", note="refused"),
@@ -84,32 +85,32 @@ def test_a_share_is_of_what_was_taken():
 
 
 @pytest.mark.parametrize("factor, told", [(0.99, False), (1.01, True)])
-def test_a_share_above_all_that_there_is_is_told(factor, told):
+def test_a_share_above_one_is_reported(factor, told):
     row = AttentionRow("70x2 H4 G2 d48/16", "dense", "SDPA", 1.0, None)
     rates = Rates(count_work("dense", SHAPE, NSA, 2)[0].flops * 1e3 / factor, None)
     rows = limits.add_limits([row], {row.shape: SHAPE}, NSA, 2, rates)
-    assert ("above 100 %" in str(limits.make_table(rows, rates).caption)) == told
+    assert ("above 100%" in str(limits.make_limit_table(rows, rates).caption)) == told
 
 
 @pytest.mark.parametrize("shape", [SHAPE, Shape(2048, 8), Shape(32768, 1, 64, 4, 128)], ids=str)
-def test_the_name_of_a_shape_is_read_again(shape):
-    assert parse_shape_label(str(shape)) in (shape, Shape(shape.T, shape.B, shape.H, shape.G, shape.D, shape.values))
+def test_a_shape_label_round_trips(shape):
+    assert parse_shape_label(str(shape)) in (shape, Shape(shape.T, shape.B, shape.H, shape.G, shape.D, shape.value_width))
     with pytest.raises(ValueError, match="expected 2048x8, or"):
         parse_shape_label("2048 by 8")
 
 
-def test_a_bench_with_its_parts_says_what_the_device_allows(tmp_path, capsys):
+def test_parts_prints_the_device_limits(tmp_path, capsys):
     file = tmp_path / "bench.json"
     run_attention_bench((SHAPE,), file, device="cpu", backend="torch", nsa=NSA, parts=True)
-    assert "Share of what the device allows" in capsys.readouterr().out
+    assert "Fraction of the device limit" in capsys.readouterr().out
     rows, rates = limits.read_rows(json.loads(file.read_text()))
     assert rates.flops > 1e8 and rates.bytes is None
     assert all(0 < row.limits["forward"]["share"] < 1 for row in rows if row.part != "gate")
-    with pytest.raises(ConfigError, match="none is known of this device"):
+    with pytest.raises(ConfigError, match="is unknown for this device"):
         limits.plot_roofline(rows, rates, "here", tmp_path / "roof.png")
 
 
-def test_the_command_tells_it_of_a_record(tmp_path):
+def test_the_command_reads_a_record(tmp_path):
     say, record, picture = CliRunner(), str(DOCS / "attention-h200.json"), tmp_path / "roof.png"
     told = say.invoke(
         app, ["bench", "limits", record, "--flops", "8e14", "--bandwidth", "4.8e12", "--picture", str(picture)]

@@ -1,4 +1,4 @@
-"""`nsa-lab bench trainer`, tiny, on a CPU: every path runs and the figures are those of the run."""
+"""`nsa-lab bench trainer`, tiny, on a CPU: all code runs, and the numbers are those of the run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_ranks_are_compared_with_one() -> None:
     assert ranks["ratio"] == ranks["all_tokens_per_s"] / ranks["one_tokens_per_s"]
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_gpus_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match=r"--ranks 2: this machine has 1 CUDA device"):

@@ -1,4 +1,4 @@
-"""Other tiles: each is checked before it is timed, the quickest way is gone, and the launch table stays as it is."""
+"""Tile search: each tile is checked before it is timed, the search follows the fastest, the table stays unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.launch_table import RowTile, Tile
 from nsa_lab.bench import attention_parity, tune_tiles
 from nsa_lab.bench.attention_parts import Part
-from nsa_lab.bench.attention_speed import Shape
+from nsa_lab.bench.attention_rows import Shape
 from nsa_lab.cli import app
 from nsa_lab.config import NSAConfig
 
@@ -27,16 +27,16 @@ OWN = Tile(64, 64, 4, 2)
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The tiles with which a part was run. It asks the table for one and computes nothing; all of it passes parity."""
+    """Return the tiles with which a part was run. The part reads a tile from the table, computes nothing, passes parity."""
     tiles: list[Any] = []
     monkeypatch.setattr(launch_table, "band_forward", lambda *_: OWN)
-    monkeypatch.setattr(attention_parity, "check", lambda *_: ({"out": [0.0, 1.0]}, True))
+    monkeypatch.setattr(attention_parity, "check_parity", lambda *_: ({"out": [0.0, 1.0]}, True))
 
     def run(x: torch.Tensor) -> torch.Tensor:
         tiles.append(launch_table.band_forward(x.dtype, 64, False, x.device))
         return x
 
-    monkeypatch.setattr(tune_tiles, "folder", Part("compressed", "triton", run, [torch.zeros(1)], 1.0), raising=False)
+    monkeypatch.setattr(tune_tiles, "part", Part("compressed", "triton", run, [torch.zeros(1)], 1.0), raising=False)
     return tiles
 
 
@@ -55,7 +55,7 @@ def timed_by(monkeypatch: pytest.MonkeyPatch, asked: list[Any], ms: Callable[[An
 
 @pytest.mark.parametrize("tile", [OWN, Tile(16, 256, 8, 1, 168, one_loop=True), RowTile(32, 2, 5)])
 @pytest.mark.parametrize("loops", [True, False])
-def test_neighbours_differ_in_one_thing_and_stay_within_bounds(tile: Any, loops: bool) -> None:
+def test_neighbors_differ_in_one_property_within_bounds(tile: Any, loops: bool) -> None:
     found = list(tune_tiles.list_neighbors(tile, has_one_loop=loops))
     assert len(set(found)) == len(found) and tile not in found
     changed = set()
@@ -66,8 +66,8 @@ def test_neighbours_differ_in_one_thing_and_stay_within_bounds(tile: Any, loops:
     assert changed == set(tile._fields) - (set() if loops else {"one_loop"})
 
 
-def test_the_quickest_change_is_gone_on_from(monkeypatch: pytest.MonkeyPatch, asked: list[Any]) -> None:
-    """Two steps of it: fewer rows, then eight warps. A gain of half a per cent is none."""
+def test_the_search_continues_from_the_fastest_change(monkeypatch: pytest.MonkeyPatch, asked: list[Any]) -> None:
+    """Two steps: fewer rows, then eight warps. A gain of half a percent is too small."""
     cost = {"rows": {32: 0.8}, "warps": {8: 0.9}, "stages": {3: 0.995}}
 
     def ms(tile: Tile) -> float:
@@ -82,12 +82,12 @@ def test_the_quickest_change_is_gone_on_from(monkeypatch: pytest.MonkeyPatch, as
     best = min(rows, key=lambda row: row.ms or 1e9)
     assert best.ms == pytest.approx(0.8 * 0.9 * 100, rel=0.006) and best.of_table == pytest.approx(best.ms / 100)
     assert "rows=32" in best.tile and "warps=8" in best.tile
-    assert not any("stages=4" in row.tile for row in rows), "from what gains half a per cent nothing is gone on"
+    assert not any("stages=4" in row.tile for row in rows), "the search does not continue from a gain of half a percent"
     assert len({row.tile for row in rows}) == len(rows), "no tile is timed twice"
     assert launch_table.band_forward() == OWN  # pyright: ignore[reportCallIssue]
 
 
-def test_no_more_tiles_are_tried_than_asked_for(monkeypatch: pytest.MonkeyPatch, asked: list[Any]) -> None:
+def test_the_number_of_tiles_is_limited(monkeypatch: pytest.MonkeyPatch, asked: list[Any]) -> None:
     timed_by(monkeypatch, asked, lambda tile: 100.0 / tile.stages)
     assert len(tried(most=3)) == 3 and len(tried(most=1)) == 1
 
@@ -99,7 +99,7 @@ def test_a_tile_that_fails_parity_has_no_speed(monkeypatch: pytest.MonkeyPatch, 
         short.run(*short.inputs)
         return {"out": [1.0, 0.5]}, asked[-1].rows >= 64
 
-    monkeypatch.setattr(attention_parity, "check", check)
+    monkeypatch.setattr(attention_parity, "check_parity", check)
     rows = tried()
     failed = [row for row in rows if "rows=32" in row.tile]
     assert failed and all(row.ms is None and "FAILED PARITY" in row.note for row in failed)
@@ -107,7 +107,7 @@ def test_a_tile_that_fails_parity_has_no_speed(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("error", [triton_errors.TritonError("too large\nmore"), RuntimeError("PassManager::run failed")])
-def test_a_tile_that_does_not_run_is_told_and_the_others_go_on(
+def test_a_tile_that_does_not_run_is_noted_and_the_search_continues(
     monkeypatch: pytest.MonkeyPatch, asked: list[Any], error: Exception
 ) -> None:
     def ms(tile: Tile) -> float:
@@ -122,7 +122,7 @@ def test_a_tile_that_does_not_run_is_told_and_the_others_go_on(
     assert launch_table.band_forward() == OWN  # pyright: ignore[reportCallIssue]
 
 
-def test_a_fault_of_ours_is_no_tile_that_does_not_run(monkeypatch: pytest.MonkeyPatch, asked: list[Any]) -> None:
+def test_other_exceptions_are_raised(monkeypatch: pytest.MonkeyPatch, asked: list[Any]) -> None:
     def ms(tile: Tile) -> float:
         raise KeyError("ours")
 
@@ -132,13 +132,13 @@ def test_a_fault_of_ours_is_no_tile_that_does_not_run(monkeypatch: pytest.Monkey
     assert launch_table.band_forward() == OWN  # pyright: ignore[reportCallIssue]
 
 
-def test_a_kernel_that_a_shape_does_not_launch_is_told(asked: list[Any]) -> None:
+def test_a_kernel_that_is_not_launched_is_noted(asked: list[Any]) -> None:
     (row,) = tried(kernel="choice")
     assert row.note == "not launched at this shape" and row.ms is None
 
 
-def test_every_kernel_asks_the_table_for_its_tile(tmp_path) -> None:
-    """Forward and backward, as they are; at so few tokens the selected branch takes no inverted index forward."""
+def test_every_kernel_takes_its_tile_from_the_table(tmp_path) -> None:
+    """Forward and backward; at so few tokens the selected branch uses no inverted index in the forward pass."""
     console = Console(file=io.StringIO(), width=200)
     nsa = NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=13)
     found = tune_tiles.run_tune(
@@ -150,6 +150,6 @@ def test_every_kernel_asks_the_table_for_its_tile(tmp_path) -> None:
     assert [row["kernel"] for row in json.loads((tmp_path / "tune.json").read_text())["rows"]] == list(tune_tiles.ENTRIES)
 
 
-def test_a_kernel_that_there_is_not_is_one_line() -> None:
+def test_an_unknown_kernel_is_a_one_line_error() -> None:
     told = CliRunner().invoke(app, ["bench", "tune", "--kernel", "band"])
     assert told.exit_code and "--kernel: kernel 'band': expected one of 'band_forward, compressed'" in str(told.exception)

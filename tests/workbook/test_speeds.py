@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa_lab.bench.attention_speed import AttentionRow
+from nsa_lab.bench.attention_rows import AttentionRow
 from nsa_lab.bench.decode_speed import StepTime
 from nsa_lab.config import ModelConfig
 from nsa_lab.figures.style import get_title
@@ -29,9 +29,9 @@ def test_nsa_is_faster_only_where_it_beats_every_dense_contender() -> None:
     assert speeds.describe_crossover(ROWS).splitlines() == [
         "T =  1,000: 0.75 of SDPA flash, 1.50 of SDPA cuDNN",
         "T =  4,000: 0.25 of SDPA flash, 0.50 of SDPA cuDNN",
-        "of these lengths, NSA is the faster from T = 4,000 on",
+        "of these lengths, NSA is faster from T = 4,000 on",
     ]
-    assert speeds.describe_crossover(ROWS[:3]).endswith("dense attention is the faster throughout")
+    assert speeds.describe_crossover(ROWS[:3]).endswith("dense attention is faster at all of them")
     assert "was not measured" in speeds.describe_crossover(ROWS[:2])
 
 
@@ -57,7 +57,7 @@ def test_without_a_gpu_the_committed_record_is_shown(capsys: pytest.CaptureFixtu
     monkeypatch.setattr(speeds, "show_folded", lambda summary, text: folded.append(text))
     speeds.show_attention_speeds(measure=False)
     assert "NVIDIA H200" in get_title(shown[0]) and "whole" in folded[0]
-    assert "NSA is the faster from T =" in capsys.readouterr().out
+    assert "NSA is faster from T =" in capsys.readouterr().out
     monkeypatch.setattr(speeds, "RECORD_PATH", Path("no", "record.json"))
     speeds.show_attention_speeds(measure=False)
     assert "there is no record no/record.json" in capsys.readouterr().out and len(shown) == 1
@@ -72,7 +72,7 @@ def test_decoding_is_told_in_lines_and_drawn_as_tokens_per_second(
     monkeypatch.setattr(speeds, "show_figure", drawn.append)
     speeds.show_decoding_speeds(ModelConfig(n_layers=3), [1024, 4096])
     told = capsys.readouterr().out.splitlines()
-    assert told[1] == "  1,024 tokens before, dense: 4.0 ms, 250 tokens/s" and len(told) == 4
+    assert told[1] == "  1,024 tokens of context, dense: 4.0 ms, 250 tokens/s" and len(told) == 4
     nsa, dense = drawn[0].axes[0].lines
     assert list(nsa.get_ydata()) == [500.0, 500.0] and list(dense.get_xdata()) == [1024, 4096]
     assert "3 layers" in get_title(drawn[0])

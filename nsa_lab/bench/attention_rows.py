@@ -1,0 +1,85 @@
+"""Shapes and result rows of the attention benchmark."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """T tokens, B sequences, H query heads, G groups, head width D, value width V (None: D)."""
+
+    T: int
+    B: int
+    H: int = 12
+    G: int = 2
+    D: int = 64
+    V: int | None = None
+
+    @property
+    def value_width(self) -> int:
+        return self.V or self.D
+
+    def __str__(self) -> str:
+        width = f"{self.D}" if self.value_width == self.D else f"{self.D}/{self.value_width}"
+        heads = "" if (self.H, self.G, width) == (12, 2, "64") else f" H{self.H} G{self.G} d{width}"
+        return f"{self.T}x{self.B}{heads}"
+
+
+GPU_SHAPES = (Shape(2048, 8), Shape(8192, 2), Shape(32768, 1), Shape(65536, 1))
+CPU_SHAPES = (Shape(96, 1, 6, 2, 32),)
+
+
+@dataclass
+class AttentionRow:
+    """One implementation of one part at one shape. Field names are keys of the record.
+
+    Times are in milliseconds; None: parity failed, or there is no backward pass. `by`: the implementation. `share`: total
+    time as a fraction of SDPA flash, `share_fastest`: of the fastest dense attention. `bar`: the target of `share`.
+    """
+
+    shape: str
+    part: str
+    by: str
+    forward_ms: float | None = None
+    backward_ms: float | None = None
+    peak_mib: float | None = None
+    tflops_forward: float | None = None
+    tflops_backward: float | None = None
+    share: float | None = None
+    share_fastest: float | None = None
+    bar: float | None = None
+    eager_ms: float | None = None
+    """Forward and backward without a CUDA graph, only for the whole operator; `eager_share` and `eager_bar` likewise."""
+    eager_share: float | None = None
+    eager_bar: float | None = None
+    parity: dict[str, list[float]] = field(default_factory=dict)
+    """{tensor: [error, limit]}"""
+    limits: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    """Device limit per pass, if requested: `roofline.add_limits`."""
+    note: str = ""
+
+    @property
+    def total_ms(self) -> float | None:
+        return None if self.forward_ms is None else self.forward_ms + (self.backward_ms or 0.0)
+
+
+def parse_shape(text: str) -> Shape:
+    """Parse `2048x8` (tokens x sequences), `32768x1xH64xG4xD128` or `32768x1xH64xG4xD192xV128`. Raises ValueError."""
+    match = re.fullmatch(r"(\d+)x(\d+)(?:xH(\d+)xG(\d+)xD(\d+)(?:xV(\d+))?)?", text)
+    if not match or not all(int(x) for x in match.groups() if x):
+        raise ValueError(
+            f"shape {text!r}: expected TOKENSxSEQUENCES, e.g. 2048x8, or 32768x1xH64xG4xD128, "
+            "optionally followed by xV128 for another value width"
+        )
+    return Shape(*(int(x) for x in match.groups() if x))
+
+
+def parse_shape_label(text: str) -> Shape:
+    """Parse `str(shape)`. Raises ValueError."""
+    match = re.fullmatch(r"(\d+)x(\d+)(?: H(\d+) G(\d+) d(\d+)(?:/(\d+))?)?", text)
+    if not match:
+        raise ValueError(f"shape {text!r}: expected 2048x8, or 32768x1 H64 G4 d192/128")
+    return Shape(*(int(x) for x in match.groups() if x))
