@@ -118,8 +118,8 @@ MUTANTS = [
     Mutant(
         "span: what is taken over is broadcast",
         "attention.layout",
-        "            if mine != its:",
-        "            if len(mine) != len(its):",
+        "            if own_shapes != other_shapes:",
+        "            if len(own_shapes) != len(other_shapes):",
     ),
     Mutant(
         "compression: blocks across the border of documents",
@@ -130,8 +130,8 @@ MUTANTS = [
     Mutant(
         "compression: a document begins in its neighbour's last stride",
         "attention.compression",
-        "token_indices=map_rows((most + nsa.l // nsa.d) * nsa.d, text * nsa.d, tokens)",
-        "token_indices=torch.arange((most + nsa.l // nsa.d) * nsa.d, device=device).clamp_max(span.n_queries - 1)",
+        "token_indices=map_rows((n_strides + nsa.l // nsa.d) * nsa.d, text * nsa.d, tokens)",
+        "token_indices=torch.arange((n_strides + nsa.l // nsa.d) * nsa.d, device=device).clamp_max(span.n_queries - 1)",
     ),
     Mutant(
         "compression: padding is what phi makes of nothing",
@@ -140,13 +140,13 @@ MUTANTS = [
         "phi(gather_rows(_unfold_blocks(text, nsa), packed_indices.block_indices, packed_indices.block_inverse))",
     ),
     Mutant("packing: empty documents own rows", "attention.segment_ops", "(bounds, row, right=True) - 1", "(bounds, row)"),
-    Mutant("packing: rows past a document's end", "attention.segment_ops", "number < shared", "number <= shared"),
+    Mutant("packing: rows past a document's end", "attention.segment_ops", "row_in_document < common_length", "row_in_document <= common_length"),
     Mutant("packing: absent rows are not zero", "attention.segment_ops", "(rows == ABSENT)", "(rows < ABSENT)"),
     Mutant(
         "packing: the gradient goes where the row came from",
         "attention.segment_ops",
-        "gather_rows(grads[0], back, rows)",
-        "gather_rows(grads[0], back.flip(0), rows)",
+        "gather_rows(grads[0], inverse, rows)",
+        "gather_rows(grads[0], inverse.flip(0), rows)",
     ),
     Mutant(
         "torch: a chunk's rows taken for its positions",
@@ -157,7 +157,7 @@ MUTANTS = [
     Mutant(
         "torch: zero times NaN",
         "attention.torch_backend",
-        "return k.where(sound, mark), v.where(sound, 0.0)",
+        "return k.where(is_finite, mark), v.where(is_finite, 0.0)",
         "return k, v",
     ),
     # The definition.
@@ -166,8 +166,8 @@ MUTANTS = [
     Mutant(
         "reference: normaliser over blocks of the future",
         "attention.reference",
-        'p = torch.where(seen, scores - torch.where(torch.isneginf(lse), 0.0, lse), float("-inf")).exp()',
-        "p = torch.where(seen, scores.softmax(-1), 0.0)",
+        "p = torch.where(visible, scores - torch.where(torch.isneginf(lse), 0.0, lse), float(\"-inf\")).exp()",
+        "p = torch.where(visible, scores.softmax(-1), 0.0)",
     ),
     Mutant(
         "reference: ties to the higher index",
@@ -185,8 +185,8 @@ MUTANTS = [
     Mutant(
         "reference: importances ranked in bf16",
         "attention.reference",
-        "return (p.sum(dim=3) @ carry).float()",
-        "return (p.sum(dim=3) @ carry).bfloat16().float()",
+        "return (p.sum(dim=3) @ overlap_weights).float()",
+        "return (p.sum(dim=3) @ overlap_weights).bfloat16().float()",
     ),
     Mutant("reference: strongest head instead of the sum", "attention.reference", "p.sum(dim=3)", "p.amax(dim=3)"),
     Mutant(
@@ -195,7 +195,7 @@ MUTANTS = [
         "p.sum(dim=3)",
         "p.sum(dim=(2, 3)).unsqueeze(2).expand(-1, -1, p.shape[2], -1)",
     ),
-    Mutant("reference: unscaled logits", "attention.reference", "k.to(wide)) * q.shape[-1] ** -0.5", "k.to(wide))"),
+    Mutant("reference: unscaled logits", "attention.reference", "k.to(acc_dtype)) * q.shape[-1] ** -0.5", "k.to(acc_dtype))"),
     Mutant(
         "reference: top-n one short",
         "attention.reference",
@@ -220,8 +220,8 @@ MUTANTS = [
     Mutant(
         "reference: padding reads the last block",
         "attention.reference",
-        "torch.where(own < 0, n, own).long()",
-        "torch.where(own < 0, n - 1, own).long()",
+        "torch.where(document_blocks < 0, n, document_blocks).long()",
+        "torch.where(document_blocks < 0, n - 1, document_blocks).long()",
     ),
     Mutant(
         "reference: LSE in base 2",
@@ -238,8 +238,8 @@ MUTANTS = [
     Mutant(
         "reference: a row that sees nothing has an LSE",
         "attention.reference",
-        'lse = torch.where(empty, float("-inf"), scores.masked_fill(empty.unsqueeze(-1), 0.0).logsumexp(-1))',
-        "lse = scores.masked_fill(empty.unsqueeze(-1), 0.0).logsumexp(-1)",
+        "lse = torch.where(sees_none, float(\"-inf\"), scores.masked_fill(sees_none.unsqueeze(-1), 0.0).logsumexp(-1))",
+        "lse = scores.masked_fill(sees_none.unsqueeze(-1), 0.0).logsumexp(-1)",
     ),
     Mutant("reference: gates in another order", "attention.reference", "g_cmp, g_sel, g_win =", "g_sel, g_cmp, g_win ="),
     Mutant(
@@ -279,25 +279,25 @@ MUTANTS = [
     Mutant(
         "torch: window of w + 1 keys",
         "attention.torch_backend",
-        "_build_causal_mask(first - nsa.w, last - nsa.w, start",
-        "_build_causal_mask(first - nsa.w - 1, last - nsa.w - 1, start",
+        "_build_causal_mask(query_start - nsa.w, end - nsa.w, key_start",
+        "_build_causal_mask(query_start - nsa.w - 1, end - nsa.w - 1, key_start",
     ),
     Mutant(
         "torch: window's range starts one key late",
         "attention.torch_backend",
-        "max(first - nsa.w + 1, 0)",
-        "max(first - nsa.w + 2, 0)",
+        "max(query_start - nsa.w + 1, 0)",
+        "max(query_start - nsa.w + 2, 0)",
     ),
     Mutant(
         "torch: eq. 9 read with indices from 0",
         "attention.torch_backend",
-        "padded = pad(p, (lead, ",
-        "padded = pad(p, (lead + step - 1, ",
+        "padded = pad(p, (n_before, ",
+        "padded = pad(p, (n_before + strides_per_block - 1, ",
     ),
     Mutant(
         "torch: eq. 9 with equal weights",
         "attention.torch_backend",
-        "for shift in range(lead):",
+        "for shift in range(n_before):",
         "for shift in range(0):",
     ),
     Mutant(
@@ -309,20 +309,20 @@ MUTANTS = [
     Mutant(
         "torch: normaliser over the chunk's future",
         "attention.torch_backend",
-        'torch.where(seen.unsqueeze(1), s - norm, float("-inf")).exp().sum(3)',
-        "torch.where(seen.unsqueeze(1), s.softmax(-1), 0.0).sum(3)",
+        "torch.where(is_visible.unsqueeze(1), s - norm, float(\"-inf\")).exp().sum(3)",
+        "torch.where(is_visible.unsqueeze(1), s.softmax(-1), 0.0).sum(3)",
     ),
     Mutant(
         "torch: every chunk chooses as if it were the first",
         "attention.torch_backend",
-        "reference.select_by_importance(importance, nsa, first=first)",
+        "reference.select_by_importance(importance, nsa, first=start)",
         "reference.select_by_importance(importance, nsa, first=0)",
     ),
     Mutant(
         "torch: selected attention sees the future of its own block",
         "attention.torch_backend",
-        "return _slice_keys(chunk, 0, last), tokens | ~_build_causal_mask(first, last, 0, last, q.device)",
-        "return _slice_keys(chunk, 0, last), tokens",
+        "return _slice_keys(chunk, 0, end), hidden | ~_build_causal_mask(start, end, 0, end, q.device)",
+        "return _slice_keys(chunk, 0, end), hidden",
     ),
     Mutant(
         "torch: gathered keys of the future",
@@ -333,14 +333,14 @@ MUTANTS = [
     Mutant(
         "torch: token numbers overflow",
         "attention.torch_backend",
-        "(own.long().unsqueeze(-1) * l_sel",
-        "(own.to(torch.int8).unsqueeze(-1) * l_sel",
+        "(chunk_blocks.long().unsqueeze(-1) * l_sel",
+        "(chunk_blocks.to(torch.int8).unsqueeze(-1) * l_sel",
     ),
     Mutant(
         "torch: padding reads block 0",
         "attention.torch_backend",
-        "torch.where((picks < 0) | (picks > n), n, picks)",
-        "torch.where(picks > n, n, picks.clamp_min(0))",
+        "torch.where((chunk_blocks < 0) | (chunk_blocks > n), n, chunk_blocks)",
+        "torch.where(chunk_blocks > n, n, chunk_blocks.clamp_min(0))",
     ),
     Mutant(
         "torch: NaN where a row sees nothing", "attention.torch_backend", "torch.where(total == 0, 1.0, total)", "total"
@@ -348,55 +348,52 @@ MUTANTS = [
     Mutant(
         "torch: exponentials without their maximum",
         "attention.torch_backend",
-        "top = _zero_neginf(s.amax(-1, keepdim=True))",
-        "top = torch.zeros_like(s[..., :1])",
+        "max_score = _zero_neginf(s.amax(-1, keepdim=True))",
+        "max_score = torch.zeros_like(s[..., :1])",
     ),
     Mutant(
         "reference: a value that is not finite is multiplied by zero",
         "attention.reference",
-        "sound = k.isfinite().all(-1) & v.isfinite().all(-1)",
-        "sound = k.isfinite().all(-1)",
+        "is_finite = k.isfinite().all(-1) & v.isfinite().all(-1)",
+        "is_finite = k.isfinite().all(-1)",
     ),
-    Mutant("torch: LSE in base 2", "attention.torch_backend", "(top + total.log())", "(top + total.log2())"),
+    Mutant("torch: LSE in base 2", "attention.torch_backend", "(max_score + total.log())", "(max_score + total.log2())"),
     Mutant(
         "torch: heads of a group interleaved",
         "attention.torch_backend",
-        "return torch.unflatten(x.to(wide), 2, (groups, -1)).transpose(1, 2).flatten(2, 3)",
-        "return x.to(wide).unflatten(2, (-1, groups)).permute(0, 3, 1, 2, 4).flatten(2, 3)",
+        "return torch.unflatten(x.to(dtype), 2, (groups, -1)).transpose(1, 2).flatten(2, 3)",
+        "return x.to(dtype).unflatten(2, (-1, groups)).permute(0, 3, 1, 2, 4).flatten(2, 3)",
     ),
     Mutant(
         "torch: backward without delta",
         "attention.torch_backend",
-        "row = sum(out * grad_out) - grad_lse\n"
-        "        row = (out.to(wide) * grad_out.to(wide)).sum(-1) - grad_lse.to(wide)",
-        "row = sum(out * grad_out) - grad_lse\n        row = -grad_lse.to(wide)",
+        "delta = sum(out * grad_out) - grad_lse\n        delta = (out.to(acc_dtype) * grad_out.to(acc_dtype)).sum(-1) - grad_lse.to(acc_dtype)",
+        "delta = sum(out * grad_out) - grad_lse\n        delta = -grad_lse.to(acc_dtype)",
     ),
     Mutant(
         "torch: backward without the gradient of the LSE",
         "attention.torch_backend",
-        "row = sum(out * grad_out) - grad_lse\n"
-        "        row = (out.to(wide) * grad_out.to(wide)).sum(-1) - grad_lse.to(wide)",
-        "row = sum(out * grad_out) - grad_lse\n        row = (out.to(wide) * grad_out.to(wide)).sum(-1)",
+        "delta = sum(out * grad_out) - grad_lse\n        delta = (out.to(acc_dtype) * grad_out.to(acc_dtype)).sum(-1) - grad_lse.to(acc_dtype)",
+        "delta = sum(out * grad_out) - grad_lse\n        delta = (out.to(acc_dtype) * grad_out.to(acc_dtype)).sum(-1)",
     ),
     Mutant(
         "torch: gathering backward without delta",
         "attention.torch_backend",
-        "        grad_v = torch.zeros(v.shape, dtype=wide, device=k.device)\n"
-        "        row = (out.to(wide) * grad_out.to(wide)).sum(-1) - grad_lse.to(wide)",
-        "        grad_v = torch.zeros(v.shape, dtype=wide, device=k.device)\n        row = -grad_lse.to(wide)",
+        "        grad_v = torch.zeros(v.shape, dtype=acc_dtype, device=k.device)\n        delta = (out.to(acc_dtype) * grad_out.to(acc_dtype)).sum(-1) - grad_lse.to(acc_dtype)",
+        "        grad_v = torch.zeros(v.shape, dtype=acc_dtype, device=k.device)\n        delta = -grad_lse.to(acc_dtype)",
     ),
     Mutant("torch: dV scaled like a score", "attention.torch_backend", "+= p.mT @ do_rows", "+= p.mT @ do_rows * scale"),
     Mutant(
         "torch: dK of the last chunk only",
         "attention.torch_backend",
-        "grad_k[:, :, reach] += ds.mT @ q_rows",
-        "grad_k[:, :, reach] = ds.mT @ q_rows",
+        "grad_k[:, :, key_range] += ds.mT @ q_rows",
+        "grad_k[:, :, key_range] = ds.mT @ q_rows",
     ),
     Mutant(
         "torch: dQ not scaled",
         "attention.torch_backend",
-        "_from_group_rows(ds @ k_wide * scale, h)",
-        "_from_group_rows(ds @ k_wide, h)",
+        "_from_group_rows(ds @ chunk_k * scale, h)",
+        "_from_group_rows(ds @ chunk_k, h)",
     ),
     Mutant(
         "torch: gathered gradients overwrite each other",
@@ -415,27 +412,26 @@ MUTANTS = [
     Mutant(
         "dispatch: the whole operator of triton is computed by torch",
         "attention.dispatch",
-        "        return kernels.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, blocks=blocks, "
-        "**where)",
-        "        run = dict.fromkeys(PARTS, torch_backend)",
+        "        return kernels.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, blocks=blocks, **span_kwargs)",
+        "        modules = dict.fromkeys(PARTS, torch_backend)",
     ),
     Mutant(
         "dispatch: a backend that cannot run falls back silently",
         "attention.dispatch",
-        "raise BackendError(f\"backend = 'triton' cannot run: {unusable}\")",
-        'return dict.fromkeys(PARTS, ResolvedBackend("torch", "asked for by name"))',
+        "raise BackendError(f\"backend = 'triton' cannot run: {device_problem}\")",
+        "return dict.fromkeys(PARTS, ResolvedBackend(\"torch\", \"requested by name\"))",
     ),
     Mutant(
         "dispatch: a shape that the kernels refuse falls back silently",
         "attention.dispatch",
-        "raise NotImplementedError(f\"backend = 'triton' does not take this shape: {unsupported}\")",
-        'return dict.fromkeys(PARTS, ResolvedBackend("torch", "asked for by name"))',
+        "raise NotImplementedError(f\"backend = 'triton' does not support this shape: {shape_problem}\")",
+        "return dict.fromkeys(PARTS, ResolvedBackend(\"torch\", \"requested by name\"))",
     ),
     Mutant(
         "dispatch: selected branch on the window's keys",
         "attention.dispatch",
-        'run["selected"].selected_attention(q, k_sel, v_sel,',
-        'run["selected"].selected_attention(q, k_win, v_win,',
+        "modules[\"selected\"].selected_attention(q, k_sel, v_sel,",
+        "modules[\"selected\"].selected_attention(q, k_win, v_win,",
     ),
     Mutant(
         "dispatch: compressed keys of any length are taken",
@@ -449,7 +445,7 @@ MUTANTS = [
         "if len(set(widths)) > 1:",
         "if len(set(widths) - {1}) > 1:",
     ),
-    Mutant("checks: a block may be read twice", "attention.input_checks", "if again.any() or", "if"),
+    Mutant("checks: a block may be read twice", "attention.input_checks", "if is_repeated.any() or", "if"),
     Mutant(
         "checks: integers are taken",
         "attention.input_checks",
@@ -466,8 +462,8 @@ MUTANTS = [
     Mutant(
         "decoding: a query does not read itself",
         "attention.cached_attention",
-        "geometry.selected_keys(first + at, nsa)]",
-        "max(geometry.selected_keys(first + at, nsa) - 1, 1)]",
+        "geometry.selected_keys(first + query, nsa)]",
+        "max(geometry.selected_keys(first + query, nsa) - 1, 1)]",
     ),
     Mutant(
         "decoding: the strongest head chooses",
@@ -481,27 +477,27 @@ MUTANTS = [
         "return reference.select_by_importance(importance.float(), nsa, first=first)",
         "return reference.select_by_importance(importance.float(), nsa, first=first - 1)",
     ),
-    Mutant("decoding: float32 is never in doubt", "attention.fp32_selection", "next_one * error_factor)", "next_one)"),
+    Mutant("decoding: float32 is never in doubt", "attention.fp32_selection", "first_rejected * error_factor)", "first_rejected)"),
     Mutant(
-        "decoding: doubt without the length of keys", "attention.fp32_selection", "(longest_q * longest_k)", "longest_q"
+        "decoding: doubt without the length of keys", "attention.fp32_selection", "(max_q_norm * max_k_norm)", "max_q_norm"
     ),
     Mutant(
         "decoding: one sequence in doubt, and the first is computed wide",
         "attention.cached_attention",
-        "_compute_probabilities(q[one], k[one], first, selection_nsa, get_selection_dtype",
+        "_compute_probabilities(q[sample], k[sample], first, selection_nsa, get_selection_dtype",
         "_compute_probabilities(q[:1], k[:1], first, selection_nsa, get_selection_dtype",
     ),
     Mutant(
         "decoding: every row as long as the first",
         "attention.cached_attention",
-        "yield slice(begin, end), length",
-        "yield slice(begin, end), lengths[0].item()",
+        "yield slice(start, end), length",
+        "yield slice(start, end), lengths[0].item()",
     ),
     Mutant(
         "decoding: of a chunk, the first query's compressed blocks alone are masked",
         "attention.cached_attention",
-        "scores[..., seen_by_all:].masked_fill_(hidden,",
-        "scores[..., seen_by_all:].masked_fill_(hidden & False,",
+        "scores[..., visible_to_all:].masked_fill_(hidden,",
+        "scores[..., visible_to_all:].masked_fill_(hidden & False,",
     ),
     Mutant(
         "decoding: blocks that a query has not reached compete",
@@ -512,10 +508,10 @@ MUTANTS = [
     Mutant(
         "decoding: a ring is read on past its end",
         "attention.cached_attention",
-        "ring[:, : at + end - begin - slots]",
-        "ring[:, at - (at + end - begin - slots) : at]",
+        "ring[:, : first_slot + end - begin - n_slots]",
+        "ring[:, first_slot - (first_slot + end - begin - n_slots) : first_slot]",
     ),
-    Mutant("phi: a pool weighs without the place", "attention.compression", " + self.place.to(wide)", ""),
+    Mutant("phi: a pool weighs without the place", "attention.compression", " + self.place.to(acc_dtype)", ""),
     Mutant(
         "phi: a pool's weights sum to one over channels", "attention.compression", "score.softmax(-1)", "score.softmax(-2)"
     ),
@@ -552,8 +548,8 @@ MUTANTS = [
     Mutant(
         "dense: long documents go in one call, however fast one text is",
         "attention.dense",
-        "if varlen is None or (span.longest_document >= LONG_DOCUMENT and _prefers_sdpa(device)):",
-        "if varlen is None:",
+        "if varlen_attn is None or (span.longest_document >= LONG_DOCUMENT and _prefers_sdpa(device)):",
+        "if varlen_attn is None:",
     ),
     Mutant(
         "dense: a long document loses its last rows",
@@ -580,18 +576,18 @@ MUTANTS = [
         "if True:",
     ),
     Mutant("dense: documents see what is to come", "attention.dense", "window_size=(-1, 0)", "window_size=(-1, -1)"),
-    Mutant("padding: lengths of columns", "attention.padding", "kept.sum(1).cpu()", "kept.sum(0).cpu()"),
+    Mutant("padding: lengths of columns", "attention.padding", "is_token.sum(1).cpu()", "is_token.sum(0).cpu()"),
     Mutant(
         "padding: put back without the mask",
         "attention.padding",
-        "padded[kept] = x[0]",
+        "padded[is_token] = x[0]",
         "padded.flatten(0, 1)[: x.shape[1]] = x[0]",
     ),
     Mutant("selection loss: the target carries gradient", "attention.selection_loss", "with torch.no_grad():", "if True:"),
     Mutant(
         "selection loss: forced blocks count",
         "attention.selection_loss",
-        " & ~geometry.forced_blocks(own, blocks, nsa)",
+        " & ~geometry.forced_blocks(\n        query_position, n_blocks, nsa\n    )",
         "",
     ),
     Mutant(
@@ -609,54 +605,54 @@ MUTANTS = [
     Mutant(
         "selection loss: blocks of the document before are free",
         "attention.selection_loss",
-        "* nsa.l_sel > first[:, None]",
-        "* nsa.l_sel >= 0 * first[:, None]",
+        "* nsa.l_sel > document_position[:, None]",
+        "* nsa.l_sel >= 0 * document_position[:, None]",
     ),
     Mutant(
         "selection loss: compressed blocks of the document before are seen",
         "attention.selection_loss",
-        "compressed_range=torch.stack([first_compressed, first_compressed + seen])",
-        "compressed_range=torch.stack([first_compressed * 0, first_compressed + seen])",
+        "compressed_range=torch.stack([first_compressed, first_compressed + n_visible])",
+        "compressed_range=torch.stack([first_compressed * 0, first_compressed + n_visible])",
     ),
     Mutant(
         "selection loss: what is not finite reaches other documents' gradients",
         "attention.selection_loss",
-        "q.where(sound_q, 0), k.where(sound_k, 0).to(q.dtype)",
+        "q.where(is_finite_q, 0), k.where(is_finite_k, 0).to(q.dtype)",
         "q, k.to(q.dtype)",
     ),
     Mutant(
         "selection loss: documents ask from where the row begins",
         "attention.selection_loss",
-        "span.start + query - row[owner]",
-        "query - row[owner]",
+        "span.start + query - row_starts[document]",
+        "query - row_starts[document]",
     ),
     Mutant(
         "selection loss: apart, a query sees the keys after its own",
         "attention.selection_loss",
-        "key_range=torch.stack([none, t + 1])",
-        "key_range=torch.stack([none, t + 2])",
+        "key_range=torch.stack([zeros, t + 1])",
+        "key_range=torch.stack([zeros, t + 2])",
     ),
     Mutant(
         "selection loss: apart, a query sees all compressed blocks of its document",
         "attention.selection_loss",
-        "compressed_range=torch.stack([none, seen])",
-        "compressed_range=torch.stack([none, seen * 0 + len(number)])",
+        "compressed_range=torch.stack([zeros, n_visible])",
+        "compressed_range=torch.stack([zeros, n_visible * 0 + len(block)])",
     ),
     Mutant(
         "selection loss: apart, the row's first keys in the place of the document's",
         "attention.selection_loss",
-        "(first_key[:, None] + place[:longest])",
-        "(0 * first_key[:, None] + place[:longest])",
+        "(first_key[:, None] + position[:max_length])",
+        "(0 * first_key[:, None] + position[:max_length])",
     ),
     Mutant(
         "selection loss: the last key that is seen is not",
         "attention.selection_loss",
-        "(number < visible_range[1][:, None])",
-        "(number + 1 < visible_range[1][:, None])",
+        "(position < visible_range[1][:, None])",
+        "(position + 1 < visible_range[1][:, None])",
     ),
     Mutant("selection loss: scores without the scale", "attention.selection_loss", " * q.shape[-1] ** -0.5", ""),
     Mutant(
-        "selection loss: equal distances", "attention.selection_loss", "turned * bounds.diff() // GOLDEN_DENOMINATOR", "0"
+        "selection loss: equal distances", "attention.selection_loss", "offsets * segment_starts.diff() // GOLDEN_DENOMINATOR", "0"
     ),
     Mutant(
         "selection loss: its queries copied from the host",
@@ -685,7 +681,7 @@ MUTANTS = [
     Mutant(
         "torch backward: dK added up in the keys' own dtype",
         "attention.torch_backend",
-        "grad_k = torch.zeros(k.transpose(1, 2).shape, dtype=wide",
+        "grad_k = torch.zeros(k.transpose(1, 2).shape, dtype=acc_dtype",
         "grad_k = torch.zeros(k.transpose(1, 2).shape, dtype=k.dtype",
     ),
 ]

@@ -12,7 +12,7 @@ MUTANTS = [
         "return self.runtime.cuda_graph",
     ),
     # What a user, or a stranger, gives.
-    Mutant("yaml: the last of two keys is taken", "config.yaml_text", "if key.value in seen:", "if False:"),
+    Mutant("yaml: the last of two keys is taken", "config.yaml_text", "if key.value in keys:", "if False:"),
     Mutant("yaml: minutes and seconds are a number", "config.yaml_text", "[-+]?(0|[1-9][\\d_]*|", "[-+]?(0|[1-9][\\d_:]*|"),
     Mutant(
         "yaml: keys of any kind",
@@ -75,8 +75,8 @@ MUTANTS = [
     Mutant(
         "sweep: a variant may set the seed",
         "config.sweep_config",
-        "if taken := [key for key in keys if key in RESERVED_KEYS]:",
-        "if taken := []:",
+        "if reserved := [key for key in keys if key in RESERVED_KEYS]:",
+        "if reserved := []:",
     ),
     Mutant(
         "config: muon of sharded matrices",
@@ -99,7 +99,7 @@ MUTANTS = [
     Mutant(
         "recall: a value is told in a form of its own",
         "config.data_config",
-        "if any(form or conversion",
-        "if any(False and form",
+        "if any(format_spec or conversion",
+        "if any(False and format_spec",
     ),
 ]

@@ -102,7 +102,12 @@ MUTANTS = [
         "int(n_inside.max(initial=0))",
         "int(n_inside[:1].mean())",
     ),
-    Mutant("documents: worst fit", "data.sequence_packing", "(sufficient & -sufficient).bit_length()", "sufficient.bit_length()"),
+    Mutant(
+        "documents: worst fit",
+        "data.sequence_packing",
+        "(sufficient & -sufficient).bit_length()",
+        "sufficient.bit_length()",
+    ),
     Mutant(
         "documents: the rest of a long one in any row",
         "data.sequence_packing",

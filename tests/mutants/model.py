@@ -10,7 +10,7 @@ MUTANTS = [
         "model: Q rotated before the head split",
         "model.attention_layers",
         "n_kv_groups] * n_branches], dim=2)\n",
-        "n_kv_groups] * n_branches], dim=2)\n    from nsa_lab.model.layers import rotary_table\n    whole = rotary_table(qkv.shape[1], c.n_heads * c.d_k, c.rope_theta, qkv.device)\n    q = rotate(qkv[..., : c.n_heads * c.d_k].unsqueeze(2), whole).squeeze(2).unflatten(-1, (c.n_heads, c.d_k))\n",
+        "n_kv_groups] * n_branches], dim=2)\n    from nsa_lab.model.layers import get_rotary_table\n    whole = get_rotary_table(qkv.shape[1], c.n_heads * c.d_k, c.rope_theta, qkv.device)\n    q = rotate(qkv[..., : c.n_heads * c.d_k].unsqueeze(2), whole).squeeze(2).unflatten(-1, (c.n_heads, c.d_k))\n",
     ),
     Mutant(
         "model: K not rotated",
@@ -91,7 +91,7 @@ MUTANTS = [
         "self.weight[1] = 1.0",
     ),
     Mutant(
-        "model: the short convolution's weights change places", "model.layers", "this, last = self", "last, this = self"
+        "model: the short convolution's weights change places", "model.layers", "current_weight, previous_weight = self", "previous_weight, current_weight = self"
     ),
     Mutant(
         "model: a pool does not start as the mean", "model.init_weights", "ShortConvolution | BlockPool", "ShortConvolution"
@@ -113,8 +113,8 @@ MUTANTS = [
     Mutant(
         "indexer: taught by the geometry of the heads' keys",
         "model.attention_layers",
-        "q, k_cmp, nsa = selection_inputs or (looking, k_cmp, self.config.nsa)",
-        "q, k_cmp, nsa = (*(selection_inputs or (looking, k_cmp))[:2], self.config.nsa)",
+        "q, k_cmp, nsa = selection_inputs or (attention_q, k_cmp, self.config.nsa)",
+        "q, k_cmp, nsa = (*(selection_inputs or (attention_q, k_cmp))[:2], self.config.nsa)",
     ),
     Mutant("indexer: its scores are not counted", "model.transformer", "if c.has_indexer:", "if False:"),
     Mutant(
@@ -123,8 +123,8 @@ MUTANTS = [
         "return rotary[0][..., ::n], rotary[1][..., ::n]",
         "return rotary[0][..., : width // 2], rotary[1][..., : width // 2]",
     ),
-    Mutant("indexer: starts with the window's keys", "model.init_weights", "found.copy_(keys[1]", "found.copy_(keys[2]"),
-    Mutant("indexer: taught by its own attention", "model.attention_layers", "attention_q=looking,", "attention_q=None,"),
+    Mutant("indexer: starts with the window's keys", "model.init_weights", "index_keys.copy_(keys[1]", "index_keys.copy_(keys[2]"),
+    Mutant("indexer: taught by its own attention", "model.attention_layers", "attention_q=attention_q,", "attention_q=None,"),
     Mutant(
         "indexer: the model does not read its blocks",
         "model.attention_layers",
@@ -160,11 +160,11 @@ MUTANTS = [
     Mutant(
         "n-grams: they reach over a document's begin",
         "model.ngrams",
-        "(positions[..., None] >= back)",
-        "torch.ones_like(back)",
+        "(positions[..., None] >= offsets)",
+        "torch.ones_like(offsets)",
     ),
-    Mutant("n-grams: a token 0 is none", "model.ngrams", "(seen + 1)", "seen"),
-    Mutant("n-grams: all lengths share a table", "model.ngrams", " + self.rows_per_length * back[:-1]", ""),
+    Mutant("n-grams: a token 0 is none", "model.ngrams", "(context + 1)", "context"),
+    Mutant("n-grams: all lengths share a table", "model.ngrams", " + self.rows_per_length * offsets[:-1]", ""),
     Mutant("n-grams: the order of tokens does not count", "model.ngrams", ".cumprod(0)", ".cumprod(0)[-1:]"),
     Mutant("n-grams: high bits do not count", "model.ngrams", "0x2545F4914F6CDD1D, 32", "0x2545F4914F6CDD1D, 63"),
     Mutant(
@@ -185,8 +185,8 @@ MUTANTS = [
     Mutant(
         "model: what is not turned is lost",
         "model.layers",
-        "parts.append(still.to(wide))",
-        "parts.append(0 * still.to(wide))",
+        "parts.append(unrotated.to(acc_dtype))",
+        "parts.append(0 * unrotated.to(acc_dtype))",
     ),
     Mutant(
         "model: gate shares of compressed and selected swapped",
@@ -206,14 +206,14 @@ MUTANTS = [
     Mutant(
         "model: reuse measured against any block",
         "model.statistics",
-        "again = (bits[:, 1:, :, :-1] & bits[:, :-1, :, :-1])",
-        "again = (bits[:, 1:, :, :-1])",
+        "reused = (is_selected[:, 1:, :, :-1] & is_selected[:, :-1, :, :-1])",
+        "reused = (is_selected[:, 1:, :, :-1])",
     ),
     Mutant(
         "model: reuse measured across documents",
         "model.statistics",
-        "_average_rows(again, positions[1:] > 0)",
-        "_average_rows(again, positions[1:] >= 0)",
+        "_average_rows(reused, positions[1:] > 0)",
+        "_average_rows(reused, positions[1:] >= 0)",
     ),
     Mutant(
         "model: distance to blocks of another document",
@@ -224,13 +224,13 @@ MUTANTS = [
     Mutant(
         "model: an indexer's keys of documents lie as the compressed branch's",
         "model.attention_layers",
-        "kernels.make_document_table(span, config.selection_nsa, device) if ours and",
-        "kernels.make_document_table(span, config.nsa, device) if ours and",
+        "kernels.make_document_table(span, config.selection_nsa, device) if use_kernels and",
+        "kernels.make_document_table(span, config.nsa, device) if use_kernels and",
     ),
     Mutant(
         "layer: under autocast it takes anything",
         "model.nsa_layer",
-        " and {x.dtype, weights} <= set(AUTOCAST_DTYPES):",
+        " and {x.dtype, weight_dtype} <= set(AUTOCAST_DTYPES):",
         ":",
     ),
     Mutant("model: any number is a token", "model.transformer", "if low < 0 or high >= c.vocab_size:", "if low < 0:"),
@@ -250,14 +250,14 @@ MUTANTS = [
     Mutant(
         "the layer for other models: after a pass that failed, the loss of the one before",
         "model.nsa_layer",
-        "        self._selection_loss = None  # if this pass fails, the one before it is not the last\n",
+        "        self._selection_loss = None  # in case this pass fails: do not return the loss of the pass before\n",
         "",
     ),
     Mutant(
         "n-grams: hashed without the second fold",
         "model.ngrams",
-        "return (mixed ^ (mixed >> _HASH_SHIFT)) %",
-        "return mixed %",
+        "return (scrambled ^ (scrambled >> _HASH_SHIFT)) %",
+        "return scrambled %",
     ),
     Mutant(
         "an indexer in packed rows: mixed over the borders of documents",
@@ -268,7 +268,7 @@ MUTANTS = [
     Mutant(
         "a norm in half precision: squares added up in it",
         "model.layers",
-        "wide = torch.promote_types(x.dtype, torch.float32)\n    return rms",
-        "wide = x.dtype\n    return rms",
+        "acc_dtype = torch.promote_types(x.dtype, torch.float32)\n    return rms",
+        "acc_dtype = x.dtype\n    return rms",
     ),
 ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 def attention_tests(*names: str) -> list[str]:
-    """These files first, then the rest: a mutant meets the tests of its own module before others."""
-    rest = ("definition", "block_choice", "gradcheck", "torch_parity", "causality", "block_arithmetic")
+    """Return these files, then the general ones, so that the tests of a module run first on its mutants."""
+    rest = ("definition", "block_selection", "gradcheck", "torch_parity", "causality", "block_arithmetic")
     return [f"tests/attention/test_{name}.py" for name in dict.fromkeys(names + rest)]
 
 
@@ -15,8 +15,18 @@ def cases(file: str, *names: str) -> list[str]:
 
 
 MODEL = [
-    f"tests/model/test_model_{name}.py"
-    for name in ("definition", "silent", "recall", "indexer", "ngrams", "numbers", "observe", "precision", "layer")
+    f"tests/model/test_{name}.py"
+    for name in (
+        "model_definition",
+        "disabled_branches",
+        "induction_heads",
+        "model_indexer",
+        "model_ngrams",
+        "transformer",
+        "model_observe",
+        "model_precision",
+        "nsa_layer",
+    )
 ]
 PACKED = cases(
     "kernels/test_packed_tiles.py",
@@ -78,14 +88,14 @@ MASKED = cases(
     "preflight_detects_tokens_that_leak_before_any_layer",
 )
 SUITES = {
-    "attention.layout": [*attention_tests("take_over", "span", "dense_limit"), *MODEL],
+    "attention.layout": [*attention_tests("replace_documents", "layout", "dense_limit"), *MODEL],
     "attention.geometry": attention_tests("block_arithmetic"),
     "attention.reference": attention_tests(),
-    "attention.compression": attention_tests("packing", "span"),
-    "attention.segment_ops": attention_tests("packing", "span"),
-    "attention.torch_backend": attention_tests("span", "definition", "gradcheck", "torch_parity"),
+    "attention.compression": attention_tests("packed_compression", "layout"),
+    "attention.segment_ops": attention_tests("packed_compression", "layout"),
+    "attention.torch_backend": attention_tests("layout", "definition", "gradcheck", "torch_parity"),
     "attention.input_checks": attention_tests("dispatch"),
-    "attention.dispatch": [*attention_tests("launches", "dispatch"), "tests/model/test_model_indexer.py"],
+    "attention.dispatch": [*attention_tests("backend_launches", "dispatch"), "tests/model/test_model_indexer.py"],
     "model.attention_layers": [*MODEL, "tests/inference/test_decode.py"],
     "model.indexer": MODEL,
     "model.init_weights": MODEL,
@@ -199,11 +209,11 @@ OTHERS = {
     "attention.kernels.launch_table": ["tests/kernels/test_launch_table.py"],
     "attention.kernels.gating": ["tests/kernels/test_gating.py"],
     "attention.kernels.nsa_operator": cases(
-        "model/test_model_indexer.py", "under_the_interpreter_blocks_from_outside_are_read"
+        "model/test_model_indexer.py", "the_kernels_use_given_blocks"
     ),
     "train.preflight.startup_checks": ["tests/train/test_preflight.py"],
     "train.preflight.branch_parity": ["tests/train/test_preflight.py"],
-    "attention.cached_attention": attention_tests("decoding", "narrow"),
+    "attention.cached_attention": attention_tests("cached_attention", "fp32_selection"),
     "attention.fp32_selection": ["tests/attention/test_fp32_selection.py"],
     **{f"inference.{part}": ["tests/inference/test_decode.py"] for part in ("decode", "fused_linear", "kv_cache_size", "decode_graph")},
     **{
