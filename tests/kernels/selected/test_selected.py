@@ -269,7 +269,7 @@ def test_order_of_work_items_changes_no_bit(device, monkeypatch, poisoned):
         ({"blocks": torch.zeros(1, 8, 2, 3, dtype=torch.int64)}, ValueError, "int32"),
         ({"blocks": torch.zeros(1, 7, 2, 3, dtype=torch.int32)}, ValueError, "blocks: expected"),
         ({"v": torch.zeros(1, 8, 2, 272)}, NotImplementedError, r"head widths .* d_v = 272; the nearest is 256"),
-        ({"nsa": NSAConfig(l=8, d=8, l_sel=24, n_sel=3)}, NotImplementedError, r"multiples of 16, .* divides is 32"),
+        ({"nsa": NSAConfig(l=8, d=8, l_sel=24, n_sel=3)}, NotImplementedError, r"multiples of 16; .* divides is 32"),
     ],
 )
 def test_unsupported_input_raises(change, error, words, device):
