@@ -17,7 +17,7 @@ from nsa_lab.evaluate.heldout import compute_text_digest
 from nsa_lab.model import NSATransformer
 
 SEPARATOR, LENGTH = 255, 301
-# Of 300 and 301 letters: with the separator that ends them, one fills a window to its last target, one has a letter over.
+# With its final separator, a document of 300 letters fills a window exactly, and one of 301 letters has one more target.
 LENGTHS = [5, 300, 41, 0, 301, 97, 700, 2]
 
 

@@ -43,7 +43,7 @@ def model() -> NSATransformer:
 def score_with_errors(
     rows: list[RetrievalTask], wrong: set[tuple[int, int, int]] = frozenset()
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a model says that knows all tokens but those at (row, answer, place)."""
+    """Score a model that predicts all tokens except those at (row, answer, position)."""
     tokens, answer_positions = stack_samples(rows, CPU)
     predicted = tokens.clone()
     for row, answer, position in wrong:

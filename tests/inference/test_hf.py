@@ -135,7 +135,7 @@ def test_unsupported_inputs_are_named(model: hf.NSALabForCausalLM, tokenizer: hf
 
 
 def test_packed_documents_equal_single_documents(model: hf.NSALabForCausalLM) -> None:
-    """As DataCollatorWithFlattening packs them; also positions that start anywhere, with and without padding."""
+    """Documents packed by DataCollatorWithFlattening; also positions that start anywhere, with and without padding."""
     texts = [list(b"a first document, of some length"), list(b"the second"), list(b"x")]
     flat = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     batch = flat([{"input_ids": text, "labels": text} for text in texts])

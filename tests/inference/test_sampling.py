@@ -38,7 +38,7 @@ def test_top_p_keeps_the_smallest_sufficient_set(logits: list[float], top_p: flo
 
 def test_top_p_is_applied_after_top_k() -> None:
     logits = [math.log(p) for p in (0.4, 0.3, 0.2, 0.1)]
-    # Of the two tokens that top_k keeps, the first has probability 4/7.
+    # The first of the two tokens that top_k keeps has probability 4/7.
     assert get_allowed_tokens(Sampling(1.0, top_k=2, top_p=0.5), logits) == {0}
     assert get_allowed_tokens(Sampling(1.0, top_p=0.5), logits) == {0, 1}
     assert get_allowed_tokens(Sampling(1.0, top_p=1.0), [0.0, -80.0]) == {0, 1}

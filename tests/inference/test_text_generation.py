@@ -34,7 +34,7 @@ def test_prompt_follows_a_separator_as_in_training(monkeypatch: pytest.MonkeyPat
 
 
 def test_text_continues_the_separator_and_the_prompt() -> None:
-    """As `generate_tokens` continues that document."""
+    """The text equals that of `generate_tokens` after the separator."""
     model, tokenizer, sampling = build_model(tiny_config(vocab_size=256, n_layers=1)), load_tokenizer("byte"), Sampling(2.0)
     text_after = "".join(continue_text(model, tokenizer, "ab", 12, sampling, seed=3))
     with_separator = generate_tokens(model, torch.tensor([255, 97, 98]), 12, sampling, 3, sampled_vocab_size=256)

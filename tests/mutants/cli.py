@@ -6,13 +6,13 @@ from mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
-        "bench: a model has as many layers as it would have anyway",
+        "bench: --layers is ignored",
         "cli.bench_commands",
         "layers=layers, backend=backend",
         "layers=None, backend=backend",
     ),
     Mutant(
-        "report: a page of the record is made from the notebook",
+        "report: --record is ignored",
         "cli.inspect_commands",
         "record_only=record)",
         "record_only=False)",

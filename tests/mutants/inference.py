@@ -6,13 +6,13 @@ from mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
-        "decoding: a sequence's first key is mixed with what the cache held",
+        "decoding: the first key is convolved with stale cache contents",
         "inference.cache.storage",
         "return previous.masked_fill((step.lengths == 0).view(-1, 1, 1, 1, 1), 0)",
         "return previous",
     ),
     Mutant(
-        "decoding: a recorded step stands still",
+        "decoding: a graph replay does not advance the lengths",
         "inference.decode_graph",
         "cache.lengths.add_(self._counts)",
         "cache.lengths.add_(0 * self._counts)",
@@ -24,72 +24,74 @@ MUTANTS = [
         "outputs.append(output)",
     ),
     Mutant(
-        "decoding: blocks that overlap forget what they share",
+        "decoding: the ring of raw tokens has no room for overlapping blocks",
         "inference.kv_cache_size",
         "return nsa.l - 1 + MAX_STEP_TOKENS",
         "return MAX_STEP_TOKENS",
     ),
     Mutant(
-        "decoding: padding past a sequence's room begins its neighbour",
+        "decoding: padding beyond the capacity overwrites the next sequence",
         "inference.cache.cache_step",
         "torch.where(positions < capacity, rows * capacity + positions, len(rows) * capacity)",
         "(rows * capacity + positions).clamp_max(len(rows) * capacity)",
     ),
     Mutant(
-        "decoding: what is worked out for one ring is taken for all",
+        "decoding: ring indices are memoized without the ring size",
         "inference.cache.cache_step",
         'self._memoize(("ring", n_slots),',
         'self._memoize("ring",',
     ),
     Mutant(
-        "decoding: padding makes a sequence longer",
+        "decoding: padding counts as tokens",
         "inference.decode",
         "self.cache.advance(chunk_counts)",
         "self.cache.advance([chunk.shape[1]] * len(chunk))",
     ),
     Mutant(
-        "decoding: a ring begins with the padding of its prompt",
+        "decoding: prefill writes padding into rings",
         "inference.cache.cache_step",
         "last = self.counts[:, None] - 1",
         "last = self.counts[:, None] * 0 + self.width - 1",
     ),
     Mutant(
-        "decoding: a convolution reads the token itself",
+        "decoding: the convolution uses the current token as the previous one",
         "inference.cache.cache_step",
         "_compute_ring_indices(self.rows, self.positions[:, :1] + offsets, n_slots)",
         "_compute_ring_indices(self.rows, self.positions[:, :1] + offsets + 1, n_slots)",
     ),
     Mutant(
-        "generation: the seed is not used", "inference.generate", "manual_seed(seed or 0)", "manual_seed(seed and 0 or 0)"
+        "generation: the seed is ignored", "inference.generate", "manual_seed(seed or 0)", "manual_seed(seed and 0 or 0)"
     ),
     Mutant(
-        "decoding: a recorded step completes no block",
+        "decoding: a graph step completes no block",
         "inference.cache.compressed_cache",
         "-(-step.width // self.nsa.d)",
         "0",
     ),
     Mutant(
-        "decoding: a recorded step forgets which rows are padding",
+        "decoding: a graph step ignores which rows are padding",
         "inference.decode_graph",
         "self._counts.copy_(torch.tensor(counts, dtype=torch.int64), non_blocking=True)",
         "self._counts.fill_(1)",
     ),
-    Mutant("decoding: a recording outlives its cache", "inference.decode", "self._decode_graph = None\n\n", "pass\n\n"),
     Mutant(
-        "decoding: lengths are elsewhere after a step",
+        "decoding: the graph is kept when the cache grows", "inference.decode", "self._decode_graph = None\n\n", "pass\n\n"
+    ),
+    Mutant(
+        "decoding: advance allocates a new tensor of lengths",
         "inference.cache.model_cache",
         "self.lengths.copy_(torch.tensor(self.starts, dtype=torch.int32), non_blocking=True)",
         "self.lengths = torch.tensor(self.starts, dtype=torch.int32, device=self.lengths.device)",
     ),
-    Mutant("generation: nothing stops it", "inference.generate", "stops.is_reached(new_tokens[row])", "False"),
+    Mutant("generation: stop sequences are ignored", "inference.generate", "stops.is_reached(new_tokens[row])", "False"),
     Mutant(
-        "generation: ids past the tokenizer's are drawn",
+        "generation: padding ids of the vocabulary are sampled",
         "inference.generate",
         "logits[:, :sampled_vocab_size]",
         "logits[:, :None]",
     ),
     Mutant(
-        "generation: a stop by its last token alone",
+        "generation: a stop sequence matches by its last token",
         "inference.generate",
         "list(tokens[-len(sequence) :]) == sequence",
         "tokens[-1:] == sequence[-1:]",
@@ -98,72 +100,74 @@ MUTANTS = [
         "generation: no separator before the prompt", "inference.text_generation", "[tokenizer.separator, *map(", "[*map("
     ),
     Mutant("sampling: temperature multiplies", "inference.sampling", "/ self.temperature)", "* self.temperature)"),
-    Mutant("sampling: top-k drops the last of them", "inference.sampling", "logits < floor", "logits <= floor"),
+    Mutant("sampling: top-k excludes the k-th token", "inference.sampling", "logits < floor", "logits <= floor"),
     Mutant(
-        "sampling: top-p without the token that reaches it",
+        "sampling: top-p excludes the token that reaches it",
         "inference.sampling",
         "preceding = descending.cumsum(-1) - descending",
         "preceding = descending.cumsum(-1)",
     ),
     Mutant(
-        "memory: an indexer's past is as wide as a head's",
+        "memory: previous keys of an indexer counted with the head width",
         "inference.kv_cache_size",
         "config.has_indexer * config.index_width",
         "config.has_indexer * config.d_k",
     ),
     Mutant(
-        "indexer: a prompt is read by other blocks",
+        "indexer: prefill ignores the blocks of the indexer",
         "inference.cache.attention_cache",
         "blocks=blocks, backend",
         "blocks=None, backend",
     ),
     Mutant(
-        "indexer: decoding forgets its unread key",
+        "indexer: decoding loses the previous key",
         "inference.cache.attention_cache",
         "previous_k=self.previous_keys and self.previous_keys.read_previous(step)\n        )",
         "previous_k=None\n        )",
     ),
     Mutant(
-        "decode: embeddings are never normed",
+        "decoding: embeddings are not normalized",
         "inference.cache.model_cache",
         "return model.embed(tokens)",
         "return model.embedding(tokens)",
     ),
     Mutant(
-        "decoding: what n-grams reach back to is not kept",
+        "decoding: tokens for n-grams are not cached",
         "inference.cache.model_cache",
         "self.latest_tokens.put(tokens, step)",
         "pass",
     ),
     Mutant(
-        "decoding: what n-grams reach back to stays with its row",
+        "decoding: reorder leaves tokens for n-grams in place",
         "inference.cache.model_cache",
         "yield self.latest_tokens.ring.data",
         "pass",
     ),
     Mutant(
-        "decoding: padding overwrites what n-grams reach back to",
+        "decoding: padding overwrites tokens for n-grams",
         "inference.kv_cache_size",
         "return max_ngram - 1 + MAX_STEP_TOKENS",
         "return MAX_STEP_TOKENS",
     ),
     Mutant(
-        "load: a checkpoint's rotary base is that of no stage",
+        "load: the rotary base of the stage is ignored",
         "inference.load",
         "config.model_at(checkpoint_files.parse_step(folder))",
         "config.model",
     ),
     Mutant(
-        "export-hf: another step than asked for",
+        "export-hf: the requested step is ignored",
         "inference.hf",
         "find_checkpoint(run_dir, step)",
         "find_checkpoint(run_dir)",
     ),
     Mutant(
-        "transformers: documents in one row read each other",
+        "transformers: packed documents attend to each other",
         "inference.hf",
         "self.model(tokens, span)",
         "self.model(tokens)",
     ),
-    Mutant("transformers: a mask of other values is taken", "inference.hf", "mask.eq(0) | mask.eq(1)", "mask.eq(mask)"),
+    Mutant(
+        "transformers: masks with other values are accepted", "inference.hf", "mask.eq(0) | mask.eq(1)", "mask.eq(mask)"
+    ),
 ]

@@ -98,7 +98,7 @@ class Cache:
 def _get_default_backend(model: NSATransformer) -> str:
     """Return "triton" if all parts of an NSA layer use it, or for a dense model that the kernels support on a GPU."""
     if model.config.attention == "nsa":
-        use_triton = all(choice.backend == "triton" for choice in model.backends.values())
+        use_triton = all(resolved.backend == "triton" for resolved in model.backends.values())
     else:
         use_triton = model.head.weight.is_cuda and not any(_find_dense_limits(model))
     return "triton" if use_triton and not kernels.find_decoding_problem() else "torch"
