@@ -21,18 +21,8 @@ from nsa_lab.bench import attention_parity as parity
 from nsa_lab.bench import baselines, roofline
 from nsa_lab.bench.attention_parts import Part, make_parts
 from nsa_lab.bench.attention_rows import CPU_SHAPES, GPU_SHAPES, AttentionRow, Shape
-from nsa_lab.bench.harness import (
-    Benchmark,
-    Column,
-    Output,
-    Setup,
-    format_number,
-    make_record,
-    measure_if_correct,
-    number_column,
-    text_column,
-)
-from nsa_lab.bench.timing import describe_refusal, make_forward_backward, measure_peak_bytes, time_eager_ms, time_ms
+from nsa_lab.bench.harness import Benchmark, Column, Output, Setup, format_number, make_record, measure_if_correct
+from nsa_lab.bench.timing import describe_refusal, make_forward_backward, measure_peak_mib, time_eager_ms, time_ms
 from nsa_lab.config import NSAConfig
 
 # Targets of the whole operator, forward + backward, as a fraction of SDPA flash at the same shape. Keys are (T, H); d = 64,
@@ -102,13 +92,11 @@ def run_attention_bench(
 
 def plot_times(rows: list[AttentionRow], path: Path) -> None:
     """Plot forward and backward time of each implementation, one panel per shape, to a file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     shapes = list(dict.fromkeys(row.shape for row in rows))
-    figure, axes = plt.subplots(1, len(shapes), figsize=(1 + 4.5 * len(shapes), 6), squeeze=False)
+    figure = Figure(figsize=(1 + 4.5 * len(shapes), 6))
+    axes = figure.subplots(1, len(shapes), squeeze=False)
     for ax, shape in zip(axes[0], shapes, strict=True):
         timed = [row for row in rows if row.shape == shape and row.total_ms is not None][::-1]
         names = [f"{row.part}: {row.by}" for row in timed]
@@ -120,7 +108,6 @@ def plot_times(rows: list[AttentionRow], path: Path) -> None:
     axes[0][0].legend(loc="lower right")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def _format_parity(row: AttentionRow) -> str:
@@ -132,18 +119,18 @@ def _format_parity(row: AttentionRow) -> str:
 BENCHMARK = Benchmark[AttentionRow](
     title="NSA attention: ms, useful TFLOP/s, fraction of dense attention (forward + backward)",
     columns=(
-        text_column("shape"),
-        text_column("part"),
-        text_column("by"),
+        Column("shape", align="left"),
+        Column("part", align="left"),
+        Column("by", align="left"),
         Column("parity (error/limit)", _format_parity),
         Column("forward", lambda row: row.note or format_number(row.forward_ms)),
-        number_column("backward", "backward_ms"),
-        number_column("fwd TF/s", "tflops_forward"),
-        number_column("bwd TF/s", "tflops_backward"),
-        number_column("peak MiB", "peak_mib"),
-        number_column("of flash", "share"),
-        number_column("target", "bar"),
-        number_column("of fastest", "share_fastest"),
+        Column("backward", "backward_ms"),
+        Column("fwd TF/s", "tflops_forward"),
+        Column("bwd TF/s", "tflops_backward"),
+        Column("peak MiB", "peak_mib"),
+        Column("of flash", "share"),
+        Column("target", "bar"),
+        Column("of fastest", "share_fastest"),
         Column(
             "eager, of flash",
             lambda row: format_number(row.eager_share) + (f" ({row.eager_bar})" if row.eager_bar else ""),
@@ -219,8 +206,7 @@ def _time_passes(row: AttentionRow, run: Callable[..., Tensor], inputs: list[Ten
     row.backward_ms = max(time_ms(forward_backward, device) - row.forward_ms, 0.0)
     if flops and row.backward_ms:
         row.tflops_backward = roofline.BACKWARD_FACTOR * flops / row.backward_ms / 1e9
-    peak = measure_peak_bytes(forward_backward, device)
-    row.peak_mib = None if peak is None else peak / 2**20
+    row.peak_mib = measure_peak_mib(forward_backward, device)
     return row
 
 

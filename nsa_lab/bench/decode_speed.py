@@ -16,17 +16,7 @@ import torch
 from rich.console import Console
 
 from nsa_lab.bench.decode_attention import HeadSizes, QueryStep, check_decode_parity, time_contenders
-from nsa_lab.bench.harness import (
-    PARITY_FAILED,
-    Benchmark,
-    Column,
-    Output,
-    Setup,
-    format_number,
-    make_record,
-    number_column,
-    text_column,
-)
+from nsa_lab.bench.harness import PARITY_FAILED, Benchmark, Column, Output, Setup, format_number, make_record
 from nsa_lab.bench.timing import N_ROUNDS, N_TIMED, N_WARMUP, get_memory_bytes_per_s, time_interleaved_ms
 from nsa_lab.config import ModelConfig
 from nsa_lab.inference import Decoder, kv_cache_size
@@ -232,17 +222,17 @@ def _to_json(row: StepTime) -> Mapping[str, object]:
 BENCHMARK = Benchmark[StepTime](
     title="Decode step: ms, tokens/s",
     columns=(
-        text_column("level"),
+        Column("level", align="left"),
         Column("by", lambda row: f"{row.by}, {row.kernel}" if row.kernel else row.by, "left"),
         Column("tokens", lambda row: f"{row.tokens:,}"),
-        Column("batch", lambda row: str(row.batch)),
+        Column("batch"),
         Column("ms", lambda row: format_number(row.ms) or PARITY_FAILED),
-        number_column("tokens/s", "tokens_per_s"),
+        Column("tokens/s", "tokens_per_s"),
         Column("MB read", lambda row: format_number(row.read_bytes / 1e6)),
-        number_column("GB/s", "gb_per_s"),
+        Column("GB/s", "gb_per_s"),
         Column("of memory", lambda row: "" if row.of_memory is None else f"{row.of_memory:.0%}"),
-        number_column("of dense", "of_dense"),
-        number_column("of the shortest", "of_shortest"),
+        Column("of dense", "of_dense"),
+        Column("of the shortest", "of_shortest"),
     ),
     is_bold=lambda row, rows: row.by == "nsa",
     plot=plot_speeds,

@@ -113,22 +113,18 @@ def measure_if_correct(row: HasNote, is_correct: bool, measure: Callable[[], obj
 
 
 @dataclass(frozen=True)
-class Column(Generic[Row]):
-    """A table column: the text of a row's cell."""
+class Column:
+    """A table column. `content`: a field of the row (default: named as the column), or a function that formats the cell."""
 
     name: str
-    format_cell: Callable[[Row], str]
+    content: str | Callable[[Any], str] = ""
     align: Literal["left", "right"] = "right"
 
-
-def text_column(name: str, field_name: str | None = None) -> Column[Any]:
-    """Return a left-aligned column of a field (default: named as the column)."""
-    return Column(name, lambda row: str(getattr(row, field_name or name)), "left")
-
-
-def number_column(name: str, field_name: str) -> Column[Any]:
-    """Return a column of a numeric field; None is an empty cell."""
-    return Column(name, lambda row: format_number(getattr(row, field_name)))
+    def format_cell(self, row: Any) -> str:
+        if callable(self.content):
+            return self.content(row)
+        value = getattr(row, self.content or self.name)
+        return str(value) if isinstance(value, (str, int)) else format_number(value)
 
 
 def format_number(x: float | None) -> str:
@@ -137,7 +133,7 @@ def format_number(x: float | None) -> str:
 
 def make_table(
     title: str,
-    columns: Sequence[Column[Row]],
+    columns: Sequence[Column],
     rows: Sequence[Row],
     is_bold: Callable[[Row, Sequence[Row]], bool] = lambda row, rows: False,
 ) -> Table:
@@ -205,7 +201,7 @@ class Benchmark(Generic[Row]):
     """A benchmark whose results are rows: table columns, figure, and JSON key."""
 
     title: str
-    columns: Sequence[Column[Any]]
+    columns: Sequence[Column]
     is_bold: Callable[[Any, Sequence[Any]], bool] = lambda line, lines: False
     plot: Callable[[list[Row], Path], None] | None = None
     has_table_per_case: bool = True

@@ -35,10 +35,8 @@ from nsa_lab.bench.harness import (
     make_record,
     make_table,
     measure_if_correct,
-    number_column,
-    text_column,
 )
-from nsa_lab.bench.timing import measure_kernel_us, measure_peak_bytes, time_ms
+from nsa_lab.bench.timing import measure_kernel_us, measure_peak_mib, time_ms
 from nsa_lab.config import NSAConfig
 
 EVEN_TARGET, CORPUS_TARGET = 1.03, 1.15  # ratios to the reference
@@ -98,15 +96,15 @@ class PackingRow:
 BENCHMARK = Benchmark[PackingRow](
     title="Packed documents: forward + backward of the whole operator, ms",
     columns=(
-        text_column("packing", "name"),
-        Column("tokens", lambda row: str(row.tokens)),
-        Column("documents", lambda row: str(row.documents)),
-        number_column("parity (error/limit)", "worst"),
+        Column("packing", "name", "left"),
+        Column("tokens"),
+        Column("documents"),
+        Column("parity (error/limit)", "worst"),
         Column("packed", lambda row: row.note or format_number(row.packed_ms)),
-        number_column("reference", "beside_ms"),
-        number_column("ratio", "ratio"),
-        number_column("target", "bar"),
-        number_column("peak MiB", "peak_mib"),
+        Column("reference", "beside_ms"),
+        Column("ratio"),
+        Column("target", "bar"),
+        Column("peak MiB", "peak_mib"),
     ),
     has_table_per_case=False,
     rows_key="lines",
@@ -210,8 +208,7 @@ class _PackingTimer:
         def measure() -> None:
             row.packed_ms = time_ms(run, device)
             row.ratio = row.packed_ms / reference_ms
-            peak = measure_peak_bytes(run, device)
-            row.peak_mib = None if peak is None else peak / 2**20
+            row.peak_mib = measure_peak_mib(run, device)
 
         measure_if_correct(row, worst <= 1, measure)
         return row
@@ -220,8 +217,9 @@ class _PackingTimer:
         """Return `compute_worst_error` of the row compared with one call per document."""
         parts: list[list[Tensor]] = []
         for document, rows in zip(span.documents, span.compressed_rows(self.nsa), strict=True):
-            document_inputs = [x[:, rows if i in (1, 2) else document.query_rows] for i, x in enumerate(inputs)]
-            document_inputs = [x.detach().requires_grad_() for x in document_inputs]
+            document_inputs = make_leaves(
+                *(x[:, rows if i in (1, 2) else document.query_rows] for i, x in enumerate(inputs))
+            )
             parts.append(self.run_forward_backward(document_inputs, d_out[:, document.query_rows], None))
         packed = self.run_forward_backward(inputs, d_out, span)
         separate = [torch.cat(part, 1) for part in zip(*parts, strict=True)]
@@ -270,10 +268,10 @@ class _PackingTimer:
 def _make_kernel_table(kernels: Mapping[str, tuple[float, float]]) -> Table:
     """Return a table of {kernel: (packed us, batched us)}, largest difference first."""
     columns = (
-        Column[tuple[str, float, float]]("kernel", lambda line: line[0][:60], "left"),
-        Column[tuple[str, float, float]]("packed", lambda line: f"{line[1]:.1f}"),
-        Column[tuple[str, float, float]]("batched", lambda line: f"{line[2]:.1f}"),
-        Column[tuple[str, float, float]]("difference", lambda line: f"{line[1] - line[2]:.1f}"),
+        Column("kernel", lambda line: line[0][:60], "left"),
+        Column("packed", lambda line: f"{line[1]:.1f}"),
+        Column("batched", lambda line: f"{line[2]:.1f}"),
+        Column("difference", lambda line: f"{line[1] - line[2]:.1f}"),
     )
     lines = sorted(((name, *us) for name, us in kernels.items()), key=lambda line: line[2] - line[1])
     return make_table("Row even by kernel, us", columns, lines)

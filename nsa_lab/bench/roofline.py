@@ -18,7 +18,7 @@ from rich.table import Table
 
 from nsa_lab.attention import geometry
 from nsa_lab.bench.attention_rows import AttentionRow, Shape, parse_shape_label
-from nsa_lab.bench.harness import Column, format_number, make_table, number_column, text_column
+from nsa_lab.bench.harness import Column, format_number, make_table
 from nsa_lab.bench.timing import get_memory_bytes_per_s, measure_matmul_flops_per_s
 from nsa_lab.config import ConfigError, NSAConfig
 
@@ -124,30 +124,21 @@ def add_limits(
     return limited
 
 
-def _limit_columns(pass_name: str) -> tuple[Column[AttentionRow], ...]:
+def _make_pass_columns(name: str) -> tuple[Column, ...]:
     """Return the columns of a pass: measured time, minimum time, minimum / measured, and what sets the minimum."""
 
-    def limit_column(name: str, format_limit: Callable[[Mapping[str, Any]], str]) -> Column[AttentionRow]:
-        return Column(
-            name,
-            lambda row: format_limit(row.limits[pass_name]) if pass_name in row.limits else "",
-            "left" if name == "set by" else "right",
-        )
+    def format_limit(text: str) -> Callable[[AttentionRow], str]:
+        return lambda row: text.format(**row.limits[name]) if name in row.limits else ""
 
-    return (
-        number_column(pass_name, f"{pass_name}_ms"),
-        limit_column("minimum", lambda limit: format_number(limit["least_ms"])),
-        limit_column("share", lambda limit: f"{limit['share']:.0%}"),
-        limit_column("set by", lambda limit: limit["by"]),
-    )
+    minimum = Column("minimum", lambda row: format_number(row.limits[name]["least_ms"]) if name in row.limits else "")
+    share, set_by = Column("share", format_limit("{share:.0%}")), Column("set by", format_limit("{by}"), "left")
+    return Column(name, f"{name}_ms"), minimum, share, set_by
 
 
 COLUMNS = (
-    text_column("shape"),
-    text_column("part"),
-    text_column("by"),
-    *_limit_columns("forward"),
-    *_limit_columns("backward"),
+    *(Column(name, align="left") for name in ("shape", "part", "by")),
+    *_make_pass_columns("forward"),
+    *_make_pass_columns("backward"),
 )
 
 
@@ -176,15 +167,13 @@ def plot_roofline(rows: Sequence[AttentionRow], rates: Rates, title: str, path: 
 
     Shows the parts with a parity check and every dense baseline. Raises ConfigError if the bandwidth is unknown.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     if not rates.bytes:
         raise ConfigError("a roofline needs the memory bandwidth, which is unknown for this device; give --bandwidth")
     shapes = list(dict.fromkeys(row.shape for row in rows))
-    figure, axes = plt.subplots(1, len(shapes), figsize=(1 + 3.4 * len(shapes), 5), squeeze=False, sharey=True)
+    figure = Figure(figsize=(1 + 3.4 * len(shapes), 5))
+    axes = figure.subplots(1, len(shapes), squeeze=False, sharey=True)
     dense = list(dict.fromkeys(row.by for row in rows if row.part == "dense"))
     ends = [10.0, rates.flops / rates.bytes, 1e5]
     for ax, shape in zip(axes[0], shapes, strict=True):
@@ -209,7 +198,6 @@ def plot_roofline(rows: Sequence[AttentionRow], rates: Rates, title: str, path: 
     figure.legend(handles, labels, loc="lower center", ncols=5, fontsize=8)
     figure.subplots_adjust(bottom=0.27, left=0.06, right=0.99)
     figure.savefig(path, dpi=100)
-    plt.close(figure)
 
 
 def read_rows(

@@ -115,14 +115,14 @@ def make_forward_backward(run: Callable[..., Tensor], inputs: Sequence[Tensor]) 
     return lambda: torch.autograd.grad(run(*inputs), leaves, d_out)
 
 
-def measure_peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
-    """Return the peak device memory of `run` in excess of the memory allocated before; None on a CPU."""
+def measure_peak_mib(run: Callable[[], object], device: torch.device) -> float | None:
+    """Return the peak device memory of `run` in MiB, in excess of the memory allocated before; None on a CPU."""
     if device.type != "cuda":
         return None
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     run()
-    return torch.cuda.max_memory_allocated(device) - before
+    return (torch.cuda.max_memory_allocated(device) - before) / 2**20
 
 
 def _time_graph(run: Callable[[], object]) -> float:

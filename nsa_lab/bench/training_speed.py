@@ -287,11 +287,11 @@ def _format_target(row: dict[str, Any]) -> str:
     return f"{row['bar']}" if row["bar"] else ""
 
 
-def _measurement_column(name: str, format_cell: Callable[[dict[str, Any]], str]) -> Column[Line]:
+def _measurement_column(name: str, format_cell: Callable[[dict[str, Any]], str]) -> Column:
     return Column(name, lambda line: format_cell(line[1]))
 
 
-def _ratio_column(name: str, format_cell: Callable[[dict[str, Any]], str]) -> Column[Line]:
+def _ratio_column(name: str, format_cell: Callable[[dict[str, Any]], str]) -> Column:
     """Return a column that is shown in the NSA line of a row."""
     return Column(name, lambda line: format_cell(line[0]) if line[1]["kind"] == "nsa" else "")
 

@@ -50,7 +50,7 @@ def test_the_model_of_a_preset_is_measured(tmp_path: Path) -> None:
     report = json.loads(file.read_text())
     assert report["model"] == json.loads(model.model_dump_json()) and report["rows"][0]["ratio"] > 0
     result = CliRunner().invoke(app, ["bench", "train", "--preset", str(preset), "--documents"])
-    assert result.exit_code == 2 and "leave --preset out" in result.output
+    assert result.exit_code == 2 and "omit --preset" in result.output
 
 
 def test_unusable_shapes_are_rejected() -> None:
