@@ -166,7 +166,7 @@ def test_a_removed_checkpoint_folder_is_created_again_and_recorded(tmp_path: Pat
     assert run(run_dir) == 0
     record = events.read_events(run_dir)
     (guard,) = [e for e in record if e["kind"] == "guard"]
-    assert guard["rule"] == "checkpoints" and guard["step"] == 4 and "was removed while the run trained" in guard["text"]
+    assert guard["rule"] == "checkpoints" and guard["step"] == 4 and "was removed during training" in guard["text"]
     assert [e["step"] for e in record if e["kind"] == "checkpoint"] == [2, 4, 6, 8]
 
 
@@ -203,7 +203,7 @@ def test_a_run_on_a_30_mb_disk_halts_and_resumes(small_disk: Path, monkeypatch: 
     message = directory.read_status(run_dir)
     assert lifecycle.get_state(run_dir) == directory.HALTED
     # Meanwhile the run's events use the remaining space.
-    free = re.search(r"the disk is full: [\d,]+ bytes were needed, ([\d,]+) are free", message["reason"])
+    free = re.search(r"the disk is full: a checkpoint needs [\d,]+ bytes, ([\d,]+) are free", message["reason"])
     assert free and int(free[1].replace(",", "")) <= spare, message["reason"]
     assert not [*run_dir.glob("checkpoints/.saving-*"), *run_dir.glob(".status*")]
     other.unlink()

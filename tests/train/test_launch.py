@@ -148,7 +148,9 @@ def test_a_stop_request_before_the_trainer_is_ready_is_delivered_later(make_tiny
 @pytest.mark.slow
 def test_the_trainer_outlives_the_process_that_started_it(make_tiny_config: Tiny, tmp_path: Path) -> None:
     run_dir = lifecycle.create_run(make_tiny_config(**LONG), tmp_path)
-    code = f"import time; from nsa_lab.runs import launch; launch.start({str(run_dir)!r}); print('started', flush=True)"
+    code = (
+        f"import time; from nsa_lab.runs import lifecycle; lifecycle.start({str(run_dir)!r}); print('started', flush=True)"
+    )
     kernel = subprocess.Popen([sys.executable, "-c", f"{code}; time.sleep(60)"], stdout=subprocess.PIPE, text=True)
     assert kernel.stdout.readline() == "started\n"
     kernel.kill()

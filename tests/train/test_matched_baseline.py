@@ -47,7 +47,7 @@ def test_the_production_model_has_a_baseline_of_equal_size() -> None:
 
 
 def test_a_dense_configuration_has_no_matched_baseline() -> None:
-    with pytest.raises(ConfigError, match="expected model.attention = nsa, got dense"):
+    with pytest.raises(ConfigError, match=r"expected model\.attention = nsa, got dense"):
         build_matched_baseline(changed(model={"attention": "dense"}))
 
 

@@ -235,7 +235,7 @@ def test_a_killed_masked_run_resumes_only_as_the_same_run(
     path = parted / "config.yaml"
     path.write_text(path.read_text().replace("  documents: mask\n", ""))
     assert train(parted) == 2
-    assert "data.documents: 'mask' then, 'cross' now" in directory.read_status(parted)["reason"]
+    assert "data.documents: 'mask' in the checkpoint, 'cross' now" in directory.read_status(parted)["reason"]
 
 
 def test_flops_per_token_depend_on_document_lengths(make_context: Callable[..., TrainContext]) -> None:

@@ -135,7 +135,9 @@ def test_a_stall_with_stall_action_halt_saves_and_halts(scripted: Callable, faul
     assert trainer.wait() == directory.EXIT_HALTED
     message, record = directory.read_status(run_dir), events.read_events(run_dir)
     assert (
-        message["status"] == "HALTED" and message["exit_code"] == 3 and f"the phase {phase} has lasted" in message["reason"]
+        message["status"] == "HALTED"
+        and message["exit_code"] == 3
+        and f"the phase {phase} has made no progress" in message["reason"]
     )
     assert [e["phase"] for e in record if e["kind"] == "stall"] == [phase]
     (guard,) = [e for e in record if e["kind"] == "guard"]
@@ -151,7 +153,7 @@ def test_a_stall_halts_even_a_trainer_that_never_returns_to_python(scripted: Cal
     assert trainer.wait() == directory.EXIT_HALTED
     message, record = directory.read_status(run_dir), events.read_events(run_dir)
     assert message["status"] == "HALTED" and message["exit_code"] == 3
-    assert "did not answer a request to save" in message["reason"]
+    assert "did not respond to the request to save" in message["reason"]
     assert record[-1]["kind"] == "halt" and record[-1]["reason"] == message["reason"]
     assert "stall in step" in (run_dir / "stacks.txt").read_text()
 

@@ -72,7 +72,7 @@ def test_a_sweep_that_was_killed_and_stopped_resumes(
         for thread in threads:
             thread.join()
         assert [run.state for run in sweep.get_run_states()] == ["DEAD", directory.DONE, directory.PREEMPTED, None]
-        assert f"nsa-lab sweep {arguments[1]} goes on" in capsys.readouterr().err
+        assert f"continue with nsa-lab sweep {arguments[1]}" in capsys.readouterr().err
         before = [run.run_dir for run in sweep.get_run_states()]
         assert command("--json") == directory.EXIT_DONE
     finally:

@@ -22,9 +22,9 @@ from nsa_lab.runs import directory, events, lifecycle
 from nsa_lab.train import trainer
 from nsa_lab.train.build import Builders, build_model
 from nsa_lab.train.guard import Finding
+from nsa_lab.train.launcher import write_crash_record
 from nsa_lab.train.step import make_optimizer
 from nsa_lab.train.telemetry import phases, recorder
-from nsa_lab.train.telemetry.crash_record import write_crash_record
 from nsa_lab.train.telemetry.tensorboard_writer import TensorBoardWriter
 from nsa_lab.train.validation import GateMovement, get_layer_name, measure_xz_reference
 

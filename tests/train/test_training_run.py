@@ -363,7 +363,9 @@ def test_every_evaluation_records_the_selection_benefit(new_run: Make, train: Tr
         assert len(set(event["answer_loss"].values())) == 4
     short = new_run(steps=2, warmup_steps=0, eval_every=2, save_every=0)
     assert train(short) == 0
-    assert all("none is chosen" in event["why_not"] and event["length"] == 32 for event in kinds(short, "reach"))
+    assert all(
+        "all selected blocks are forced" in event["why_not"] and event["length"] == 32 for event in kinds(short, "reach")
+    )
     dense = new_run(steps=2, warmup_steps=0, eval_every=2, save_every=0, model={"attention": "dense"})
     assert train(dense) == 0 and not kinds(dense, "reach")
 
@@ -524,7 +526,7 @@ def test_a_run_whose_last_save_failed_is_not_done(new_run: Make, train: Train, m
         assert train(never) == directory.EXIT_HALTED
     message = directory.read_status(never)
     assert message["status"] == "HALTED" and message["step"] == 12
-    assert "saving failed 2 times in a row: the disk is full: " in message["reason"]
+    assert "saving failed 2 consecutive times: the disk is full: " in message["reason"]
 
 
 def test_one_failed_save_is_recorded_and_the_next_one_is_tried(
