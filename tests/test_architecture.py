@@ -1,4 +1,4 @@
-"""The shape of the code: imports point one way, optional packages stay optional, nothing hides errors or reads switches."""
+"""Architecture: import order, optional packages, exception handlers and environment variables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "nsa_lab"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# What a part may import of the rest of the library, each from those above it. `cli` and `__main__` may import all of them.
+# Allowed imports between packages of the library. `cli` and `__main__` may import all of them.
 MAY_IMPORT = {
     "config": set(),
     "attention": {"config"},
@@ -29,9 +29,9 @@ MAY_IMPORT = {
     "report": {"config", "runs", "health", "figures"},
     "bench": {"config", "attention", "model", "data", "runs", "inference", "train"},
 }
-READER_PACKAGES = ["health", "report", "figures", "runs"]  # they read files, and never load the trainer
+READER_PACKAGES = ["health", "report", "figures", "runs"]  # they read files and never import the trainer
 
-# Optional packages, and the one place that imports each.
+# Optional packages, and the only module that imports each.
 OPTIONAL_IMPORTS = {
     "triton": "attention/kernels/",
     "flash_attn": "attention/flash.py",
@@ -47,7 +47,7 @@ OPTIONAL_IMPORTS = {
     "latex2mathml": "report/formulas.py",
     "nh3": "report/sanitize.py",
 }
-# Comparing with other people's kernels is what a bench is for.
+# Benchmarks compare with external kernels.
 BENCH_IMPORTS = {"triton", "flash_attn"}
 
 
@@ -68,7 +68,7 @@ def list_nodes(path: Path) -> list[ast.AST]:
 
 @functools.cache
 def list_imports(path: Path) -> list[str]:
-    """Every module named by an import, inside functions too; `from a import b` names a and a.b."""
+    """Return all imported modules, also inside functions; `from a import b` returns a and a.b."""
     names = []
     for node in list_nodes(path):
         if isinstance(node, ast.Import):
@@ -95,7 +95,7 @@ def test_imports_point_one_way(part: str) -> None:
 
 @pytest.mark.parametrize("reader", READER_PACKAGES)
 def test_readers_of_runs_never_load_the_trainer(reader: str) -> None:
-    """Not through anything that it imports either, nor inside a function."""
+    """Neither directly nor indirectly, nor inside a function."""
     known = {get_module_name(path): path for path in FILES}
     waiting, reached = [m for m in known if m.split(".")[1:2] == [reader]], set()
     assert waiting
@@ -115,7 +115,7 @@ def test_launching_and_reading_need_no_torch() -> None:
 
 
 def test_documentation_data_is_used_only_by_the_documentation() -> None:
-    """A record that the library reckons with is package data; one under docs/ may be renamed, or missing, at any time."""
+    """Records that the library uses are package data; files under docs/ can be renamed or missing."""
     sources = [*FILES, *(ROOT / "notebooks").glob("*.py")]
     for path in sources:
         strings = {
@@ -125,7 +125,7 @@ def test_documentation_data_is_used_only_by_the_documentation() -> None:
 
 
 def test_no_two_classes_share_a_name() -> None:
-    """In a traceback, a log or a search a class is its name."""
+    """Class names are unique, so that tracebacks, logs and searches are unambiguous."""
     places: dict[str, list[str]] = {}
     for path in FILES:
         for node in list_nodes(path):
@@ -165,7 +165,7 @@ def is_broad(node: ast.AST) -> bool:
 
 
 def test_no_handler_swallows_all_exceptions() -> None:
-    """`except:` and `except Exception: pass` turn a fault into a silent fallback."""
+    """`except:` and `except Exception: pass` turn an error into a silent fallback."""
     wrong = []
     for path in FILES:
         for node in list_nodes(path):
@@ -177,7 +177,7 @@ def test_no_handler_swallows_all_exceptions() -> None:
 
 
 def test_broad_handlers_are_few() -> None:
-    """A library that catches everything in many places hides real faults. Those that raise it again are not counted."""
+    """Broad handlers hide errors. Handlers that raise again do not count."""
     broad = [
         path.relative_to(PACKAGE).as_posix()
         for path in FILES
@@ -189,7 +189,7 @@ def test_broad_handlers_are_few() -> None:
 
 
 def test_no_switch_hides_in_the_environment() -> None:
-    """No variable of this project's own, and none at all is read by the mathematics, but Triton's interpreter switch."""
+    """There are no variables of this project, and the mathematics reads only Triton's interpreter switch."""
     for path in FILES:
         strings = {n.value for n in list_nodes(path) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
         assert not {s for s in strings if s.startswith("NSA_") and s.isupper()}, path
@@ -200,7 +200,7 @@ def test_no_switch_hides_in_the_environment() -> None:
 
 
 def test_the_mathematics_has_no_state() -> None:
-    """No global statement, and no module-level container in lower case, in attention, model and config."""
+    """There is no global statement and no lower-case module-level container in attention, model and config."""
     for path in FILES:
         if get_part(get_module_name(path)) in ("attention", "model", "config"):
             assert not [n for n in list_nodes(path) if isinstance(n, ast.Global)], path
@@ -217,7 +217,7 @@ def test_every_notebook_has_its_pair() -> None:
 
 
 def test_no_continuous_check_is_allowed_to_fail() -> None:
-    """`|| true` behind a check makes it green whatever happens."""
+    """`|| true` after a check would make it always pass."""
     recipes = [ROOT / "Makefile", *ROOT.glob(".github/workflows/*.yml")]
     for path in recipes:
         assert "|| true" not in path.read_text(encoding="utf-8"), path

@@ -1,4 +1,4 @@
-"""A configuration says what is wrong with it, key by key, and what to do; what it says is what the run does."""
+"""Configurations: loading, hashing, and errors that name every invalid key and the remedy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from nsa_lab.train.lr_schedule import compute_learning_rate
 
 PARAMS = sorted((Path(__file__).parents[1] / "params").glob("*.yaml"))
 
-# The A100 production configuration that NSA's community passes around, without the three switches that did nothing.
+# A widely used NSA configuration for A100 GPUs, without three switches that had no effect.
 PRODUCTION = """
 model: {dim: 768, n_layers: 12, n_heads: 12, n_kv_groups: 2, d_k: 64, d_v: 64}
 nsa: {l: 32, d: 16, l_sel: 64, n_sel: 16, w: 512, phi: "avg"}
@@ -102,7 +102,7 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(section: str, key: st
         ({"train": {"lr": float("nan")}}, ["train.lr", "finite"]),
         ({"train": {"lr": float("inf")}}, ["train.lr", "finite"]),
         ({"train": {"lr": True}}, ["train.lr"]),
-        ({"train": {"steps": 10, "warmup_steps": 10}}, ["warmup_steps = 10", "at most 9", "optimiser steps"]),
+        ({"train": {"steps": 10, "warmup_steps": 10}}, ["warmup_steps = 10", "at most 9", "optimizer steps"]),
         ({"train": {"min_lr": 1.0}}, ["train.min_lr", "above train.lr"]),
         ({"train": {"batch_size": 4, "micro_batch_size": 3}}, ["micro_batch_size = 3", "use 2"]),
         ({"train": {"optimizer": "sgd"}}, ["train.optimizer = 'sgd'", "adamw", "muon"]),
@@ -145,13 +145,13 @@ def test_every_variant_can_be_set_in_yaml(phi: str, gate: str, tmp_path: Path) -
 def test_the_production_model_has_its_stated_size() -> None:
     (path,) = [path for path in PARAMS if path.stem == "production_50k"]
     config = RunConfig.from_yaml(path)
-    said = yaml.safe_load(PRODUCTION)
-    assert config.model == RunConfig.from_dict(said).model
+    settings = yaml.safe_load(PRODUCTION)
+    assert config.model == RunConfig.from_dict(settings).model
     assert (config.train.steps, config.train.seq_len, config.train.sequences_per_step) == (50_000, 2048, 4)
-    assert {key: getattr(config.train, key) for key in said["train"]} == said["train"]
+    assert {key: getattr(config.train, key) for key in settings["train"]} == settings["train"]
     assert (config.runtime.precision, config.runtime.device) == ("bf16", "cuda")
-    assert len(said["train"]) == 10 and not config.train.stages
-    # What the report leaves open, and a smoke run would have otherwise.
+    assert len(settings["train"]) == 10 and not config.train.stages
+    # Settings that the report does not give, and that differ from a smoke run.
     assert (config.train.min_lr, config.train.seed, config.train.eval_every) == (0.0, 1337, 1000)
     assert config.data.max_tokens > config.train.tokens
     assert config.train.save_every > 0 and config.runtime.profile == "production" and config.data.source != "synthetic"
@@ -168,8 +168,8 @@ def test_added_keys_do_not_change_the_hash_of_older_runs() -> None:
     recorded = sorted((Path(__file__).parents[1] / "outputs").glob("production_50k*/config.yaml"))
     assert recorded
     for path in recorded:
-        said = json.loads(path.with_name("environment.json").read_text(encoding="utf-8"))["config_hash"]
-        assert RunConfig.from_yaml(path).hash() == said
+        settings = json.loads(path.with_name("environment.json").read_text(encoding="utf-8"))["config_hash"]
+        assert RunConfig.from_yaml(path).hash() == settings
     for later in (
         {"train": TrainConfig(stall_action="halt")},
         {"train": TrainConfig(optimizer="muon")},
@@ -181,7 +181,7 @@ def test_added_keys_do_not_change_the_hash_of_older_runs() -> None:
 
 
 def test_ngram_tables_need_ngrams() -> None:
-    """A preset without its tables is one that never had any, and a size that nothing reads is refused."""
+    """Disabling the tables of a preset resets their sizes, and an unused size raises."""
     tables = {"ngram_rows": 100, "ngram_width": 5}
     without = RunConfig.from_dict({"model": {"ngrams": 0} | tables})
     assert without == RunConfig.from_dict({"model": {}}) and without.hash() == RunConfig.from_dict({"model": {}}).hash()
@@ -189,10 +189,10 @@ def test_ngram_tables_need_ngrams() -> None:
     assert (with_tables.model.ngram_rows, with_tables.model.ngram_width) == (100, 5)
     assert RunConfig.from_dict(yaml.safe_load(with_tables.to_yaml())) == with_tables
     with pytest.raises(
-        ConfigError, match=r"model\.ngram_rows = 100 is not read without model\.ngrams; set model\.ngrams: 2 "
+        ConfigError, match=r"model\.ngram_rows = 100 is not used without model\.ngrams; set model\.ngrams: 2 "
     ):
         RunConfig.from_dict({"model": tables})
-    with pytest.raises(ConfigError, match=r"model\.ngrams = 1: a single token is looked up anyway"):
+    with pytest.raises(ConfigError, match=r"model\.ngrams = 1: single tokens have an embedding anyway"):
         RunConfig.from_dict({"model": {"ngrams": 1}})
 
 
@@ -248,7 +248,7 @@ def test_overrides_are_read_as_yaml_and_checked_like_a_file(tmp_path: Path) -> N
 
 
 def test_a_section_cannot_be_replaced_by_nothing_and_mappings_are_merged() -> None:
-    """`-p model=` would have dropped what the file says of the model, without a word."""
+    """`-p model=` would silently drop the model settings of the file."""
     sections = {"name": "x", "model": {"dim": 64}}
     with pytest.raises(ConfigError, match=r"^model: expected a key .* model\.key=value; found nothing$"):
         apply_overrides(sections, dict([parse_override("model=")]))
@@ -266,11 +266,11 @@ def test_a_file_that_is_not_a_configuration_raises(text: str, words: str, tmp_pa
         RunConfig.from_yaml(tmp_path / "missing.yaml")
 
 
-# What a file may hold by accident or by malice, and what the one line that refuses it says.
+# Invalid file contents, accidental or malicious, and a part of the one-line error.
 INVALID_YAML = {
-    "a section twice": (b"train: {steps: 5}\ntrain: {lr: 0.1}\n", "line 2, column 1: the key 'train' stands twice"),
-    "a key twice": (b"model:\n  dim: 4\n  dim: 8\n", "line 3, column 3: the key 'dim' stands twice"),
-    "a key twice in a stage": (b"train: {stages: [{steps: 1, steps: 2}]}", "the key 'steps' stands twice"),
+    "a section twice": (b"train: {steps: 5}\ntrain: {lr: 0.1}\n", "line 2, column 1: the key 'train' occurs twice"),
+    "a key twice": (b"model:\n  dim: 4\n  dim: 8\n", "line 3, column 3: the key 'dim' occurs twice"),
+    "a key twice in a stage": (b"train: {stages: [{steps: 1, steps: 2}]}", "the key 'steps' occurs twice"),
     "a number for a section": (b"1: {a: 2}", "the key '1' is not text"),
     "a number for a key": (b"train: {1: 2}", "the key '1' is not text"),
     "null for a key": (b"train: {~: 2}", "the key '~' is not text"),
@@ -282,9 +282,9 @@ INVALID_YAML = {
     "deep and well formed": (b"data: {path: " + b"[" * 900 + b"]" * 900 + b"}", "nested deeper than 16 levels"),
     "a tab": (b"train:\n\tsteps: 3", "line 2, column 1: not YAML: while scanning"),
     "two documents": (b"name: a\n---\nname: b\n", "line 2, column 1: not YAML: expected a single document"),
-    "a tag of Python": (b"name: !!python/object/apply:os.system [ls]", "!!python/object/apply:os.system has no place"),
-    "a tagged word": (b"train: {steps: !!int x}", "'x' is not a number"),
-    "5,000 digits": (b"train: {steps: 1" + b"0" * 5000 + b"}", "is not a number that can be read"),
+    "a tag of Python": (b"name: !!python/object/apply:os.system [ls]", "!!python/object/apply:os.system is not allowed"),
+    "a tagged word": (b"train: {steps: !!int x}", "'x' is not a valid number"),
+    "5,000 digits": (b"train: {steps: 1" + b"0" * 5000 + b"}", "is not a valid number"),
     "1e30 steps": (b"train: {steps: 1e30}", "train.steps = 1e+30"),
     "1 and 30 zeros": (b"train: {steps: 1" + b"0" * 30 + b"}", "less than or equal to 2147483647"),
     "more tokens than 64 bits count": (b"train: {steps: 2000000000, seq_len: 2000000000, batch_size: 9}", "3.6e+19 tokens"),
@@ -305,7 +305,7 @@ INVALID_YAML = {
 
 @pytest.mark.parametrize("text", INVALID_YAML)
 def test_an_invalid_file_raises_with_the_cause_in_one_line(text: str, tmp_path: Path) -> None:
-    """Every line of the message is a problem; none is a traceback, and none is longer than a person reads."""
+    """Each line of the message is one problem of limited length, without a traceback."""
     (tmp_path / "spoilt.yaml").write_bytes(INVALID_YAML[text][0])
     with pytest.raises(ConfigError) as caught:
         RunConfig.from_yaml(tmp_path / "spoilt.yaml")
@@ -320,7 +320,7 @@ def test_an_invalid_file_raises_with_the_cause_in_one_line(text: str, tmp_path: 
     [
         ("train.steps=[1", "-p train.steps=[1: line 1, column 3: not YAML"),
         ("data.path=@x", "-p data.path=@x: line 1, column 1: not YAML"),
-        ("train={steps: 1, steps: 2}", "-p train={steps: 1, steps: 2}: line 1, column 12: the key 'steps' stands twice"),
+        ("train={steps: 1, steps: 2}", "-p train={steps: 1, steps: 2}: line 1, column 12: the key 'steps' occurs twice"),
         ("train={1: 2}", "the key '1' is not text"),
         ("train.steps=" + "[" * 5000, "nested deeper"),
         ("data.path=\udce9", "unacceptable character"),
@@ -354,7 +354,7 @@ def test_text_that_looks_like_something_else_survives_a_run_directory(text: str,
 
 
 def test_anchors_and_merges_work_in_stages(tmp_path: Path) -> None:
-    """A merge is no second key: what stands beside it replaces what it brings, as YAML has it."""
+    """A merge is not a duplicate key: explicit keys replace merged ones, as in YAML."""
     path = tmp_path / "x.yaml"
     path.write_text(
         "train:\n  stages:\n  - &first {steps: 5, seq_len: 64, batch_size: 2, lr: 1e-3}\n"
@@ -407,15 +407,15 @@ def test_planted_share_needs_recall_in_every_stage() -> None:
 
 
 def test_a_stage_omits_added_keys_at_their_default() -> None:
-    """Or the hash of every run of stages that is older than the key would be another."""
+    """Otherwise the hash of every older run with stages would change."""
     later = {"decay_share", "token_budget", "rope_theta", "cuda_graph", "min_document_tokens", "planted_share"}
     stages = RunConfig.from_dict({"train": {"stages": TWO_STAGES}}).to_dict()["train"]["stages"]
     assert not any(later & set(stage) for stage in stages)
 
 
 def test_an_override_that_is_a_mapping_wins() -> None:
-    found = apply_overrides({"train": {"steps": 1, "lr": 1.0}}, {"train": {"steps": 9}})
-    assert found == {"train": {"steps": 9, "lr": 1.0}}
+    merged = apply_overrides({"train": {"steps": 1, "lr": 1.0}}, {"train": {"steps": 9}})
+    assert merged == {"train": {"steps": 9, "lr": 1.0}}
 
 
 def test_decay_steps_are_rounded_and_a_budget_can_be_one_step() -> None:
@@ -449,18 +449,18 @@ def test_a_stage_needs_its_required_keys(key: str) -> None:
 
 
 def test_the_token_count_fits_63_bits() -> None:
-    with pytest.raises(ConfigError, match="more than 64 bits count"):
+    with pytest.raises(ConfigError, match="which exceeds 64 bits"):
         TrainConfig(steps=2**31 - 1, seq_len=2**31 - 1, batch_size=3)
     assert TrainConfig(steps=2**31 - 1, seq_len=2**31 - 1, batch_size=2).tokens < 2**63
 
 
 def test_planted_share_needs_recall_without_stages_too() -> None:
-    with pytest.raises(ConfigError, match=r"train\.planted_share = 0\.4, and data\.source = stdlib plants nothing"):
+    with pytest.raises(ConfigError, match=r"train\.planted_share = 0\.4, but data\.source = stdlib inserts no facts"):
         RunConfig.from_dict({"train": {"planted_share": 0.4}, "data": {"source": "stdlib"}})
 
 
 def test_an_empty_file_is_not_a_configuration(tmp_path: Path) -> None:
-    """It began a model of 12 layers, without a word."""
+    """An empty file must not silently train the default model of 12 layers."""
     path = tmp_path / "x.yaml"
     for nothing in ("", "# train:\n"):
         path.write_text(nothing)
@@ -496,10 +496,10 @@ def test_a_dense_model_has_no_selection_loss() -> None:
     ("text", "value"), [("0xFf", 255), ("0b11", 3), ("True", True), ("FALSE", False), ("Off", False), ("yEs", True)]
 )
 def test_numbers_and_booleans_ignore_case(text: str, value: object) -> None:
-    found = yaml_text.parse(text)
-    assert found == value and type(found) is type(value)
+    merged = yaml_text.parse(text)
+    assert merged == value and type(merged) is type(value)
 
 
 def test_a_sweep_uses_each_gpu_once() -> None:
-    with pytest.raises(ConfigError, match=r"gpus = \[0, 1, 0\]: 0 stands twice$"):
+    with pytest.raises(ConfigError, match=r"gpus = \[0, 1, 0\]: 0 occurs twice$"):
         SweepConfig(name="x", preset="ci", variants={"a": {}}, seeds=[0], gpus=[0, 1, 0])

@@ -1,4 +1,4 @@
-"""No documented option crashes: each value that the configuration offers is trained with, or refused by name."""
+"""No documented option crashes: each value of the configuration trains, or raises an error that names it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECTIONS: dict[str, Any] = {
     "data": {"source": "synthetic", "max_tokens": 20_000, "val_fraction": 0.3},
     "train": {"steps": 2, "seq_len": 256, "batch_size": 1, "eval_every": 0, "save_every": 0, "log_every": 1},
 }
-# What a CPU alone cannot use says so; and three that a test of their own trains with.
+# Options that a CPU does not support, with a part of their error; and options that other tests train with.
 REJECTED = {
     ("runtime.device", "cuda"): "runtime.device",
     ("runtime.backend", "flash"): "flash-attn needs a CUDA device",
@@ -43,7 +43,7 @@ TESTED_ELSEWHERE = {
 
 
 def list_options() -> dict[str, tuple[Any, ...]]:
-    """The keys that offer a choice, by name or by true and false, and what each offers."""
+    """Return the keys with a fixed set of values (names or booleans), and their values."""
     found = {}
     for key in list_keys(RunConfig):
         *sections, leaf = key.split(".")
@@ -62,7 +62,7 @@ VALUES = [(key, value) for key, values in list_options().items() for value in va
 
 
 def list_usable_values() -> dict[str, list[Any]]:
-    """What a run on a CPU can be trained with here, of each key."""
+    """Return the values of each key that can be trained with on this CPU."""
     left = {
         key: [v for v in values if (key, v) not in {*REJECTED, *TESTED_ELSEWHERE}] for key, values in list_options().items()
     }
@@ -70,20 +70,20 @@ def list_usable_values() -> dict[str, list[Any]]:
 
 
 def make_config(number: int) -> tuple[dict[str, Any], RunConfig]:
-    """Run `number` takes that value of every key, in turn, so that as many runs as a key has values take them all.
+    """Return the options and configuration of run `number`, which takes the values of every key in turn.
 
-    The last is dense, since keys of NSA need another; facts are planted in every other run, and their keys turn half as
-    fast. Muon turns against sharding, which it does not go with.
+    Together the runs use all values. The last run is dense, because NSA keys need the others. Every other run inserts
+    facts, so their keys change half as often. Muon alternates with sharding, because they are incompatible.
     """
     turns = {"model.attention": number // (N_RUNS - 1), "data.names": number // 2, "data.distance": number // 2}
     turns["train.optimizer"] = number + 1
-    chosen = {key: values[turns.get(key, number) % len(values)] for key, values in list_usable_values().items()}
+    options_of_run = {key: values[turns.get(key, number) % len(values)] for key, values in list_usable_values().items()}
     sections = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in SECTIONS.items()}
-    for key, value in chosen.items():
+    for key, value in options_of_run.items():
         section, leaf = key.split(".")
-        if section != "data" or leaf == "source" or chosen["data.source"] == "recall":
+        if section != "data" or leaf == "source" or options_of_run["data.source"] == "recall":
             sections[section][leaf] = value
-    return chosen, RunConfig.from_dict(sections)
+    return options_of_run, RunConfig.from_dict(sections)
 
 
 @pytest.fixture(scope="module")
@@ -107,23 +107,23 @@ def test_exceptions_are_existing_options() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(N_RUNS))
 def test_every_option_trains(number: int, builders: Builders, tmp_path: Path) -> None:
-    chosen, config = make_config(number)
+    options_of_run, config = make_config(number)
     run_dir = lifecycle.create_run(config, tmp_path)
-    assert run(run_dir, builders=builders) == 0, chosen
+    assert run(run_dir, builders=builders) == 0, options_of_run
     losses = [event["loss"] for event in events.read_events(run_dir) if event["kind"] == "step"]
     assert len(losses) == 2 and all(0 < loss < 20 for loss in losses)
 
 
 def test_every_value_is_used_in_one_of_the_runs() -> None:
     configs = [make_config(number)[1] for number in range(N_RUNS)]
-    seen = {one for config in configs for one in _list_used_values(config).items()}
-    sparse = {one for config in configs if config.model.attention == "nsa" for one in _list_used_values(config).items()}
-    assert {one for one in seen if one[0].startswith("nsa.")} <= sparse
-    assert {(key, value) for key, values in list_usable_values().items() for value in values} <= seen
+    used = {item for config in configs for item in _list_used_values(config).items()}
+    sparse = {item for config in configs if config.model.attention == "nsa" for item in _list_used_values(config).items()}
+    assert {item for item in used if item[0].startswith("nsa.")} <= sparse
+    assert {(key, value) for key, values in list_usable_values().items() for value in values} <= used
 
 
 def _list_used_values(config: RunConfig) -> dict[str, Any]:
-    """What the run reads of the keys that offer a choice, those included that YAML leaves out at their default."""
+    """Return the values that the run uses of these keys, including defaults that are not written to YAML."""
     sections = {name: getattr(config, name) for name in ("model", "runtime", "train", "data")} | {"nsa": config.model.nsa}
     return {
         f"{name}.{leaf}": value
@@ -134,9 +134,7 @@ def _list_used_values(config: RunConfig) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("key", "value"), REJECTED, ids=str)
-def test_an_unsupported_option_is_named(
-    key: str, value: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unsupported_option_is_named(key: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     section, leaf = key.split(".")
     with pytest.raises((ConfigError, BackendError, NotImplementedError)) as caught:

@@ -1,4 +1,4 @@
-"""The package from outside: what it exports, what importing it loads, and what is said where an extra is not installed."""
+"""The package: its exports, the modules that importing it loads, and errors for missing extras."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 CORE = {"torch", "numpy", "pydantic"}
-# The last is what makes importing torch's users slow: its compiler, 1.2 s.
+# The last one is PyTorch's compiler, whose import takes 1.2 s.
 HEAVY_MODULES = ("matplotlib", "pyarrow", "tensorboard", "triton", "typer", "rich", "yaml", "safetensors", "torch._dynamo")
 
 
 def run_fresh_python(code: str) -> str:
-    """What `code` prints in an interpreter of its own."""
+    """Return the output of `code` in a new interpreter."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
     assert not done.returncode, done.stderr
     return done.stdout.strip()
 
 
-# Reads [missing, code] from each line; prints what the code prints in a fork that has loaded torch, which every package
-# here needs, and in which the missing packages are not installed.
+# Reads [missing, code] from each line, runs the code in a fork that has imported torch and in which the missing packages
+# cannot be imported, and prints its output.
 FORK_SERVER = """
 import contextlib, io, json, os, sys, traceback
 import torch
@@ -58,7 +58,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def run_without_packages() -> Iterator[Callable[..., str]]:
-    """`without(missing, code)`: what `code` prints where these packages are not installed, and nsa_lab not yet loaded."""
+    """Return a function (missing, code) -> output of `code` without these packages, before nsa_lab is imported."""
     command = [sys.executable, "-c", FORK_SERVER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as forks:
 
@@ -71,7 +71,7 @@ def run_without_packages() -> Iterator[Callable[..., str]]:
 
 
 def get_names(requirements: list[str]) -> set[str]:
-    """The packages that requirements name, extras of this project resolved."""
+    """Return the package names in requirements, with extras of this project resolved."""
     found = set()
     for requirement in requirements:
         name, inner = re.match(r"([\w-]+)(?:\[([\w,-]+)\])?", requirement).groups()
@@ -106,7 +106,7 @@ def test_every_export_can_be_imported(name: str) -> None:
 
 
 def test_type_checkers_see_every_export() -> None:
-    """They read the imports under TYPE_CHECKING, Python reads _HOME: both must say the same."""
+    """Type checkers use the imports under TYPE_CHECKING, Python uses `_MODULE_BY_NAME`; both must agree."""
     tree = ast.parse((ROOT / "nsa_lab/__init__.py").read_text(encoding="utf-8"))
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
     seen = {alias.name: node.module for node in block.body for alias in node.names}
@@ -135,7 +135,7 @@ def test_importing_the_package_loads_nothing() -> None:
 def test_a_name_loads_only_what_it_needs() -> None:
     code = "import sys, nsa_lab\nfor name in ('NSAttention', 'NSATransformer', 'generate'):\n    getattr(nsa_lab, name)\n"
     code += f"    print(name, [n for n in {HEAVY_MODULES!r} if n in sys.modules])\n"
-    # Only sharded runs shard.
+    # Only sharded runs import FSDP.
     code += (
         "from nsa_lab.train import run\nprint('run', [n for n in sys.modules if n.startswith('torch.distributed.fsdp')])"
     )
@@ -168,8 +168,13 @@ print(all(p.grad.isfinite().all() for p in model.parameters()), len(nsa_lab.gene
         ("from nsa_lab.config import RunConfig; RunConfig().to_yaml()", "yaml", "train"),
     ],
 )
-def test_a_missing_package_names_its_extra(run_without_packages: Callable[..., str], code: str, package: str, extra: str) -> None:
-    caught = f"from nsa_lab.config.optional_deps import MissingPackage\ntry: {code}\nexcept MissingPackage as error: print(error)"
+def test_a_missing_package_names_its_extra(
+    run_without_packages: Callable[..., str], code: str, package: str, extra: str
+) -> None:
+    caught = (
+        "from nsa_lab.config.optional_deps import MissingPackage\n"
+        f"try: {code}\nexcept MissingPackage as error: print(error)"
+    )
     assert run_without_packages([package], caught) == f"{package} is not installed; run: pip install 'nsa-lab[{extra}]'"
 
 
@@ -199,7 +204,7 @@ def test_every_optional_package_is_in_the_extra_that_is_named() -> None:
     distributions = packages_distributions()
     assert get_names(PROJECT["dependencies"]) == CORE
     for package, extra in EXTRA_BY_MODULE.items():
-        # What is not installed here, as flash-attn, has the name of its distribution.
+        # A package that is not installed here, such as flash-attn, has the name of its distribution.
         known = {one.lower().replace("_", "-") for one in distributions.get(package, [package])}
         assert known & {one.lower() for one in get_names(EXTRAS[extra])}, f"{package} is not in [{extra}]"
 
@@ -212,7 +217,7 @@ def parse_pins(text: str) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_the_lock_and_the_conda_environment_have_every_package() -> None:
-    """requirements.lock has each of [dev], and environment.yml the same with flash-attn, under conda's names."""
+    """requirements.lock has all packages of [dev]; environment.yml has them and flash-attn, by conda names."""
     wanted = get_names(PROJECT["dependencies"]) | get_names(EXTRAS["dev"])
     locked = parse_pins((ROOT / "requirements.lock").read_text(encoding="utf-8"))
     assert not {name for name in wanted if name not in locked}
