@@ -29,7 +29,12 @@ MUTANTS = [
         'is_fatal = any(e["kind"] == "error" and e.get("fatal") for e in own)',
         'is_fatal = any(e["kind"] == "error" for e in own)',
     ),
-    Mutant("checkpoints: weights of any shape will do", "runs.checkpoint_files", "if saved_shape != expected_shape:", "if False:"),
+    Mutant(
+        "checkpoints: weights of any shape will do",
+        "runs.checkpoint_files",
+        "if saved_shape != expected_shape:",
+        "if False:",
+    ),
     Mutant("ranks: GPUs are not counted", "runs.lifecycle", "if 0 < n_gpus < n_ranks:", "if False:"),
     Mutant(
         "checkpoints: called as anybody likes",
@@ -67,7 +72,10 @@ MUTANTS = [
         "changed_keys",
     ),
     Mutant(
-        "compare: Wilson's interval around the share itself", "runs.evaluation", "proportion + spread / 2, Z", "proportion, Z"
+        "compare: Wilson's interval around the share itself",
+        "runs.evaluation",
+        "proportion + spread / 2, Z",
+        "proportion, Z",
     ),
     Mutant(
         "sweep: compiling is the pace of the steps after it",

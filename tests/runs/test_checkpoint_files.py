@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: one answer, whoever asks, the trainer, a verdict or who loads its weights."""
+"""Integrity of checkpoints: the trainer, the health check and the model loader accept and refuse the same ones."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from nsa_lab.train.checkpoint import CheckpointStore, NoValidCheckpoint
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A finished run whose only checkpoint holds real weights."""
+    """A finished run with one checkpoint of real weights."""
     config = make_config(train__save_every=200)
-    made = write_run(tmp_path, config)
-    write_checkpoint(made, 200, save(NSATransformer(config.model, seed=0).state_dict()))
-    return made
+    run_dir = write_run(tmp_path, config)
+    write_checkpoint(run_dir, 200, save(NSATransformer(config.model, seed=0).state_dict()))
+    return run_dir
 
 
-@pytest.mark.parametrize("called", ["step-00000100", "final"])
-def test_a_checkpoint_is_of_the_step_that_its_folder_is_called(run_dir: Path, called: str) -> None:
-    """Under another name it would be computed as of another step, whose stage may turn positions otherwise."""
+@pytest.mark.parametrize("folder_name", ["step-00000100", "final"])
+def test_folder_name_must_match_the_step(run_dir: Path, folder_name: str) -> None:
+    """Under another name it would be used for another step, whose stage may have another rope_theta."""
     folder = checkpoint_files.get_checkpoint_path(checkpoint_files.get_checkpoint_dir(run_dir), 200)
     load_model(folder)
-    renamed = folder.rename(folder.with_name(called))
-    with pytest.raises(NoCheckpoint, match=r"MANIFEST.json is that of step 200: call the folder step-00000200"):
+    renamed = folder.rename(folder.with_name(folder_name))
+    with pytest.raises(NoCheckpoint, match=r"MANIFEST.json is that of step 200: rename the folder to step-00000200"):
         load_model(renamed)
     assert not trainer_accepts(run_dir)
 
@@ -73,23 +73,23 @@ def remove_digest(folder: Path) -> None:
 
 
 def replace_weights(folder: Path) -> None:
-    """The manifest's entry follows the file, its digest does not: what a careless copy or a forger leaves."""
+    """The manifest's entry matches the new file, its digest does not, as after a careless copy or a forgery."""
     (folder / "model.safetensors").write_bytes(save({"head.weight": torch.zeros(1)}))
     manifest = json.loads((folder / checkpoint_files.MANIFEST).read_text())
     manifest["files"]["model.safetensors"]["size"] = (folder / "model.safetensors").stat().st_size
     (folder / checkpoint_files.MANIFEST).write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize("asked", [trainer_accepts, check_passes, weights_load])
+@pytest.mark.parametrize("accepts", [trainer_accepts, check_passes, weights_load])
 @pytest.mark.parametrize("damage", [leave_intact, falsify_digest, remove_digest, replace_weights])
-def test_everyone_takes_and_refuses_the_same_checkpoint(
-    asked: Callable[[Path], bool], damage: Callable[[Path], None], run_dir: Path
+def test_all_readers_accept_the_same_checkpoints(
+    accepts: Callable[[Path], bool], damage: Callable[[Path], None], run_dir: Path
 ) -> None:
     damage(checkpoint_files.get_checkpoint_path(checkpoint_files.get_checkpoint_dir(run_dir), 200))
-    assert asked(run_dir) is (damage is leave_intact)
+    assert accepts(run_dir) is (damage is leave_intact)
 
 
-def test_steps_are_those_of_whole_names_in_ascending_order(tmp_path: Path) -> None:
+def test_steps_are_listed_ascending_from_exact_names(tmp_path: Path) -> None:
     for name in ("step-00000100", "step-00000020", "step-123456789", "step-", "step-1x", "latest", ".saving-step-00000300"):
         (tmp_path / name).mkdir()
     assert checkpoint_files.list_steps(tmp_path) == [20, 100, 123456789]
@@ -100,20 +100,20 @@ def test_steps_are_those_of_whole_names_in_ascending_order(tmp_path: Path) -> No
     )
 
 
-def test_sizes_alone_are_enough_where_hashes_are_not_asked_for(run_dir: Path) -> None:
+def test_contents_are_compared_only_with_hashes(run_dir: Path) -> None:
     folder = checkpoint_files.get_checkpoint_path(checkpoint_files.get_checkpoint_dir(run_dir), 200)
     content = bytearray((folder / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (folder / "model.safetensors").write_bytes(content)
     assert checkpoint_files.find_problems(folder, check_hashes=False) == []
     assert checkpoint_files.find_problems(folder) == ["model.safetensors does not match its sha256"]
-    assert checkpoint_files.find_problems(folder.with_name("step-00000400")) == ["step-00000400 is gone"]
+    assert checkpoint_files.find_problems(folder.with_name("step-00000400")) == ["step-00000400 does not exist"]
 
 
-def test_weights_fit_by_name_and_by_shape(tmp_path: Path) -> None:
+def test_mismatch_names_missing_weights_and_shapes(tmp_path: Path) -> None:
     saved = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
     assert checkpoint_files.describe_mismatch(tmp_path, saved, {"b": torch.ones(4), "a": torch.ones(2, 3)}) is None
-    said = checkpoint_files.describe_mismatch(tmp_path, saved, {"a": torch.ones(3, 2), "b": torch.ones(4)})
-    assert said and "its a is [2, 3], the model's [3, 2]" in said and "config.yaml" in said
-    said = checkpoint_files.describe_mismatch(tmp_path, saved, {"a": torch.ones(2, 3)})
-    assert said and "it has b" in said
+    message = checkpoint_files.describe_mismatch(tmp_path, saved, {"a": torch.ones(3, 2), "b": torch.ones(4)})
+    assert message and "a has shape [2, 3], the model needs [3, 2]" in message and "config.yaml" in message
+    message = checkpoint_files.describe_mismatch(tmp_path, saved, {"a": torch.ones(2, 3)})
+    assert message and "it has b" in message

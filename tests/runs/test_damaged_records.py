@@ -1,5 +1,7 @@
-"""One bad byte costs what it stands in, and is said: nothing that reads runs traces back, and no other run is hidden by it.
-And reading needs no right to write."""
+"""Damaged files of a run: readers skip the damaged part with a warning, never crash, and still list other runs.
+
+Reading needs no write permission.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from nsa_lab.train.checkpoint import CheckpointStore
 
 
 @pytest.fixture(autouse=True)
-def _say_again() -> None:
+def _reset_warnings() -> None:
     atomic_io.warn_once.cache_clear()
 
 
@@ -35,7 +37,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def run_cli(*arguments: object) -> str:
-    """What the command line says; a traceback would be an exception here."""
+    """Run a command and return its output. A crash would be an exception here."""
     answer = CliRunner().invoke(cli.app, [str(a) for a in arguments], env={"COLUMNS": "300"})
     assert answer.exception is None or isinstance(answer.exception, SystemExit), answer.exception
     return answer.output
@@ -56,37 +58,35 @@ ENVELOPE = {"v": 1, "t": 5.0, "run": "x", "attempt": 1, "step": 7, "tokens": 9}
 INVALID_LINES: dict[str, Any] = {
     "a list": [1, 2],
     "no kind": ENVELOPE,
-    "a kind that is no text": ENVELOPE | {"kind": {"a": 1}},
+    "a kind that is a mapping": ENVELOPE | {"kind": {"a": 1}},
     "no step": {"kind": "step", "attempt": 1, "t": 1.0},
     "no attempt": {"kind": "start", "step": 0, "t": 1.0},
     "no time": {"kind": "end", "attempt": 1, "step": 200, "status": "DONE"},
-    "an attempt that is text": ENVELOPE | {"kind": "start", "attempt": "1"},
-    "a step that is half": ENVELOPE | {"kind": "step", "step": 1.5},
-    "a loss that is text": ENVELOPE | {"kind": "step", "loss": "2.0"},
-    "a beginning that is text": ENVELOPE | {"kind": "resume", "from_step": "3"},
-    "a phase that is a number": ENVELOPE | {"kind": "heartbeat", "phase": 5},
+    "attempt is text": ENVELOPE | {"kind": "start", "attempt": "1"},
+    "step is not an integer": ENVELOPE | {"kind": "step", "step": 1.5},
+    "loss is text": ENVELOPE | {"kind": "step", "loss": "2.0"},
+    "from_step is text": ENVELOPE | {"kind": "resume", "from_step": "3"},
+    "phase is a number": ENVELOPE | {"kind": "heartbeat", "phase": 5},
 }
 
 
 @pytest.mark.parametrize("line", [*INVALID_LINES, "no UTF-8", "deep", "cut"])
-def test_a_line_that_is_no_event_is_passed_over_and_said(
-    run_dir: Path, caplog: pytest.LogCaptureFixture, line: str
-) -> None:
+def test_invalid_line_is_skipped_with_a_warning(run_dir: Path, caplog: pytest.LogCaptureFixture, line: str) -> None:
     path = run_dir / directory.EVENTS
-    whole = path.read_bytes().splitlines(keepends=True)
-    bytes_of = {"no UTF-8": b'{"kind":"\xff"}', "deep": b"[" * 100_000, "cut": whole[40][:20]}
-    bad = bytes_of.get(line) or json.dumps(INVALID_LINES[line]).encode()
+    lines = path.read_bytes().splitlines(keepends=True)
+    special = {"no UTF-8": b'{"kind":"\xff"}', "deep": b"[" * 100_000, "cut": lines[40][:20]}
+    invalid = special.get(line) or json.dumps(INVALID_LINES[line]).encode()
     expected = events.read_events(run_dir)
-    path.write_bytes(b"".join([*whole[:30], bad + b"\n", *whole[30:]]))
+    path.write_bytes(b"".join([*lines[:30], invalid + b"\n", *lines[30:]]))
     with caplog.at_level(logging.WARNING, "nsa_lab.runs"):
         assert events.read_events(run_dir) == expected
         events.read_events(run_dir)
-    (said,) = caplog.messages
-    assert "a line is no event" in said and str(path) in said and len(said.splitlines()) == 1
+    (warning,) = caplog.messages
+    assert "a line is not an event" in warning and str(path) in warning and len(warning.splitlines()) == 1
     run_all_readers(run_dir)
 
 
-def test_a_line_that_is_being_written_is_nothing_to_speak_of(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_incomplete_last_line_gives_no_warning(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     with open(run_dir / directory.EVENTS, "ab") as file:
         file.write(b'{"v":1,"kind":"st')
     with caplog.at_level(logging.WARNING, "nsa_lab.runs"):
@@ -94,7 +94,7 @@ def test_a_line_that_is_being_written_is_nothing_to_speak_of(run_dir: Path, capl
     assert not caplog.messages
 
 
-def test_events_that_lack_what_their_kind_usually_has_stop_no_reader_of_runs(run_dir: Path) -> None:
+def test_readers_accept_events_without_their_usual_fields(run_dir: Path) -> None:
     with open(run_dir / directory.EVENTS, "a") as file:
         for kind in ("step", "eval", "heartbeat", "start", "resume", "guard", "stall", "error", "signal", "end"):
             file.write(json.dumps(ENVELOPE | {"kind": kind, "attempt": 2}) + "\n")
@@ -122,7 +122,7 @@ def empty(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [cut, not_text, other_json, empty])
 @pytest.mark.parametrize("name", [directory.STATUS, directory.ENVIRONMENT, "evaluation.json"])
-def test_a_damaged_file_beside_the_record_is_said_and_read_as_missing(
+def test_damaged_file_is_ignored_with_a_warning(
     run_dir: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
 ) -> None:
     (run_dir / "evaluation.json").write_text('{"v": 1, "step": 3}')
@@ -136,7 +136,7 @@ def test_a_damaged_file_beside_the_record_is_said_and_read_as_missing(
     assert lifecycle.get_state(run_dir) == directory.DONE, "the record says how the run ended"
 
 
-def test_a_status_with_values_of_other_kinds_is_damaged(run_dir: Path) -> None:
+def test_status_with_invalid_types_is_damaged(run_dir: Path) -> None:
     status = directory.read_status(run_dir)
     for wrong in ({"step": "many"}, {"status": 3}, {"tokens": [1]}, {"run": None}):
         (run_dir / directory.STATUS).write_text(json.dumps(status | wrong))
@@ -145,12 +145,12 @@ def test_a_status_with_values_of_other_kinds_is_damaged(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "files_said", [[], ["model.safetensors"], {"model.safetensors": 5}, {"../../x": {"size": 1, "sha256": "0"}}, None, 7]
+    "files", [[], ["model.safetensors"], {"model.safetensors": 5}, {"../../x": {"size": 1, "sha256": "0"}}, None, 7]
 )
-def test_a_manifest_whose_files_are_no_list_of_files_is_a_damaged_checkpoint(run_dir: Path, files_said: Any) -> None:
+def test_manifest_without_a_valid_file_list_is_damaged(run_dir: Path, files: Any) -> None:
     fake_run.write_checkpoint(run_dir, 100)
     path = fake_run.write_checkpoint(run_dir, 200)
-    manifest = {"v": 1, "step": 200, "files": files_said}
+    manifest = {"v": 1, "step": 200, "files": files}
     (path / "MANIFEST.json").write_text(json.dumps({**manifest, "digest": checkpoint_files.compute_digest(manifest)}))
     (problem,) = checkpoint_files.find_problems(path)
     assert "MANIFEST.json" in problem
@@ -158,7 +158,7 @@ def test_a_manifest_whose_files_are_no_list_of_files_is_a_damaged_checkpoint(run
     assert newest.name == "step-00000100" and [m.step for m in moved] == [200]
 
 
-def test_what_is_called_like_a_checkpoint_and_is_none_is_left_alone(run_dir: Path) -> None:
+def test_other_entries_named_like_checkpoints_are_ignored(run_dir: Path) -> None:
     folder = run_dir / directory.CHECKPOINTS
     fake_run.write_checkpoint(run_dir, 100)
     for name in ("step-00000300", "step-abc", "step-", "step-²", "step-٣"):
@@ -175,19 +175,19 @@ def test_what_is_called_like_a_checkpoint_and_is_none_is_left_alone(run_dir: Pat
     run_all_readers(run_dir)
 
 
-def test_a_copied_run_does_not_keep_the_others_from_being_listed(run_dir: Path) -> None:
+def test_copied_run_does_not_hide_others(run_dir: Path) -> None:
     copy = run_dir.with_name("fake-20260101T000000Z-copy")
     shutil.copytree(run_dir, copy)
-    told = run_cli("status", "--outputs", run_dir.parent)
-    assert [run_dir.name, "DONE"] in [line.split()[:2] for line in told.splitlines()]
-    assert [copy.name, "?"] in [line.split()[:2] for line in told.splitlines()]
-    assert copy.name in told and "was the folder renamed or copied?" in told
+    output = run_cli("status", "--outputs", run_dir.parent)
+    assert [run_dir.name, "DONE"] in [line.split()[:2] for line in output.splitlines()]
+    assert [copy.name, "?"] in [line.split()[:2] for line in output.splitlines()]
+    assert copy.name in output and "if the folder was renamed or copied" in output
     directory.write_status(run_dir, run=run_dir.name, status=directory.PREEMPTED)
     assert lifecycle.find_unfinished(fake_run.make_config(), run_dir.parent) == run_dir
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"pid": 1}', b"\xff"])
-def test_a_lock_that_is_held_and_says_nothing_sensible_is_held(run_dir: Path, text: bytes) -> None:
+def test_lock_with_invalid_content_counts_as_held(run_dir: Path, text: bytes) -> None:
     lock = take_lock(run_dir)
     os.pwrite(lock, text, 0)
     assert lock_owner(run_dir) == {}
@@ -196,7 +196,7 @@ def test_a_lock_that_is_held_and_says_nothing_sensible_is_held(run_dir: Path, te
 
 @pytest.fixture
 def read_only(run_dir: Path) -> Iterator[Path]:
-    """The folder of the run on a medium that nothing can be written to: a mount for root, for others by its mode."""
+    """Run directory on read-only storage: a read-only mount for root, file modes for other users."""
     (run_dir / directory.LOCK).write_text("")
     place = run_dir.parent
     if os.geteuid():
@@ -209,14 +209,14 @@ def read_only(run_dir: Path) -> Iterator[Path]:
         return
     bound = subprocess.run(["mount", "--bind", place, place], capture_output=True, check=False)
     if bound.returncode:
-        pytest.skip("root here can neither mount nor be kept from writing")
+        pytest.skip("root can neither mount here nor be denied writing")
     subprocess.run(["mount", "-o", "remount,ro,bind", place], check=True)
     yield run_dir
     subprocess.run(["umount", place], check=True)
 
 
 @pytest.mark.slow
-def test_reading_needs_no_right_to_write(read_only: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_reading_needs_no_write_permission(read_only: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     with pytest.raises(OSError):
         (read_only / "new").write_text("")
     run_all_readers(read_only)
@@ -227,14 +227,12 @@ def test_reading_needs_no_right_to_write(read_only: Path, tmp_path_factory: pyte
     assert str(page) in run_cli("report", read_only, "--page", page) and page.is_file()
 
 
-def test_a_held_lock_is_seen_with_a_descriptor_that_only_reads(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_owner_opens_the_lock_read_only(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = take_lock(run_dir)
     sign_lock(lock, os.getpid())
-    asked = []
-    opened = os.open
-    monkeypatch.setattr(
-        os, "init_process_group", lambda path, flags, *rest: asked.append(flags) or opened(path, flags, *rest)
-    )
+    open_flags = []
+    os_open = os.open
+    monkeypatch.setattr(os, "open", lambda path, flags, *rest: open_flags.append(flags) or os_open(path, flags, *rest))
     assert lifecycle.attach(run_dir) == os.getpid()
-    assert asked and not any(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) for flags in asked)
+    assert open_flags and not any(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) for flags in open_flags)
     os.close(lock)

@@ -1,4 +1,4 @@
-"""What a run records of its machine: enough to tell runs apart, nothing that only this machine knows."""
+"""The recorded environment distinguishes runs and contains nothing private to the machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nsa_lab.runs.lifecycle import create_run
 
 
 def test_no_folder_host_or_kernel_build_is_recorded() -> None:
-    told = json.dumps(collect_environment())
+    record = json.dumps(collect_environment())
     for private in (
         sys.executable,
         str(Path.home()),
@@ -25,18 +25,18 @@ def test_no_folder_host_or_kernel_build_is_recorded() -> None:
         socket.gethostname(),
         platform.release(),
     ):
-        assert private not in told
+        assert private not in record
     assert {"versions", "code", "system", "architecture", "cpus", "gpus"} == set(collect_environment())
 
 
-def test_gpus_are_what_the_driver_names(monkeypatch) -> None:
+def test_gpus_are_read_from_nvidia_smi(monkeypatch) -> None:
     monkeypatch.setattr(module, "_run_command", lambda *command: "NVIDIA H200, 570.1\nNVIDIA A, B, 570.1")
     assert list_gpus() == [{"name": "NVIDIA H200", "driver": "570.1"}, {"name": "NVIDIA A, B", "driver": "570.1"}]
     monkeypatch.setattr(module, "_run_command", lambda *command: None)
     assert list_gpus() == []
 
 
-def test_a_path_to_data_stays_as_it_was_given(tmp_path: Path, monkeypatch) -> None:
+def test_relative_data_path_is_recorded_unchanged(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("some text " * 100)
@@ -45,14 +45,14 @@ def test_a_path_to_data_stays_as_it_was_given(tmp_path: Path, monkeypatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("environ", "expected"),
     [
         ({}, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}),
         ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
         ({"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "7"}),
     ],
 )
-def test_how_threads_wait_is_said_unless_somebody_did(given: dict[str, str], expected: dict[str, str]) -> None:
-    settings = dict(given)
+def test_openmp_wait_policy_is_set_unless_set_already(environ: dict[str, str], expected: dict[str, str]) -> None:
+    settings = dict(environ)
     set_openmp_wait_policy(settings)
     assert settings == expected

@@ -1,4 +1,4 @@
-"""The command that trains a run anew: carried out as it stands, it gives the configuration that is meant."""
+"""The rerun command, when executed, gives exactly the intended configuration."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def lower_lr(config: RunConfig, rate: float) -> RunConfig:
 
 
 def run_command(command: str) -> RunConfig:
-    """What `nsa-lab run` makes of a line in a shell."""
+    """Return the configuration that the command line gives."""
     program, run, name, *options = shlex.split(command)
     assert (program, run) == ("nsa-lab", "run") and set(options[::2]) <= {"-p"}
     return resolve.load_config(name, options[1::2])
 
 
 @pytest.mark.parametrize(
-    "given",
+    "overrides",
     [
         [],
         ["train.warmup_steps=3", "train.seed=3"],
@@ -39,27 +39,27 @@ def run_command(command: str) -> RunConfig:
     ],
     ids=["none", "numbers", "keys that are not written", "texts", "a list"],
 )
-def test_every_setting_that_the_run_was_started_with_is_repeated(given: list[str], tmp_path: Path) -> None:
-    config = resolve.load_config("ci", given)
-    changed = lower_lr(config, 1e-3)
-    command = build_rerun_command(tmp_path / "ci-1", config, changed)
+def test_all_overrides_of_the_run_are_repeated(overrides: list[str], tmp_path: Path) -> None:
+    config = resolve.load_config("ci", overrides)
+    new_config = lower_lr(config, 1e-3)
+    command = build_rerun_command(tmp_path / "ci-1", config, new_config)
     assert command.startswith("nsa-lab run ci -p train.lr=0.001")
-    assert run_command(command).hash() == changed.hash()
-    kept = [option for option in given if not option.startswith("train.lr") and not option.endswith("null")]
-    assert set(shlex.split(command)[5:]) - {"-p"} == set(kept)
+    assert run_command(command).hash() == new_config.hash()
+    expected = [option for option in overrides if not option.startswith("train.lr") and not option.endswith("null")]
+    assert set(shlex.split(command)[5:]) - {"-p"} == set(expected)
 
 
 @pytest.mark.parametrize("name", ["no_preset", "smoke"])
-def test_where_the_preset_cannot_say_it_the_run_s_own_file_does(
+def test_own_config_file_is_used_if_the_preset_cannot_express_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Options cannot take away the keys that stages have for themselves."""
+    """Options cannot remove the keys of stages."""
     config = RunConfig.from_dict({"name": name, "train": {"stages": STAGES, "seed": 7}})
     run_dir = tmp_path / "outputs" / f"{name}-1"
     run_dir.mkdir(parents=True)
     (run_dir / directory.CONFIG).write_text(config.to_yaml(), encoding="utf-8")
-    changed = lower_lr(config, 1e-3)
-    command = build_rerun_command(run_dir, config, changed)
+    new_config = lower_lr(config, 1e-3)
+    command = build_rerun_command(run_dir, config, new_config)
     assert command.startswith(f"nsa-lab run outputs/{name}-1/config.yaml -p ")
     monkeypatch.chdir(tmp_path)
-    assert run_command(command).hash() == changed.hash()
+    assert run_command(command).hash() == new_config.hash()

@@ -1,4 +1,4 @@
-"""Which runs there are, and which is the latest."""
+"""Listing runs, finding the latest one, and error messages for unknown names."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from nsa_lab.runs.resolve import find_run, list_run_dirs
 SECOND = 1_700_000_000  # 14 November 2023, 22:13:20 UTC
 
 
-def make_run(outputs: Path, name: str, changed: float) -> None:
+def make_run(outputs: Path, name: str, modified: float) -> None:
     (outputs / name).mkdir()
     config = outputs / name / directory.CONFIG
     config.touch()
-    os.utime(config, (changed, changed))
+    os.utime(config, (modified, modified))
 
 
-def test_the_latest_run_is_the_one_made_last_whenever_its_files_were_written(tmp_path: Path) -> None:
-    """A clone writes all of them in one moment. Files decide within a second, and for folders of other names."""
+def test_runs_are_ordered_by_the_time_in_their_id(tmp_path: Path) -> None:
+    """A clone writes all files at once, so the id decides. File times decide within a second and for other folder names."""
     make_run(tmp_path, "smoke-20240101T000000Z-00aa", SECOND + 1)
     make_run(tmp_path, "a_sweep.dense.s0-20231231T235959Z-ffff", SECOND + 9)
     make_run(tmp_path, "smoke-20240101T000000Z-ff00", SECOND)
@@ -40,13 +40,13 @@ def test_the_latest_run_is_the_one_made_last_whenever_its_files_were_written(tmp
     assert find_run("latest", tmp_path).name == "smoke-20240101T000000Z-00aa"
 
 
-@pytest.mark.parametrize(("runs", "more"), [(6, ""), (9, " and 3 more")])
-def test_a_refusal_names_the_last_runs_and_says_how_many_more_there_are(runs: int, more: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("runs", "suffix"), [(6, ""), (9, " and 3 more")])
+def test_error_lists_the_last_runs_and_the_number_of_others(runs: int, suffix: str, tmp_path: Path) -> None:
     names = [f"smoke-20240101T00000{n}Z-00aa" for n in range(runs)]
     for n, name in enumerate(names):
         make_run(tmp_path, name, SECOND + n)
-    last = ", ".join(names[-6:]) + more
-    with pytest.raises(RunDirectoryError, match=f"no such run in .*; there is {last}$"):
+    last = ", ".join(names[-6:]) + suffix
+    with pytest.raises(RunDirectoryError, match=f"no such run in .*; available: {last}$"):
         find_run("qqq", tmp_path)
-    with pytest.raises(RunDirectoryError, match=f"begins the names of {runs} runs; say which: {last}$"):
+    with pytest.raises(RunDirectoryError, match=f"matches {runs} runs; give one of: {last}$"):
         find_run("smoke", tmp_path)

@@ -1,4 +1,4 @@
-"""What a reader is told of a run, in words."""
+"""Formatted numbers and settings of a run."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from nsa_lab.config import RunConfig, TrainConfig
 from nsa_lab.runs.history import History, collect_facts, compute_cumulative_step_time
 from nsa_lab.runs.summary import format_facts, format_guards, format_settings
 
-HALTS = "halts on a number that is not finite"
+HALTS = "halts on a non-finite number"
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "text"),
     [
-        ({}, HALTS + "; off: train.spike_sigma, train.min_tokens_per_s, train.stall_action"),
+        ({}, HALTS + "; disabled: train.spike_sigma, train.min_tokens_per_s, train.stall_action"),
         (
             {"spike_sigma": 8.0, "stall_action": "halt"},
-            HALTS + ", a loss 8 deviations over its window, a stall; off: train.min_tokens_per_s",
+            HALTS + ", a loss 8 standard deviations above its window, a stall; disabled: train.min_tokens_per_s",
         ),
         (
             {"spike_sigma": 12.0, "min_tokens_per_s": 20_000.0, "stall_action": "halt"},
-            HALTS + ", a loss 12 deviations over its window, fewer than 20,000 tokens/s, a stall",
+            HALTS + ", a loss 12 standard deviations above its window, fewer than 20,000 tokens/s, a stall",
         ),
     ],
 )
-def test_it_is_said_which_guards_were_on(settings: dict, told: str) -> None:
-    assert format_guards(TrainConfig(**settings)) == told
+def test_guards_are_listed_as_enabled_or_disabled(settings: dict, text: str) -> None:
+    assert format_guards(TrainConfig(**settings)) == text
 
 
-def test_a_report_says_so_and_the_production_run_has_all_of_them_on(tmp_path: Path) -> None:
+def test_production_run_has_all_guards_enabled(tmp_path: Path) -> None:
     assert dict(format_facts(History.read(fake_run.write_run(tmp_path))))["guards"].startswith("halts on")
     production = RunConfig.from_yaml(Path(__file__).parents[2] / "params/production_50k.yaml")
-    assert "off:" not in format_guards(production.train)
+    assert "disabled:" not in format_guards(production.train)
 
 
-def test_numbers_of_four_digits_have_a_comma(tmp_path: Path) -> None:
+def test_lengths_have_thousands_separators(tmp_path: Path) -> None:
     run = History.read(fake_run.write_run(tmp_path, fake_run.make_config(train__seq_len=2048)))
     assert "× 2,048 tokens" in format_settings(run.config)
     assert "2,048 tokens per sequence" in dict(format_facts(run))["text"]
 
 
-def test_a_loss_that_was_read_before_the_first_step_alone_has_not_come_from_anywhere(tmp_path: Path) -> None:
+def test_validation_before_training_is_marked_untrained(tmp_path: Path) -> None:
     def large(events: list[dict]) -> list[dict]:
         return [event | ({"bpb": 58690.294} if event["kind"] == "step" else {}) for event in events if event["step"] <= 1]
 
-    told = dict(format_facts(History.read(fake_run.write_run(tmp_path / "begun", spoil=large))))
-    assert told["validation, bits per byte"].endswith(", untrained")
-    assert told["training, bits per byte"] == "58,690.294"
+    facts = dict(format_facts(History.read(fake_run.write_run(tmp_path / "started", spoil=large))))
+    assert facts["validation, bits per byte"].endswith(", untrained")
+    assert facts["training, bits per byte"] == "58,690.294"
     whole = dict(format_facts(History.read(fake_run.write_run(tmp_path / "whole"))))
     assert "→" in whole["validation, bits per byte"]
 
@@ -68,8 +68,8 @@ def make_staged_history(folder: Path, spoil: Any) -> History:
     return History.read(fake_run.write_run(folder, config, spoil))
 
 
-def test_the_first_step_of_a_stage_says_nothing_of_the_pace(tmp_path: Path) -> None:
-    """It compiles, or captures a graph."""
+def test_first_step_of_a_stage_is_excluded_from_step_time(tmp_path: Path) -> None:
+    """It includes compilation or the capture of a CUDA graph."""
 
     def spoil(events: list[fake_run.Event]) -> None:
         at = next(i for i, event in enumerate(events) if event["kind"] == "step" and event["step"] == 110)
@@ -79,7 +79,7 @@ def test_the_first_step_of_a_stage_says_nothing_of_the_pace(tmp_path: Path) -> N
     assert 101 not in steps and seconds[-1] == 100.0
 
 
-def test_the_speed_of_a_run_is_that_of_its_last_stage(tmp_path: Path) -> None:
+def test_speed_of_a_run_is_that_of_its_last_stage(tmp_path: Path) -> None:
     def spoil(events: list[fake_run.Event]) -> None:
         for event in events:
             if event["kind"] == "step":

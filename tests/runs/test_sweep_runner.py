@@ -1,4 +1,4 @@
-"""A sweep asks for what its file says, refuses what is wrong before anything starts, and its runs are trained once each."""
+"""Sweeps: reading and checking the file, and training each run once."""
 
 from __future__ import annotations
 
@@ -30,42 +30,42 @@ def load(tmp_path: Path) -> Load:
 
 
 class FakeTrainers:
-    """Trainers that live until they were asked for so often whether they do, and end as `ends` says, DONE by default."""
+    """Fake trainers that live for a number of `is_alive` calls and end in the state in `ends`, DONE by default."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.started: list[tuple[str, str | None]] = []
         self.stopped: list[str] = []
         self.ends: dict[str, str] = {}
-        self.left: dict[Path, int] = {}
-        self.together: list[set[str | None]] = []
+        self.remaining_calls: dict[Path, int] = {}
+        self.busy_gpus: list[set[str | None]] = []
         self.gpus: dict[Path, str | None] = {}
-        for name in ("start", "is_alive", "ask_to_stop"):
+        for name in ("start", "is_alive", "request_stop"):
             monkeypatch.setattr(lifecycle, name, getattr(self, name))
-        monkeypatch.setattr(sweep_runner, "POLL_INTERVAL_S", 0.0)
-        # It asks git and the GPU, for each run.
+        monkeypatch.setattr(sweep_runner, "POLL_S", 0.0)
+        # The real function calls git and nvidia-smi for each run.
         monkeypatch.setattr(lifecycle, "collect_environment", dict)
 
     def start(self, run_dir: Path, *, gpu: str | None = None) -> int:
         self.started.append((get_name(run_dir), gpu))
-        self.left[run_dir], self.gpus[run_dir] = 7 + len(self.started), gpu
-        alive = [self.gpus[other] for other in self.left]
+        self.remaining_calls[run_dir], self.gpus[run_dir] = 7 + len(self.started), gpu
+        alive = [self.gpus[other] for other in self.remaining_calls]
         assert len(set(alive)) == len(alive), "two runs on one GPU"
-        self.together.append(set(alive))
+        self.busy_gpus.append(set(alive))
         return 1
 
     def is_alive(self, run_dir: Path) -> bool:
-        if run_dir not in self.left:
+        if run_dir not in self.remaining_calls:
             return False
-        self.left[run_dir] -= 1
-        if not self.left[run_dir]:
+        self.remaining_calls[run_dir] -= 1
+        if not self.remaining_calls[run_dir]:
             self.end(run_dir, self.ends.get(get_name(run_dir), DONE))
-        return run_dir in self.left
+        return run_dir in self.remaining_calls
 
     def end(self, run_dir: Path, status: str, **fields: object) -> None:
-        del self.left[run_dir]
+        del self.remaining_calls[run_dir]
         directory.write_status(run_dir, run=run_dir.name, status=status, reason="as planned", **fields)
 
-    def ask_to_stop(self, run_dir: Path) -> None:
+    def request_stop(self, run_dir: Path) -> None:
         self.stopped.append(get_name(run_dir))
         self.end(run_dir, PREEMPTED, exit_code=directory.EXIT_STOPPED)
 
@@ -79,18 +79,18 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> FakeTrainers:
     return FakeTrainers(monkeypatch)
 
 
-def test_the_baseline_comes_first_and_every_run_has_a_name_of_its_own(load: Load) -> None:
-    asked = load(BODY + "repeats: 2\ncommon: {train: {steps: 7}}\n").runs
-    assert [run.config.name for run in asked[:5]] == [
+def test_runs_are_named_uniquely_with_the_baseline_first(load: Load) -> None:
+    runs = load(BODY + "repeats: 2\ncommon: {train: {steps: 7}}\n").runs
+    assert [run.config.name for run in runs[:5]] == [
         *("rates.as_it_is.s0", "rates.as_it_is.s0.r2", "rates.as_it_is.s1", "rates.as_it_is.s1.r2", "rates.slow.s0")
     ]
-    assert len({run.config.name for run in asked}) == len({run.config.hash() for run in asked}) == 8
-    assert {run.config.train.steps for run in asked} == {7}
-    assert [run.config.train.lr for run in asked] == [3e-3] * 4 + [1e-3] * 4
-    assert [run.config.train.seed for run in asked] == [0, 0, 1, 1] * 2
+    assert len({run.config.name for run in runs}) == len({run.config.hash() for run in runs}) == 8
+    assert {run.config.train.steps for run in runs} == {7}
+    assert [run.config.train.lr for run in runs] == [3e-3] * 4 + [1e-3] * 4
+    assert [run.config.train.seed for run in runs] == [0, 0, 1, 1] * 2
 
 
-def test_overrides_are_written_as_sections_as_dotted_keys_or_as_on_the_command_line(load: Load) -> None:
+def test_overrides_have_three_equivalent_forms(load: Load) -> None:
     forms = ("{train: {lr: 1.0e-3, steps: 9}}", "{train.lr: 1.0e-3, train.steps: 9}", "[train.lr=1e-3, train.steps=9]")
     configs = [load(BODY.replace("{train.lr: 1.0e-3}", form)).runs[-1].config for form in forms]
     assert configs[0] == configs[1] == configs[2] and (configs[0].train.lr, configs[0].train.steps) == (1e-3, 9)
@@ -120,7 +120,7 @@ def test_overrides_are_written_as_sections_as_dotted_keys_or_as_on_the_command_l
         ("[0, 1]", "[]", "seeds = []"),
     ],
 )
-def test_what_is_wrong_is_one_line_that_names_the_file_and_the_variant(load: Load, old: str, new: str, answer: str) -> None:
+def test_error_is_one_line_with_file_and_variant(load: Load, old: str, new: str, answer: str) -> None:
     assert old in BODY
     with pytest.raises(ConfigError) as caught:
         load(BODY.replace(old, new))
@@ -128,7 +128,7 @@ def test_what_is_wrong_is_one_line_that_names_the_file_and_the_variant(load: Loa
     assert "rates.yaml: " in str(caught.value)
 
 
-def test_all_variants_that_cannot_be_run_are_named_at_once(load: Load) -> None:
+def test_all_invalid_variants_are_named_at_once(load: Load) -> None:
     with pytest.raises(ConfigError) as caught:
         load(BODY.replace("as_it_is: {}", "as_it_is: {train.lr: -1}").replace("1.0e-3", "-2"))
     assert [line.split(": ")[1] for line in str(caught.value).splitlines()] == ["variant as_it_is", "variant slow"]
@@ -140,63 +140,63 @@ def test_every_sweep_of_the_project_loads(path: Path, tmp_path: Path) -> None:
 
 
 def test_the_recall_sweep_is_the_first_stage_of_its_preset() -> None:
-    found = SweepConfig.from_yaml(ROOT / "params/sweeps/recall_scatter.yaml")
+    sweep = SweepConfig.from_yaml(ROOT / "params/sweeps/recall_scatter.yaml")
     preset = RunConfig.from_yaml(ROOT / "params/recall_taught.yaml")
-    baseline, stage = found.build_runs(ROOT / "params/recall_taught.yaml")[0].config, preset.train.stages[0]
+    baseline, stage = sweep.build_runs(ROOT / "params/recall_taught.yaml")[0].config, preset.train.stages[0]
     assert {key: getattr(baseline.train, key) for key in type(stage).model_fields} == stage.model_dump()
-    asked = preset.model.model_copy(update={"embedding_norm": False, "indexer_block": 8})
-    assert baseline.model == asked and baseline.data == preset.data
+    expected = preset.model.model_copy(update={"embedding_norm": False, "indexer_block": 8})
+    assert baseline.model == expected and baseline.data == preset.data
 
 
 @pytest.mark.slow
-def test_a_run_has_a_gpu_to_itself_and_all_gpus_are_used(load: Load, trainers: FakeTrainers) -> None:
-    made, said = load(BODY + "repeats: 2\n"), []
-    ended = made.run_all(["2", "5", "7"], said.append)
-    assert [run.state for run in ended] == [DONE] * 8
-    assert [name for name, _ in trainers.started] == [run.config.name for run in made.runs]
-    assert {"2", "5", "7"} in trainers.together and set().union(*trainers.together) == {"2", "5", "7"}
-    assert sum("is DONE: as planned" in line for line in said) == 8
+def test_one_run_per_gpu_and_all_gpus_are_used(load: Load, trainers: FakeTrainers) -> None:
+    sweep, lines = load(BODY + "repeats: 2\n"), []
+    states = sweep.run_all(["2", "5", "7"], lines.append)
+    assert [run.state for run in states] == [DONE] * 8
+    assert [name for name, _ in trainers.started] == [run.config.name for run in sweep.runs]
+    assert {"2", "5", "7"} in trainers.busy_gpus and set().union(*trainers.busy_gpus) == {"2", "5", "7"}
+    assert sum("is DONE: as planned" in line for line in lines) == 8
 
 
 @pytest.mark.slow
-def test_started_again_it_does_what_is_left(load: Load, trainers: FakeTrainers) -> None:
-    made = load()
-    names = [run.config.name for run in made.runs]
+def test_second_start_trains_only_unfinished_runs(load: Load, trainers: FakeTrainers) -> None:
+    sweep = load()
+    names = [run.config.name for run in sweep.runs]
     trainers.ends = {names[0]: HALTED, names[1]: PREEMPTED}
-    first = made.run_all([None], lambda line: None)
-    assert [run.state for run in first] == [HALTED, PREEMPTED, DONE, DONE], "a run that fails ends nothing but itself"
+    first = sweep.run_all([None], lambda line: None)
+    assert [run.state for run in first] == [HALTED, PREEMPTED, DONE, DONE], "other runs continue if one fails"
     trainers.started.clear()
     trainers.ends = {}
     second = load().run_all([None], lambda line: None)
     assert trainers.started == [(names[1], None)] and [run.state for run in second] == [HALTED, DONE, DONE, DONE]
-    assert [run.run_dir for run in second] == [run.run_dir for run in first], "resumed where it was"
+    assert [run.run_dir for run in second] == [run.run_dir for run in first], "resumed in the same directory"
     third = load(BODY + "repeats: 2\n").run_all([None], lambda line: None)
     assert [name for name, _ in trainers.started[1:]] == [f"{name}.r2" for name in names] and len(third) == 8
 
 
 @pytest.mark.slow
-def test_a_trainer_that_lives_keeps_its_gpu(load: Load, trainers: FakeTrainers) -> None:
-    made = load()
-    living = lifecycle.create_run(made.runs[0].config, made.outputs)
+def test_live_trainer_keeps_its_gpu(load: Load, trainers: FakeTrainers) -> None:
+    sweep = load()
+    living = lifecycle.create_run(sweep.runs[0].config, sweep.outputs)
     directory.write_status(living, run=living.name, status=directory.RUNNING, gpu="1")
-    trainers.left[living], trainers.gpus[living] = 400, "1"
-    made.run_all(["0", "1"], lambda line: None)
-    assert [gpu for _, gpu in trainers.started] == ["0", "0", "0"], "as long as it lives"
+    trainers.remaining_calls[living], trainers.gpus[living] = 400, "1"
+    sweep.run_all(["0", "1"], lambda line: None)
+    assert [gpu for _, gpu in trainers.started] == ["0", "0", "0"], "GPU 1 is in use"
 
 
-def test_what_cannot_be_started_is_said_and_ends_nothing(
+def test_failed_start_is_reported_and_others_continue(
     load: Load, trainers: FakeTrainers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, said, create = load(), [], lifecycle.create_run
+    sweep, lines, create = load(), [], lifecycle.create_run
 
     def full(config: RunConfig, outputs: Path) -> Path:
         if config.train.seed == 1:
-            raise OSError("no space left")
+            raise OSError("no space remaining_calls")
         return create(config, outputs)
 
     monkeypatch.setattr(lifecycle, "create_run", full)
-    assert [run.state for run in made.run_all([None], said.append)] == [DONE, None, DONE, None]
-    assert "rates.as_it_is.s1 could not be started: no space left" in said
+    assert [run.state for run in sweep.run_all([None], lines.append)] == [DONE, None, DONE, None]
+    assert "rates.as_it_is.s1 could not be started: no space remaining_calls" in lines
 
 
 @pytest.mark.parametrize(
@@ -209,60 +209,61 @@ def test_what_cannot_be_started_is_said_and_ends_nothing(
         ((DONE, None), directory.EXIT_BUG),
     ],
 )
-def test_a_sweep_ends_as_its_runs_do(load: Load, tmp_path: Path, ends: tuple[str | None, ...], code: int) -> None:
+def test_exit_code_follows_the_states_of_the_runs(
+    load: Load, tmp_path: Path, ends: tuple[str | None, ...], code: int
+) -> None:
     codes = {DONE: directory.EXIT_DONE, PREEMPTED: directory.EXIT_STOPPED, HALTED: directory.EXIT_HALTED}
-    told, said = [], []
+    states, lines = [], []
     for number, state in enumerate(ends):
         run_dir = tmp_path / f"run-{number}" if state else None
         if run_dir:
             run_dir.mkdir()
             directory.write_status(run_dir, run=run_dir.name, status=state, reason=None, exit_code=codes.get(state))
-        told.append(SweepRunState(load().runs[number], run_dir, state))
-    assert _report_unfinished(told, "x.yaml", said.append) == code
-    assert len(said) == sum(state != DONE for state in ends) and "None" not in "".join(said)
-    assert all(("it could not be started" in line) == ("is not there" in line) for line in said)
+        states.append(SweepRunState(load().runs[number], run_dir, state))
+    assert _report_unfinished(states, "x.yaml", lines.append) == code
+    assert len(lines) == sum(state != DONE for state in ends) and "None" not in "".join(lines)
+    assert ("it could not be started" in "".join(lines)) == (None in ends)
 
 
-def test_an_interrupt_makes_every_run_save_and_exit(load: Load, trainers: FakeTrainers) -> None:
-    made, said = load(), []
+def test_interrupt_stops_all_runs(load: Load, trainers: FakeTrainers) -> None:
+    sweep, lines = load(), []
 
-    def say(line: str) -> None:
-        said.append(line)
+    def report(line: str) -> None:
+        lines.append(line)
         if "slow.s0" in line and "starts" in line:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        made.run_all(["0", "1", "2"], say)
-    assert sorted(trainers.stopped) == [run.config.name for run in made.runs[:3]]
-    assert [run.state for run in made.get_run_states()] == [PREEMPTED] * 3 + [None]
+        sweep.run_all(["0", "1", "2"], report)
+    assert sorted(trainers.stopped) == [run.config.name for run in sweep.runs[:3]]
+    assert [run.state for run in sweep.get_run_states()] == [PREEMPTED] * 3 + [None]
 
 
-def test_a_name_stands_for_one_configuration(load: Load) -> None:
-    made = load()
-    run_dir = lifecycle.create_run(made.runs[2].config, made.outputs)
+def test_run_with_the_same_name_and_other_config_is_refused(load: Load) -> None:
+    sweep = load()
+    run_dir = lifecycle.create_run(sweep.runs[2].config, sweep.outputs)
     assert load().get_run_states()[2].run_dir == run_dir
     with pytest.raises(ConfigError) as caught:
         load(BODY.replace("1.0e-3", "2.0e-3"))
-    assert f"variant slow: {run_dir.name} has its name and another configuration (train.lr = 0.001, and not 0.002)" in str(
-        caught.value
-    )
+    message = f"variant slow: {run_dir.name} has the same name and another configuration (train.lr = 0.001, expected 0.002)"
+    assert message in str(caught.value)
 
 
-def test_of_one_sweep_there_is_one_supervisor(load: Load) -> None:
-    with load().lock(), pytest.raises(RunDirectoryError, match="another process carries out this sweep"), load().lock():
+def test_lock_allows_one_supervisor(load: Load) -> None:
+    with load().lock(), pytest.raises(RunDirectoryError, match="another process is running this sweep"), load().lock():
         raise AssertionError
     with load().lock():
         pass
 
 
-def test_the_launcher_says_which_gpu_a_trainer_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir, given = write_run(tmp_path, make_config()), []
+def test_gpu_is_set_and_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir, visible_devices = write_run(tmp_path, make_config()), []
 
     class Popen:
         pid = 1
 
         def __init__(self, command: list[str], env: dict[str, str], **rest: object) -> None:
-            given.append(env.get("CUDA_VISIBLE_DEVICES"))
+            visible_devices.append(env.get("CUDA_VISIBLE_DEVICES"))
 
         def wait(self) -> int:
             return 0
@@ -272,11 +273,11 @@ def test_the_launcher_says_which_gpu_a_trainer_has(tmp_path: Path, monkeypatch: 
     lifecycle.start(run_dir, gpu="3")
     assert json.loads((run_dir / directory.STATUS).read_text())["gpu"] == "3"
     lifecycle.start(run_dir)
-    assert given == ["3", None] and directory.read_status(run_dir)["gpu"] is None
+    assert visible_devices == ["3", None] and directory.read_status(run_dir)["gpu"] is None
 
 
-def test_the_ablations_change_one_thing_of_their_preset_each() -> None:
-    """Over the same tokens; `facts_everywhere` has all but the share, and the paper's attention is that of recall_nsa."""
+def test_long_64k_ablations_change_one_setting_each() -> None:
+    """All use the same tokens. `facts_everywhere` changes only the share; the paper's attention is that of recall_nsa."""
     preset = ROOT / "params/long_64k.yaml"
     whole = RunConfig.from_yaml(preset)
     runs = {
@@ -293,23 +294,23 @@ def test_the_ablations_change_one_thing_of_their_preset_each() -> None:
     assert runs["as_the_paper_has_it"].model.model_copy(update=size) == paper
 
 
-def test_of_two_runs_the_one_that_is_done_counts(load: Load, trainers: FakeTrainers) -> None:
-    asked = load()
-    made = sorted(lifecycle.create_run(asked.runs[0].config, asked.outputs) for _ in range(2))
-    for run_dir, state in zip(made, (DONE, HALTED), strict=True):
+def test_done_run_is_preferred_to_a_halted_one(load: Load, trainers: FakeTrainers) -> None:
+    sweep = load()
+    run_dirs = sorted(lifecycle.create_run(sweep.runs[0].config, sweep.outputs) for _ in range(2))
+    for run_dir, state in zip(run_dirs, (DONE, HALTED), strict=True):
         directory.write_status(run_dir, run=run_dir.name, status=state)
-    assert asked.get_run_states()[0].run_dir == made[0]
+    assert sweep.get_run_states()[0].run_dir == run_dirs[0]
 
 
-def test_the_table_is_made_anew_after_each_run(load: Load, trainers: FakeTrainers) -> None:
-    made: list[int] = []
-    load().run_all([None], lambda text: None, on_run_end=lambda: made.append(1))
-    assert len(made) == 4
+def test_table_is_rebuilt_after_each_run(load: Load, trainers: FakeTrainers) -> None:
+    calls: list[int] = []
+    load().run_all([None], lambda text: None, on_run_end=lambda: calls.append(1))
+    assert len(calls) == 4
 
 
-def test_a_run_of_a_longer_name_stands_in_nobodys_way(load: Load, trainers: FakeTrainers) -> None:
-    asked = load()
-    config = asked.runs[0].config
+def test_run_with_a_longer_name_is_ignored(load: Load, trainers: FakeTrainers) -> None:
+    sweep = load()
+    config = sweep.runs[0].config
     train = config.train.model_copy(update={"lr": config.train.lr / 2})
-    lifecycle.create_run(config.model_copy(update={"name": f"{config.name}-longer", "train": train}), asked.outputs)
+    lifecycle.create_run(config.model_copy(update={"name": f"{config.name}-longer", "train": train}), sweep.outputs)
     load()
