@@ -280,7 +280,7 @@ class RecordingKernel(CompiledKernel):
 
 
 def cached_launches() -> None:
-    """Count the launches, those of a cached kernel, and those that differ from Triton's in kernel or arguments."""
+    """Count all launches, launches of a cached kernel, and launches that differ from Triton's in kernel or arguments."""
     JITFunction.__getitem__ = original_getitem
     recorded = defaultdict[Any, RecordingKernel](RecordingKernel)
     JITFunction._do_compile = lambda kernel, key, *args: kernel.device_caches[0][0].setdefault(key, recorded[kernel, key])

@@ -6,10 +6,10 @@ only the fourth configuration, so that twelve processes share a thousand packing
 Prints progress and, at the end, the worst relative error of each part as a fraction of the limit, by configuration. Exits
 with 1 if a limit is exceeded, or if a neighbor changes a bit of a document's results.
 
-The limit is that of the parity checks: 2 (outputs) or 3 (gradients) times the error of the same computation in plain low
-precision. In half precision this error is at least one rounding of the result, and here the limit is exactly that. In
-float32, where any sum over thousands of rows has an error of more than one rounding, plain float32 is also computed with
-the torch backend and compared with float64. Other tests check calls for a single document.
+As in the parity checks, the limit is 2 (outputs) or 3 (gradients) times the error of the same computation in plain low
+precision. In half precision this error is at least one rounding of the result, and the limit here assumes exactly one
+rounding. In float32, where any sum over thousands of rows has an error of more than one rounding, plain float32 is also
+computed with the torch backend and compared with float64. Other tests check calls for a single document.
 """
 
 from __future__ import annotations

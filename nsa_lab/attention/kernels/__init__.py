@@ -305,7 +305,9 @@ def rotate_and_append(
     """
     from nsa_lab.attention.kernels.decoding import launch
 
-    _raise_unsupported("rotate_and_append", find_width_problem(q_and_k.shape[3], None if values is None else values.shape[3]))
+    _raise_unsupported(
+        "rotate_and_append", find_width_problem(q_and_k.shape[3], None if values is None else values.shape[3])
+    )
     with torch.no_grad():
         return launch.rotate_and_append(
             q_and_k, values, *rotary, lengths, write_buffers, k_before_conv, conv_weight, can_prefetch

@@ -117,7 +117,7 @@ def test_matches_the_definition(case, pattern, dtype, strategy, device, poisoned
     exact_x = [a.detach().double().requires_grad_() for a in x]
     exact_out, exact_lse, *exact_grads = run(lambda q, k, v: reference.selected_attention(q, k, v, blocks, nsa), exact_x)
     plain_x = [a.detach().clone().requires_grad_() for a in x]
-    # The plain version has no LSE. Its error is that of the gradients of the output only.
+    # The plain version has no LSE. Its error comes from the gradients of the output only.
     plain_out = plain_attention(*plain_x, blocks, nsa)
     d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     plain_grads = torch.autograd.grad(plain_out, plain_x, d_out)
@@ -196,7 +196,7 @@ def test_strides_do_not_matter(strategy, device):
     attend = lambda q, k, v: selected_attention(q, k, v, blocks, nsa)  # noqa: E731
     for got, want in zip(run(attend, views), run(attend, x), strict=True):
         assert torch.equal(got, want)
-    # An expanded gradient, such as that of a sum.
+    # An expanded gradient, as a sum produces it.
     for got, want in zip(
         torch.autograd.grad(attend(*views)[0].sum(), views), torch.autograd.grad(attend(*x)[0].sum(), x), strict=True
     ):

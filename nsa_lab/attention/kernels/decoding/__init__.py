@@ -11,7 +11,7 @@
 
 A decoding step is limited by the bytes that it reads and, for one sequence, by the number of multiprocessors that read
 them. So the keys of a branch are split into enough parts to fill the GPU at the given batch size, and every part stores the
-sums of a separate softmax: a partial output, a peak and a total (Flash-Decoding). The number of parts depends only on shapes.
-The range of keys of a part is computed on the device from the lengths, so parts are equal for any lengths, and a CUDA graph
-of the launches stays valid while lengths grow.
+sums of a separate softmax: a partial output, a peak and a total (Flash-Decoding). The number of parts depends only on
+shapes. The range of keys of a part is computed on the device from the lengths, so parts are equal for any lengths, and a
+CUDA graph of the launches stays valid while lengths grow.
 """
