@@ -80,11 +80,11 @@ nbval: $(READY)
 	done
 	@$(BIN)/papermill --prepare-only --log-level ERROR -p outputs $(CURDIR)/$(COPIES)/runs \
 	  -p sample_tokens 40 notebooks/05_health_analysis.ipynb $(COPIES)/05_health_analysis.ipynb
-	@$(BIN)/papermill --prepare-only --log-level ERROR -p steps 10 -p asked 32 \
+	@$(BIN)/papermill --prepare-only --log-level ERROR -p steps 10 -p n_sequences 32 \
 	  notebooks/06_does_selection_find.ipynb $(COPIES)/06_does_selection_find.ipynb
-	@$(BIN)/papermill --prepare-only --log-level ERROR -p steps 10 -p longest 4096 \
+	@$(BIN)/papermill --prepare-only --log-level ERROR -p steps 10 -p max_context 4096 \
 	  notebooks/07_decoding.ipynb $(COPIES)/07_decoding.ipynb
-	@$(BIN)/papermill --prepare-only --log-level ERROR -p read 2048 -p asked 2 \
+	@$(BIN)/papermill --prepare-only --log-level ERROR -p text_bytes 2048 -p n_texts 2 \
 	  notebooks/08_long_texts.ipynb $(COPIES)/08_long_texts.ipynb
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/notebooks $(BIN)/python -m pytest -p nbval_outputs -p no:cacheprovider --nbval-lax --nbval-cell-timeout=300 \
 	  notebooks/00_start_here.ipynb notebooks/01_branch_derivations.ipynb notebooks/02_kernel_parity.ipynb $(COPIES)/*.ipynb

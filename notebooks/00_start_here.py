@@ -17,16 +17,16 @@
 # %% [markdown]
 # # Start here
 #
-# | to | open | on two CPU cores, measured | on one H200 |
+# | goal | notebook | two CPU cores (measured) | one H200 |
 # |---|---|---|---|
-# | understand NSA: equation, code, picture; explore what a query reads | [01][1] | under a minute | as on a CPU |
-# | see that fast paths compute what the definition says, and how fast | [02][2] | under a minute | 3 minutes, measured |
-# | train a small model on real text and watch it | [03][3] | a few minutes | `name = "smoke_gpu"`: minutes, estimated |
-# | do the 50,000-step run | [04][4] | `name = "ci"`: seconds | 18 minutes, measured |
-# | judge a run, or compare several | [05][5] | seconds | half a minute, measured |
-# | see whether selection finds, on models that train in front of you | [06][6] | a few minutes | as on a CPU |
-# | see what a step of decoding reads, and time it against context | [07][7] | a few minutes | as on a CPU |
-# | read what long texts showed, and ask the model that ships | [08][8] | a few minutes | as on a CPU |
+# | understand NSA through equations, code and pictures | [01][1] | under a minute | same as on a CPU |
+# | check that the fast backends match the definition, and time them | [02][2] | under a minute | 3 minutes (measured) |
+# | train a small model on real text and watch it | [03][3] | a few minutes | `name = "smoke_gpu"`: minutes (estimated) |
+# | run the production training, 50,000 steps | [04][4] | `name = "ci"`: seconds | 18 minutes (measured) |
+# | examine the health of a run, or compare runs | [05][5] | seconds | half a minute (measured) |
+# | test whether selection finds facts, with tiny models | [06][6] | a few minutes | same as on a CPU |
+# | see what a decoding step reads, and time it against context length | [07][7] | a few minutes | same as on a CPU |
+# | see the results on long texts, and test the model that ships | [08][8] | a few minutes | same as on a CPU |
 #
 # [1]: 01_branch_derivations.ipynb
 # [2]: 02_kernel_parity.ipynb
@@ -37,19 +37,22 @@
 # [7]: 07_decoding.ipynb
 # [8]: 08_long_texts.ipynb
 #
-# Each opens with a cell of **parameters**: change values there, then *Run → Run All Cells*. Training happens in a
-# process of its own: the buttons Stop and Resume of 03 and 04 speak to it, and closing the page or restarting the
-# kernel does not hurt it. Running the notebook again attaches, resumes, or shows the finished run.
+# **Parameters.** Each notebook starts with a cell of parameters. Change the values there, then select *Run → Run All
+# Cells*.
 #
-# A notebook and the `.py` beside it are one pair: saving the notebook writes both, and the `.py` is what counts in git
-# (`make notebooks` builds every `.ipynb` anew, without outputs). The `.py` opens as text; *Open With → Notebook* shows
-# it as a notebook.
+# **Training.** The trainer is a separate process. You can close the page or restart the kernel without stopping it. The
+# Stop and Resume buttons of notebooks 03 and 04 control it. If you run the notebook again, it attaches to the run,
+# resumes it, or shows the finished run.
 #
-# Everything also works without a browser: `nsa-lab run smoke` executes notebook 03 and writes a report, `nsa-lab
-# follow` watches, `nsa-lab stop` and `nsa-lab resume` do what the buttons do.
+# **Source files.** Each notebook is paired with a `.py` file of the same name. Saving the notebook writes both, and the
+# `.py` file is the source of truth in git. `make notebooks` rebuilds every `.ipynb` from its `.py` file, without
+# outputs. In JupyterLab, the `.py` file opens as text; *Open With → Notebook* shows it as a notebook.
+#
+# **Command line.** Everything works without a browser too. `nsa-lab run smoke` executes notebook 03 and writes a
+# report. `nsa-lab follow` shows a run while it trains. `nsa-lab stop` and `nsa-lab resume` do the same as the buttons.
 
 # %% tags=["parameters"]
-outputs: str = ""  # folder that run directories are kept in; empty: outputs/ of the project
+outputs: str = ""  # folder of the run directories; empty: outputs/ of the project
 
 # %%
 from IPython.display import Markdown
@@ -63,7 +66,7 @@ from nsa_lab.workbook import start_page
 Markdown(start_page.describe_machine())
 
 # %% [markdown]
-# ## The runs there are
+# ## Runs
 
 # %%
 Markdown(start_page.list_runs(outputs))

@@ -17,19 +17,24 @@
 # %% [markdown]
 # # Every backend against the definition
 #
-# `nsa_lab.attention.reference` is the definition: plain PyTorch, whole score matrices, float64 where it is asked for.
-# Other implementations make it fast, and are called *backends*: `torch` (any device), `triton` (kernels of this
-# project, on a GPU) and `flash` (the flash-attn package, for the window alone). Here each of them computes the same
-# numbers as the definition, part by part: outputs, gradients of every input, and the choice of blocks. A backend that
-# cannot run on this machine is listed with the reason, never skipped in silence.
+# `nsa_lab.attention.reference` is the definition of NSA: plain PyTorch with full score matrices, in float64 on request.
+# Faster implementations are called *backends*:
+#
+# * `torch` runs on any device.
+# * `triton` uses this project's kernels and needs a GPU.
+# * `flash` uses the flash-attn package, for the window branch only.
+#
+# This notebook compares each backend with the definition: outputs, gradients of every input, and the selected blocks.
+# If a backend cannot run on this machine, the notebook prints the reason.
 #
 # The parts are those of notebook 01: the **compressed** branch, the **selection** of blocks, attention over the
-# **selected** blocks, the **window**, and the **whole** with its gates. On two CPU cores this takes less than a minute.
+# **selected** blocks, the **window**, and the **whole** operator with its gates. The notebook takes less than a minute
+# on two CPU cores.
 
 # %% tags=["parameters"]
-lengths: list = [1, 33, 65, 512, 1025]  # sequence lengths, tokens: below one block, odd, and past n_sel * l_sel = 1,024
-heads: int = 4  # query heads H on a CPU; a GPU takes 12 in 2 groups
-speeds: bool = True  # measure speeds too, where there is a CUDA device
+lengths: list = [1, 33, 65, 512, 1025]  # sequence lengths in tokens: below one block, odd, and above n_sel * l_sel = 1,024
+heads: int = 4  # query heads H on a CPU; on a GPU there are 12 in 2 groups
+measure_speed: bool = True  # measure speed too if there is a CUDA device
 
 # %%
 import torch
@@ -43,115 +48,112 @@ from nsa_lab.workbook.speeds import show_attention_speeds
 
 nsa = NSAConfig()
 device = "cuda" if torch.cuda.is_available() else "cpu"
-shape = {"heads": 12, "groups": 2, "width": 64} if device == "cuda" else {"heads": heads, "groups": 2, "width": 32}
+shape = {"heads": 12, "groups": 2, "head_dim": 64} if device == "cuda" else {"heads": heads, "groups": 2, "head_dim": 32}
 dtypes = [torch.float32, torch.bfloat16] + ([torch.float64] if device == "cpu" else [])
 
 # %% [markdown]
-# ## What can run here
+# ## Available backends
 
 # %%
 print(kernel_parity.describe_backends(device, dtypes, nsa))
 
 # %% [markdown]
-# ## How far off is each of them?
+# ## Errors
 #
-# A bar is an error, in units of what is allowed: 1, the dotted line, is all of it, and `exact` is no error at all. Each bar
-# is the worst over all the lengths, of the output or of whichever gradient comes nearest to its limit.
+# Each bar is an error divided by the allowed error. The dotted line at 1 is the limit, and `exact` means no error. A
+# bar shows the worst case over all lengths, either of the output or of the gradient that is closest to its limit.
 
 # %%
 rows = list(kernel_parity.compare_backends(lengths, dtypes, nsa, device=device, **shape))
-over = f"worst error over T = {', '.join(f'{length:,}' for length in lengths)}"
+caption = f"worst error over T = {', '.join(f'{length:,}' for length in lengths)}"
 for dtype in dtypes:
-    named = str(dtype).removeprefix("torch.")
-    show_figure(
-        figures.plot_allowed_errors(
-            kernel_parity.compute_worst_fractions(rows, dtype), f"{named}: {over}, as a share of what is allowed"
-        )
-    )
+    title = f"{str(dtype).removeprefix('torch.')}: {caption}, as a fraction of the allowed error"
+    show_figure(figures.plot_allowed_errors(kernel_parity.compute_worst_fractions(rows, dtype), title))
 
 # %% [markdown]
-# **What to notice.** No bar reaches the dotted line. Where float64 is among the dtypes its bars end thousands of times
-# short of it, and the choice of blocks is `exact`: what is computed is the same, and what differs is rounding. The short
-# dtypes come nearer, because there the limit itself is a few roundings.
+# **What to notice.** No bar reaches the dotted line. In float64 (if it is among the dtypes) the errors are thousands of
+# times smaller than the limit, and the selection is `exact`: the backend computes the same function, and only rounding
+# differs. Low-precision bars are longer, because there the limit itself is a few rounding errors.
 #
-# **What is allowed.** A fast implementation owes its reader no more than the dtype can give, and no less than the same
-# mathematics gives when it is written down plainly in that dtype:
+# **Allowed errors.** A backend may err about as much as the same mathematics written plainly in that dtype:
 #
-# | dtype | an output may err | a gradient may err |
+# | dtype | output | gradient |
 # |---|---|---|
-# | bfloat16, float16 | 2 × plain arithmetic, in norm | 3 × plain arithmetic, in norm |
-# | float32 | 1e-5, the largest difference | 3 × plain arithmetic, in norm, or 5e-6 if that is more |
-# | float64 | 1e-10, the largest difference | 1e-10, the largest difference |
+# | bfloat16, float16 | 2 × plain arithmetic, relative norm | 3 × plain arithmetic, relative norm |
+# | float32 | 1e-5, largest difference | 3 × plain arithmetic, relative norm, at least 5e-6 |
+# | float64 | 1e-10, largest difference | 1e-10, largest difference |
 #
-# *In norm* is the norm of the difference over the norm of the truth, which is the definition in float64. *Plain arithmetic*
-# keeps every intermediate result in the dtype, scores and probabilities too, and counts for no less than the dtype's eps
-# (7.8e-3 in bfloat16, twice what a rounding errs at most); on random numbers it mostly errs less, so that eps is what
-# decides.
+# *Relative norm* is the norm of the difference divided by the norm of the float64 definition. *Plain arithmetic* stores
+# every intermediate result in the dtype, including scores and probabilities. Its error counts as at least the machine
+# epsilon of the dtype (7.8e-3 in bfloat16, twice the largest rounding error). On random inputs it is usually smaller,
+# so in most cases the epsilon sets the limit.
 #
-# The 5e-6 of float32 has a reason: where a query sees a single key, the gradient of its score is exactly 0. Plain
-# arithmetic keeps the probabilities and finds that 0; a kernel that does not keep them subtracts two equal sums, and
-# what is left is their rounding.
+# The float32 minimum of 5e-6 has a reason. If a query sees a single key, the gradient of its score is exactly 0. Plain
+# arithmetic stores the probabilities and computes this 0 exactly. A kernel that does not store them subtracts two equal
+# sums, and their rounding error remains.
 #
-# For the selection the numbers are shares of queries whose set of blocks differs. In float64 none may; elsewhere one in
-# a thousand, or twice as many as for the definition itself in that dtype, because two scores may be equal but for
-# rounding.
+# For the selection, the error is the fraction of queries whose set of blocks differs. In float64 it must be 0. In other
+# dtypes it may be 0.001, or twice the fraction of the definition itself in that dtype, because two scores may be equal
+# up to rounding.
 
 # %%
 too_large = [row for row in rows if not row.ok]
-print(f"{len(rows)} comparisons, {len(too_large)} beyond what is allowed")
-show_folded("Every comparison, with its numbers", kernel_parity.format_table(rows))
+print(f"{len(rows)} comparisons, {len(too_large)} above the limit")
+show_folded("All comparisons with their numbers", kernel_parity.format_table(rows))
 assert not too_large, kernel_parity.format_table(too_large)
 
 # %% [markdown]
-# In the table, `error` is of the output, `gradient` of the worst of the gradients, and `of` says which one that is; beside
-# each stands what is allowed.
+# The column `error` is the error of the output, and `gradient` is the worst gradient error, of the tensor named in the
+# last column. The allowed error follows each of them.
 #
-# ## Exactly
+# ## Exact comparison
 #
-# In float64 the `torch` backend must agree with the definition to 1e-10, and choose exactly the same blocks. These
-# lines are compared character by character in continuous integration.
+# In float64, the `torch` backend must agree with the definition to 1e-10 and select exactly the same blocks. Continuous
+# integration compares these lines character by character.
 
 # %%
 # NBVAL_CHECK_OUTPUT
 exact = kernel_parity.compare_backends([15, 32, 64, 200], [torch.float64], nsa, heads=4, groups=2, head_dim=32)
 lines = [
-    f"{row.part:<11} T = {row.length:>3}: {'agrees to 1e-10' if row.ok else 'DIFFERS'}"
+    f"{row.part:<11} T = {row.length:>3}: {'equal to 1e-10' if row.ok else 'DIFFERS'}"
     for row in exact
     if row.backend == "torch"
 ]
 print("\n".join([*lines, f"mean selected keys at T = 2,048: {geometry.mean_selected_keys(2048, nsa)}"]))
 
 # %% [markdown]
-# ## Speeds
+# ## Speed
 #
-# Forward and backward of each part and of the whole, beside dense attention at the same shape: PyTorch's
-# `scaled_dot_product_attention` (SDPA) with two kernels, flash and cuDNN. FlexAttention is PyTorch's compiler for
-# attention with a mask, here with the masks of two branches. Measured now where there is a CUDA device, and then a speed
-# is shown only for what passed the comparison; otherwise the record in `docs/benchmarks`, of the device and day that it
-# names.
+# Forward and backward of each part and of the whole operator, compared with dense attention of the same shape. The
+# dense baselines are PyTorch's `scaled_dot_product_attention` (SDPA) with the flash and the cuDNN kernel.
+# FlexAttention, PyTorch's compiler for masked attention, is measured with the masks of two branches.
+#
+# On a CUDA device the speeds are measured now, only for backends that passed the comparison. Otherwise the notebook
+# shows the record in `docs/benchmarks`, with its device and date.
 
 # %%
-show_attention_speeds(measure=device == "cuda" and speeds)
+show_attention_speeds(measure=device == "cuda" and measure_speed)
 
 # %% [markdown]
-# **What to notice.** Dense attention (dashed) climbs with the length, since every token is compared with all before it.
-# The whole of NSA (black) lies above it in short sequences, crosses it, and then grows far more slowly; what still grows
-# is the compressed branch and the choice, which look at a summary for every sixteenth token.
+# **What to notice.** The time per token of dense attention (dashed) grows with the length, because every token is
+# compared with all tokens before it. The whole NSA operator (black) is slower in short sequences and faster in long
+# ones, where it grows much more slowly. Its growth comes from the compressed branch and the selection, which score one
+# compressed key per 16 tokens.
 #
-# ## A training step, by part
+# ## A training step, part by part
 #
-# A profiler trace of the whole training step, summarised by kernel: what each part takes, and its *floor*, the least
-# that its arithmetic would take (matrix products at the rate that a large one reached in the same run, attention at 500
-# TFLOP/s on the keys it reads). Measured now where there is a CUDA device, otherwise the record that ships with the
-# package.
+# A profiler trace of the complete training step, grouped by kernel: the time of each part, and its *floor*. The floor
+# is the time that its arithmetic needs at full speed. For matrix products, full speed is what a large product reached
+# in the same run. For attention it is 500 TFLOP/s, counting the keys that are read. On a CUDA device the trace is
+# recorded now; otherwise the record that ships with the package is shown.
 
 # %%
-step_time.show_step_time(measure=device == "cuda" and speeds)
+step_time.show_step_time(measure=device == "cuda" and measure_speed)
 
 # %% [markdown]
-# **What to notice.** Per token, the matrix products (`gemm`) take as long at every length; in short sequences they are the
-# largest part of NSA's step. In long ones dense attention takes nearly all of the twin's step, while NSA's whole step is
-# less than twice as long as in short ones.
+# **What to notice.** The time of matrix products (`gemm`) per token is the same at every length. In short sequences it
+# is the largest part of NSA's step. In long sequences, dense attention takes most of the dense baseline's step. NSA's
+# step, per token, is less than twice as long there as in short sequences.
 #
-# **Next:** `03_smoke_training` trains a small model by what was checked here; `07_decoding` checks a decoding step the same
-# way.
+# **Next:** `03_smoke_training` trains a small model with these backends. `07_decoding` checks a decoding step in the
+# same way.

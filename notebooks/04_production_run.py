@@ -17,28 +17,27 @@
 # %% [markdown]
 # # The production run
 #
-# 50,000 optimiser steps of 4 × 2,048 bytes through a model of 78 million parameters. This is the run that five
-# earlier reports, written about another NSA code base, set out to do; this project began from them. The code is that
-# of `03_smoke_training`; what differs is `params/production_50k.yaml`. It needs a CUDA device and takes well under an
-# hour on a recent one; with `-f params/ci.yaml` the same notebook does 20 steps on a CPU in seconds.
+# This notebook trains a model of 78 million parameters for 50,000 optimizer steps of 4 × 2,048 bytes. It has the same
+# code as `03_smoke_training`, with `params/production_50k.yaml`. It needs a CUDA device and takes less than an hour on
+# a recent one. With `-f params/ci.yaml` the same notebook runs 20 steps on a CPU in seconds.
 #
-# The trainer is a process of its own, so this notebook may be closed, killed and run again at any time: it attaches,
-# resumes, or shows the finished run. From a terminal: `nsa-lab run production_50k`, `nsa-lab follow`, `nsa-lab stop`,
-# `nsa-lab resume`.
+# The trainer is a separate process, so you can close or restart this notebook at any time. If you run it again, it
+# attaches to the run, resumes it, or shows the finished run. The commands are `nsa-lab run production_50k`,
+# `nsa-lab follow`, `nsa-lab stop` and `nsa-lab resume`.
 
 # %% tags=["parameters"]
-name: str = "production_50k"  # which params/NAME.yaml is the base
-model: dict = {}  # values laid over its section model, for example {"dim": 256}
-nsa: dict = {}  # over its section nsa: l, d, l_sel, n_sel, w, phi, gate
-runtime: dict = {}  # over its section runtime: device, precision, backend, compile
-train: dict = {}  # over its section train: steps, seq_len, batch_size, lr, seed
-data: dict = {}  # over its section data: source, path, tokenizer
-run_dir: str = ""  # run directory to attach to; empty: the latest of this configuration, or a new one
-new_run: bool = False  # start a new run even where one of this configuration exists
-outputs: str = ""  # folder that run directories are kept in; empty: outputs/ of the project
-prompt: str = "def main("  # what the samples go on from
-sample_tokens: int = 400  # length of each sample, tokens
-reference: str = ""  # another run, by directory or id: its validation is drawn beside this one's
+name: str = "production_50k"  # base configuration, params/NAME.yaml
+model: dict = {}  # values that replace those of its section model, for example {"dim": 256}
+nsa: dict = {}  # of its section nsa: l, d, l_sel, n_sel, w, phi, gate
+runtime: dict = {}  # of its section runtime: device, precision, backend, compile
+train: dict = {}  # of its section train: steps, seq_len, batch_size, lr, seed
+data: dict = {}  # of its section data: source, path, tokenizer
+run_dir: str = ""  # run directory to attach to; empty: the latest run of this configuration, or a new one
+new_run: bool = False  # start a new run even if one of this configuration exists
+outputs: str = ""  # folder of the run directories; empty: outputs/ of the project
+prompt: str = "def main("  # prompt of the samples
+sample_tokens: int = 400  # length of each sample in tokens
+reference: str = ""  # another run, by directory or id, whose validation loss is compared with this run's
 
 # %%
 from nsa_lab.workbook.training_session import configure_training
@@ -57,7 +56,7 @@ training = configure_training(
 # %% [markdown]
 # ## The model
 #
-# Before a step is done: how large it is, and how much it will read.
+# The configuration, the size of the model, and the number of tokens it will train on:
 
 # %%
 training.print_settings()
@@ -65,7 +64,7 @@ training.print_settings()
 # %% [markdown]
 # ## The run
 #
-# Interrupting the cell below stops the watching, not the run.
+# Interrupting the last of these two cells stops the display, not the run.
 
 # %%
 training.start()
@@ -74,105 +73,112 @@ training.start()
 await training.follow()
 
 # %% [markdown]
-# ## What happened
+# ## Results
 #
-# The run at a glance. The loss is in bits per byte, thin as recorded and thick as a running mean, the held-out text
-# dashed (8 bits is a model that knows nothing). *What to notice:* nearly all of the fall is in the first tenth, which
-# the axes leave out for a long run. A step downwards within some hundred steps is something learned at once (copying
-# from earlier in the text); which seed or architecture gets there first says little. Gates, selection and pace have
-# pictures of their own below.
+# The run at a glance. The loss is in bits per byte: thin lines are single steps, thick lines are a running mean, and
+# the dashed line is held-out text. (A model that predicts all 256 bytes equally has 8 bits per byte.) *What to notice:*
+# most of the decrease is in the first tenth of the steps, which the axes omit for a long run. A drop within a few
+# hundred steps is an ability learned at once, for example copying from earlier in the text. Which seed or architecture
+# drops first is mostly chance. Gates, selection and throughput have separate figures below.
 
 # %%
 training.show_overview()
 
 # %% [markdown]
-# ### Beside another run
+# ### Comparison with another run
 #
-# Where `reference` names one: both validations, over tokens and over seconds of optimiser steps. *What to notice:* which
-# is lower at the same tokens says what learns more from a text, which is lower at the same second what is quicker;
-# they need not be one. One run of each proves little: `nsa-lab sweep` compares several seeds.
+# If `reference` names a run, this figure shows the validation loss of both runs, against tokens and against step time
+# (the time of optimizer steps only). *What to notice:* the lower curve against tokens learns more from the same text.
+# The lower curve against time is faster. These may be different runs. One run of each is weak evidence; `nsa-lab sweep`
+# compares several seeds.
 
 # %%
 training.show_reference()
 
 # %% [markdown]
-# ### The optimiser
+# ### Optimizer
 #
-# The rate that was asked for, and the length of the gradient before it is clipped. *What to notice:* it is large
-# while the rate still rises, and settles. Single spikes are batches unlike the others (a table, a file of data);
-# clipping bounds what they do. A norm that keeps growing is the way in which runs diverge.
+# The learning rate, and the norm of the gradient before clipping. *What to notice:* the norm is large during the
+# warm-up and then becomes stable. Single spikes are unusual batches, for example a table of numbers; clipping limits
+# their effect. A norm that keeps growing is a sign of divergence.
 
 # %%
 training.show_optimizer()
 
 # %% [markdown]
-# ### The gates
+# ### Gates
 #
-# Every query weighs three branches: compressed (`cmp` in the records; a coarse view of everything), selected (`sel`;
-# a few blocks, read in full) and window (`win`; the latest tokens). Shares are of the three gates' sum; one line per
-# layer, dotted where all three are alike. *What to notice:* they start at a third each and part early; a layer whose
-# shares stay at a third uses the three alike on average, and whether single queries choose, the entropy tells (notebook
-# 05).
+# Each query weights three branches: compressed (`cmp` in the records: an overview of the whole past), selected (`sel`:
+# a few blocks in full detail) and window (`win`: the latest tokens). A share is a branch's part of the sum of the three
+# gates. There is one line per layer, and the dotted line marks equal shares.
+#
+# *What to notice:* the shares start at one third and separate early. If the shares of a layer stay at one third, the
+# layer uses the branches equally on average. Whether single queries prefer a branch shows in the entropy (notebook 05).
 
 # %%
 training.show_gates()
 
 # %% [markdown]
-# The same by layer, at the first reading and at the last. *What to notice:* layers come to divide their work: a
-# branch that one layer hardly uses may be another's largest.
+# The same shares by layer, at the first and at the last recorded step. *What to notice:* layers specialize. A branch
+# that one layer hardly uses may be the largest in another.
 
 # %%
 training.show_gates_by_layer()
 
 # %% [markdown]
-# ### The selection
+# ### Selection
 #
-# What the chosen blocks are like: shared with the query before, how far back, the first block's share (attention that
-# is parked at the beginning of the text, an *attention sink*), and how much of them the window reads as well. *What
-# to notice:* by chance, neighbouring queries would share as many blocks as the dotted line says; lying above it shows that
-# neighbours choose alike, not that they choose well.
+# Four statistics of the selected blocks:
+#
+# * the fraction that the previous query selected too,
+# * their distance in blocks,
+# * the attention on the first block (an *attention sink*: attention that is needed nowhere else),
+# * the fraction of selected keys that the window reads too.
+#
+# *What to notice:* the dotted line is the value for random selection. A fraction above it shows that neighboring
+# queries select similar blocks. It does not show that they select the right ones.
 
 # %%
 training.show_selection()
 
 # %% [markdown]
-# How large each branch's output is, mean and range over layers. *What to notice:* a branch whose output shrinks
-# towards zero is being given up, whatever its gate says.
+# The size of each branch's output: mean and range over layers. *What to notice:* if the output of a branch shrinks
+# towards zero, the layer stops using this branch, whatever its gate shows.
 
 # %%
 training.show_branch_norms()
 
 # %% [markdown]
-# ### The pace
+# ### Throughput
 #
-# Tokens per second with their median, the share of the time spent waiting for data, and memory. *What to notice:* on
-# a GPU of its own the speed is flat; the dips are evaluations and saves.
+# Tokens per second and their median, the fraction of time spent waiting for data, and memory. *What to notice:* on a
+# GPU that runs nothing else, the throughput is constant. Dips are evaluations and checkpoints.
 
 # %%
 training.show_throughput()
 
 # %% [markdown]
-# ## What it writes
+# ## Samples
 #
-# First, text of the kind it learned from, which training never read; then what the model makes of the prompt `def
-# main(` (or whatever `prompt` says above), before the first step and after the last. *What to notice:* words, markup
-# and the layout of the text beside it are right, and the sense is not. With `params/ci.yaml` (20 steps) expect noise.
+# First a passage of the same kind of text that was not used in training. Then the model's continuation of `prompt`,
+# before the first step and after the last. *What to notice:* the words, the markup and the layout are right, the
+# meaning is not. With `params/ci.yaml` (20 steps) the sample is noise.
 
 # %%
 training.show_samples()
 
 # %% [markdown]
-# ## Was the run healthy?
+# ## Health checks
 #
-# Each line compares a number with a limit and can fail. `?` means that the run does not say.
+# Each line compares a number with a limit and can fail. `?` means that the run has not recorded the number.
 
 # %%
 training.print_verdict()
 
 # %% [markdown]
-# ## The configuration
+# ## Configuration
 #
-# Every value that the run was made with; `config.yaml` in its directory holds the same.
+# All values of the run, as in `config.yaml` in its directory.
 
 # %%
 training.print_configuration()

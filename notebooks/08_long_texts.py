@@ -15,39 +15,44 @@
 # ---
 
 # %% [markdown]
-# # Does NSA read long texts?
+# # NSA on long texts
 #
-# Sparse attention is for long texts. NSA and a dense twin of its size, 78.4 M parameters, were trained on the same text in
-# the same order, in stages of 2,048, 8,192 and 65,536 bytes, the last of which reads each long text once. NSA has the
-# recipe of
-# [notebook 06][1], with a key of the indexer for every byte, since with one for eight such a model lost what is far (one
-# seed, [what led here][2]); both have normed embeddings and *tables of n-grams*, embeddings that are looked up by the
-# last few bytes together. Then both are asked for facts, and
-# read documents that neither was trained on.
+# Sparse attention is meant for long texts. This notebook compares NSA with a parameter-matched dense baseline of 78.4 M
+# parameters on facts in texts of up to 65,536 bytes, and on documents that neither model was trained on.
 #
-# These are three seeds. Other runs can be read as well: a longer plan, which learned its text by heart, with
-# `long_64k_shallow.a_key_per_byte.*` and `long_64k_shallow.dense.*` as `runs` and `long_64k_shallow.dense` as `against`;
-# NSA trained without a part of it, with `long_64k_window*`, `long_64k_paper-*` and `long_64k-20261126*`, against
-# `long_64k`; attention without the recipe (the paper's, but with means for φ) beside a dense model without the recipe,
-# with `long_64k_paper-*` and
-# `long_64k_dense_plain-*`, against `long_64k_dense_plain`; or seed 0 once more, asked five times as much, with
-# `long_64k_full-*` and `long_64k_dense_full-*`, against `long_64k_dense_full`.
+# Both models were trained on the same text in the same order, in three stages: lengths of 2,048, 8,192 and 65,536
+# bytes. The last stage reads each long text once. NSA uses the training recipe of [notebook 06][1] with one index key
+# per byte. (With one key per 8 bytes, such a model lost distant facts; one seed, see [the log][2].) Both models have
+# normalized embeddings and *n-gram tables*: embeddings of the last few bytes together.
 #
-# The [protocol][2] was written before the runs: what is asked, how it is judged, and what would show that it is not so.
-# Nothing below was typed in by hand: tables and pictures are made from the records of the runs, `events.jsonl` and
-# `evaluation.json`. A terminal prints the same tables with `nsa-lab compare`, given these runs and `--against`.
+# The experiment has three seeds. A clone of the repository has the records of seed 0;
+# `python tools/records.py unpack RUN` adds other recorded runs (see [outputs/README.md](../outputs/README.md)). The
+# [protocol][2] was written before the runs: the tasks, the criteria, and the results that would refute the claim. All
+# tables and figures are made from the records of the runs, `events.jsonl` and `evaluation.json`. `nsa-lab compare`
+# prints the same tables for these runs, with `--against` for the baseline.
+#
+# Other runs can be compared with the parameters `runs` and `baseline`:
+#
+# * A longer schedule, which memorized its text: `long_64k_shallow.a_key_per_byte.*` and `long_64k_shallow.dense.*`,
+#   baseline `long_64k_shallow.dense`.
+# * NSA trained without one of its parts: `long_64k_window*`, `long_64k_paper-*` and `long_64k-20261126*`, baseline
+#   `long_64k`.
+# * NSA and dense attention, both without the recipe: `long_64k_paper-*` and `long_64k_dense_plain-*`, baseline
+#   `long_64k_dense_plain`.
+# * Seed 0 with five times as many questions: `long_64k_full-*` and `long_64k_dense_full-*`, baseline
+#   `long_64k_dense_full`.
 #
 # [1]: 06_does_selection_find.ipynb
 # [2]: ../docs/science/long_texts.md
 
 # %% tags=["parameters"]
-runs: list = ["long_64k-20261126*", "long_64k_dense-20261126*"]  # evaluated; a name's seeds are one model
-against: str = "long_64k_dense"  # the model that the others are compared with
-outputs: str = ""  # folder that runs are kept in; empty: outputs/ of the project
-bar: float = 0.005  # bits per byte that NSA may lie above its twin, by the protocol
-read: int = 4096  # bytes of each text that the shipped model is asked about at the end
-asked: int = 10  # such texts, the fact at another depth in each
-seed: int = 0  # of those facts
+runs: list = ["long_64k-20261126*", "long_64k_dense-20261126*"]  # evaluated runs; seeds of one name are one model
+baseline: str = "long_64k_dense"  # model to compare the others with
+outputs: str = ""  # folder of the run directories; empty: outputs/ of the project
+target: float = 0.005  # allowed difference from the baseline in bits per byte, by the protocol
+text_bytes: int = 4096  # length of each text for the shipped model
+n_texts: int = 10  # number of these texts, each with a fact at another depth
+seed: int = 0  # of the facts
 
 # %%
 import time
@@ -63,100 +68,109 @@ from nsa_lab.evaluate.scoring import stack_samples
 from nsa_lab.workbook.evaluated_runs import load_evaluated_models
 from nsa_lab.workbook.examples import read_standard_library
 
-found = load_evaluated_models(runs, against, outputs)
+evaluation = load_evaluated_models(runs, baseline, outputs)
 
 # %% [markdown]
-# ## What was trained, and what it cost
+# ## Training and its cost
 #
-# One line for a model, its seeds in order. *What to notice:* the share of the dense twin's seconds, and of its whole run,
-# which has compiling, evaluations and saves as well.
+# There is one row per model, with its seeds in order. *What to notice:* compare the step time (optimizer steps only)
+# and the total time with those of the dense baseline. The total includes compilation, evaluations and checkpoints.
 
 # %%
-found.show_costs()
+evaluation.show_costs()
 
 # %% [markdown]
-# Validation against tokens says what learns more from a text, against seconds what is quicker. The steps in a line are
-# those of the stages: other lengths, other texts.
+# Validation loss while training. Against tokens, the lower curve learns more from the same text. Against time, the
+# lower curve is faster. Steps in a curve are changes of stage, to other lengths and other texts.
 
 # %%
-found.show_training_time()
+evaluation.show_training_time()
 
 # %% [markdown]
-# ## Does it find?
+# ## Does the model find facts?
 #
-# A needle is a fact, told somewhere in held-out text and asked for at its end. *Multi-key* is one among many others
-# of its kind, *multi-query* are four questions in a row. Where other forms were asked (values of other lengths, of letters
-# or hexadecimal digits, names that are codes, other words), no model was trained on any. *What to notice:* the table of far
-# facts, those beyond the window and behind the first block: there the choice of blocks has to find.
-
-# %%
-found.show_needles()
-
-# %% [markdown]
-# ## Does it read as well?
+# A *needle* is a fact inserted somewhere in held-out text and asked for at its end. In *multi-key*, the text contains
+# many other facts of the same kind. In *multi-query*, there are four questions in a row. Some runs were also evaluated
+# on other forms of facts: values of other lengths, letters or hexadecimal digits, codes as names, and other wording. No
+# model was trained on these.
 #
-# `long` is of documents of 128 KB and more, in windows of 65,536 bytes, each read by both models. *What to notice:* not
-# the mean, but whether the difference grows with the position. If it does, the choice loses what is far, as it does with a
-# key for eight bytes. The dashed level is the protocol's bar. There are two intervals, since two things are unknown: other
-# texts (over windows), and other seeds; of three seeds the second is wide, 4.3 standard errors.
+# *What to notice:* the table of far facts. They are beyond the window and after the first block, so only block
+# selection can find them.
 
 # %%
-found.show_text("long", bar)
+evaluation.show_needles()
 
 # %% [markdown]
-# Documents from the same packages as those of training (`validation`), and of packages that training has nothing of
-# (`heldout`), each from its first byte:
-
-# %%
-found.show_text("validation")
-
-# %%
-found.show_text("heldout")
-
-# %% [markdown]
-# ## Which part does it?
+# ## Does the model predict text as well?
 #
-# The trained weights stay, and in every layer the blocks are replaced, or a branch says nothing ([notebook 06][1] explains
-# each line). *What to notice:* needles by random blocks. Were they found as well, the task would not measure
-# selection. And `oracle` in text: what a better choice of as many blocks could still gain. Where nothing follows, it was
-# not asked of these runs, as the list after it says.
+# The text `long` consists of documents of at least 128 KB, in windows of 65,536 bytes, and both models read each
+# window. *What to notice:* not the mean, but whether the difference grows with the position. If it does, the selection
+# loses distant information, as it does with one index key per 8 bytes. The dashed line is the target of the protocol.
+#
+# There are two intervals because two things vary: the texts (interval over windows) and the seeds. With three seeds,
+# the second interval is wide: 4.3 standard errors.
+
+# %%
+evaluation.show_text("long", target)
+
+# %% [markdown]
+# Documents of packages that are also in the training data (`validation`), and of packages that are not (`heldout`),
+# each from its first byte:
+
+# %%
+evaluation.show_text("validation")
+
+# %%
+evaluation.show_text("heldout")
+
+# %% [markdown]
+# ## Which part matters?
+#
+# The trained weights stay the same. In every layer the selected blocks are replaced, or a branch is disabled ([notebook
+# 06][1] explains each ablation). *What to notice:*
+#
+# * Needles with random blocks: if the model still found them, the task would not measure selection.
+# * Text with `oracle`: the improvement that a better selection of the same number of blocks could still bring.
+#
+# If no table follows, these runs were not evaluated in this way. The next section lists what is missing.
 #
 # [1]: 06_does_selection_find.ipynb
 
 # %%
-found.show_ablations()
+evaluation.show_ablations()
 
 # %% [markdown]
-# ## What is not in these tables
+# ## What the tables omit
 #
-# Runs that did not end or were not asked, and questions that were not the same for all:
+# Runs that did not finish or were not evaluated, and tasks that differ between the runs:
 
 # %%
-found.show_excluded()
+evaluation.show_excluded()
 
 # %% [markdown]
-# ## Ask one yourself
+# ## Try it
 #
-# `needle-8m` ships with the library and was trained by the recipe of notebook 06, with a key for eight bytes, on lengths
-# up to 16,384; its [card](../nsa_lab/models/needle-8m/README.md) says what it finds. Here facts stand in a module of
-# Python's standard library, and its choice is replaced as above, on this machine and now.
+# `needle-8m` ships with the library. It was trained with the recipe of notebook 06, with one index key per 8 bytes, on
+# texts of up to 16,384 bytes; its [model card](../nsa_lab/models/needle-8m/README.md) states what it finds. The next
+# cell inserts facts into a module of Python's standard library, and replaces the model's block selection as above, now
+# and on this machine.
 
 # %%
 shipped = load_model("needle-8m")
 source = read_standard_library(90_000, "argparse.py")
-texts = make_needles(read, asked, RecallConfig(), seed, np.frombuffer(source.encode(), np.uint8).astype(np.int64))
-began = time.monotonic()
+texts = make_needles(text_bytes, n_texts, RecallConfig(), seed, np.frombuffer(source.encode(), np.uint8).astype(np.int64))
+start = time.monotonic()
 effects = run_ablations(
     shipped, *stack_samples(texts, torch.device("cpu")), names=("chosen", "random", "nearest", "no_sel"), seed=seed
 )
-print(f"{asked} texts of {read:,} bytes, {(time.monotonic() - began) / (asked * len(effects)):.1f} s for each")
+seconds = (time.monotonic() - start) / (n_texts * len(effects))
+print(f"{n_texts} texts of {text_bytes:,} bytes, {seconds:.1f} s each")
 for effect in effects:
-    what = ABLATIONS[effect.name]
-    told = f"{what.selection} blocks" if what.disabled_branch is None else "no selected branch"
-    print(
-        f"{told:<18}│ {effect.accuracy:>4.0%} of the facts, {effect.loss / np.log(2):.3f} bits per byte of the text around"
-    )
+    ablation = ABLATIONS[effect.name]
+    label = f"{ablation.selection} blocks" if ablation.disabled_branch is None else "no selected branch"
+    bpb = effect.loss / np.log(2)
+    print(f"{label:<18}│ {effect.accuracy:>4.0%} of the facts, {bpb:.3f} bits per byte on the text around them")
 
 # %% [markdown]
-# On documents of your own: `nsa-lab run long_64k -p data.path=FOLDER` trains, `nsa-lab evaluate RUN --text mine=PATH`
-# asks, and this notebook takes the runs by name.
+# With your own documents: `nsa-lab run long_64k -p data.path=FOLDER` trains a model,
+# `nsa-lab evaluate RUN --text mine=PATH` evaluates it, and the parameter `runs` of this notebook shows it.

@@ -1,11 +1,11 @@
-"""Builds every notebook from its .py source, or with --check says which pairs are out of step.
+"""Build every notebook from its .py source. With --check, list the pairs that are out of sync.
 
-A pair is in step when its cells are: a notebook that was opened and executed in JupyterLab, and saved then or half-way, has
-metadata of its own, and outputs or none, and is in step all the same. Which outputs are committed, a test says.
+A pair is in sync if the cells are equal. A notebook that was opened, executed and saved in JupyterLab has additional
+metadata and perhaps outputs, and is still in sync. A test checks which outputs are committed.
 
 The .ipynb is committed without outputs, with one exception: a cell marked NBVAL_CHECK_OUTPUT keeps its text output, which
-nbval compares with what it computes. Such outputs are made here, by executing the notebook, when its code has changed;
---execute makes them all anew.
+nbval compares with the computed one. If the code of a notebook has changed, this script executes it to renew these
+outputs; --execute renews all of them.
 """
 
 from __future__ import annotations
@@ -31,97 +31,100 @@ CELL_TIMEOUT_S = 300
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a pair is out of step")
-    parser.add_argument("--execute", action="store_true", help="make the outputs of all checked cells anew")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a pair is out of sync")
+    parser.add_argument("--execute", action="store_true", help="renew the outputs of all checked cells")
     options = parser.parse_args()
     stale = []
     for source in sorted(FOLDER.glob("[0-9]*.py")):
         target = source.with_suffix(".ipynb")
         built, complete = build(source, target, fresh=options.execute)
         if not complete and not options.check:
-            print(f"{target.name}: executing, for the outputs of its checked cells", flush=True)
+            print(f"{target.name}: executing, to renew the outputs of its checked cells", flush=True)
             execute(built)
         if options.check:
-            current = target.exists() and cells_of(nbformat.read(target, as_version=4)) == cells_of(built)
+            current = target.exists() and get_cells(nbformat.read(target, as_version=4)) == get_cells(built)
         else:
-            current = target.exists() and target.read_text(encoding="utf-8") == text_of(built)
+            current = target.exists() and target.read_text(encoding="utf-8") == to_text(built)
         if not current:
             stale.append(target.name)
             if not options.check:
-                target.write_text(text_of(built), encoding="utf-8")
+                target.write_text(to_text(built), encoding="utf-8")
     if options.check and stale:
-        print(f"out of step with their .py: {', '.join(stale)}; run: make notebooks", file=sys.stderr)
+        print(f"out of sync with their .py: {', '.join(stale)}; run: make notebooks", file=sys.stderr)
         return 1
-    print(f"built: {', '.join(stale)}" if stale else "every .ipynb is what its .py says")
+    print(f"built: {', '.join(stale)}" if stale else "every .ipynb is in sync with its .py")
     return 0
 
 
 def build(source: Path, target: Path, *, fresh: bool = False) -> tuple[NotebookNode, bool]:
-    """The notebook that `source` describes, with the ids and checked outputs of `target`; whether all of them are there."""
+    """Return the notebook of `source`, and whether all checked outputs exist.
+
+    It has the cell ids and the checked outputs of `target`; with `fresh`, no outputs.
+    """
     config = load_jupytext_config(str(source))
     notebook = jupytext.read(source, config=config)
     if target.exists():
-        earlier = jupytext.read(target, config=config)
-        # A checked output hangs on all the code before it, so any change of code makes them all anew.
-        fresh = fresh or code_of(earlier) != code_of(notebook)
-        notebook = combine_inputs_with_outputs(notebook, earlier)
+        previous = jupytext.read(target, config=config)
+        # A checked output depends on all the code before it, so any change of code renews all outputs.
+        fresh = fresh or get_code(previous) != get_code(notebook)
+        notebook = combine_inputs_with_outputs(notebook, previous)
     notebook.metadata["kernelspec"] = KERNEL
-    # As JupyterLab leaves it: the representation is a matter of the .py.
+    # As JupyterLab saves it: only the .py has the text representation.
     notebook.metadata["jupytext"].pop("text_representation", None)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
-    complete, counted = True, 0
+    complete, n_code_cells = True, 0
     for number, cell in enumerate(notebook.cells):
         if not target.exists() or "id" not in cell:
             cell["id"] = f"{source.stem[:2]}-{number:03d}"
         if cell.cell_type != "code":
             continue
-        counted += 1
-        # nbval compares only cells that say that they were run.
-        cell.execution_count = counted if CHECKED in cell.source else None
+        n_code_cells += 1
+        # nbval compares only cells with an execution count.
+        cell.execution_count = n_code_cells if CHECKED in cell.source else None
         cell.metadata = nbformat.from_dict({k: v for k, v in cell.metadata.items() if k == "tags"})
         if CHECKED in cell.source and not fresh:
             complete &= bool(cell.outputs)
         else:
             complete &= CHECKED not in cell.source
             cell.outputs = []
-    _unique_ids(notebook, source.stem[:2])
+    _make_ids_unique(notebook, source.stem[:2])
     return notebook, complete
 
 
 def execute(notebook: NotebookNode) -> None:
-    """Run a copy from the notebooks' folder and keep the outputs of checked cells, which must be text."""
-    ran = copy.deepcopy(notebook)
+    """Execute a copy in the notebooks' folder and keep the outputs of checked cells, which must be text."""
+    executed = copy.deepcopy(notebook)
     NotebookClient(
-        ran,
+        executed,
         timeout=CELL_TIMEOUT_S,
         kernel_name=KERNEL["name"],
         coalesce_streams=True,
         resources={"metadata": {"path": str(FOLDER)}},
     ).execute()
-    for cell, done in zip(notebook.cells, ran.cells, strict=True):
+    for cell, executed_cell in zip(notebook.cells, executed.cells, strict=True):
         if cell.cell_type == "code" and CHECKED in cell.source:
-            cell.outputs = done.outputs
+            cell.outputs = executed_cell.outputs
             for output in cell.outputs:
                 if "execution_count" in output:
                     output["execution_count"] = cell.execution_count
             if not cell.outputs or any(set(output.get("data", {})) - {"text/plain"} for output in cell.outputs):
-                raise SystemExit(f"a cell marked {CHECKED} prints text and nothing else:\n{cell.source}")
+                raise SystemExit(f"a cell marked {CHECKED} must print text only:\n{cell.source}")
 
 
-def code_of(notebook: NotebookNode) -> list[str]:
+def get_code(notebook: NotebookNode) -> list[str]:
     return [cell.source for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def cells_of(notebook: NotebookNode) -> list[tuple[str, str, list[str]]]:
-    """Of each cell, what a reader of the .py sees: its kind, source and tags."""
+def get_cells(notebook: NotebookNode) -> list[tuple[str, str, list[str]]]:
+    """Return kind, source and tags of each cell, which are what the .py contains."""
     return [(cell.cell_type, cell.source, list(cell.metadata.get("tags", []))) for cell in notebook.cells]
 
 
-def text_of(notebook: NotebookNode) -> str:
+def to_text(notebook: NotebookNode) -> str:
     return nbformat.writes(notebook) + "\n"
 
 
-def _unique_ids(notebook: NotebookNode, stem: str) -> None:
+def _make_ids_unique(notebook: NotebookNode, stem: str) -> None:
     seen: set[str] = set()
     for number, cell in enumerate(notebook.cells):
         if cell["id"] in seen:

@@ -1,9 +1,9 @@
-"""Executes notebooks and writes each as a self-contained page into docs/pages, with a thumbnail and a gallery of all.
+"""Execute notebooks and write each as a self-contained page into docs/pages, with a thumbnail, and a gallery of all pages.
 
-    python notebooks/pages.py [STEM...]      # all of them, or those named; the gallery is written anew each time
+    python notebooks/pages.py [STEM...]      # all notebooks or the named ones; the gallery is always rewritten
 
-A page needs no network and runs nothing. Pictures are stored with few colours, which keeps a page small. 04 needs a GPU, so
-the gallery links the report of the run on one; what a notebook trains here goes to .cache/pages, and nowhere else.
+A page needs no network and runs nothing. Pictures are stored with few colours, which keeps a page small. Notebook 04 needs
+a GPU, so its page is the report of a recorded run. Runs that the notebooks train here go to .cache/pages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from PIL import Image
 
 from nsa_lab import figures, load_model
 from nsa_lab.figures.style import render_png
-from nsa_lab.report import export_notebook
+from nsa_lab.report import export_notebook, write_report
 from nsa_lab.workbook.examples import make_byte_examples, read_standard_library
 from nsa_lab.workbook.query_attention import compute_reads
 
@@ -36,7 +36,8 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
 PAGES, PICTURES = ROOT / "docs" / "pages", ROOT / "docs" / "pictures"
 WORK = ROOT / ".cache" / "pages"
-# `[text](target)` and `[number]: target` of Markdown.
+EMBEDDED_PNG = re.compile(r"(?<=data:image/png;base64,)[\w+/=]+")
+# `[text](target)` and `[number]: target` in Markdown.
 LINK = re.compile(r"(\]\(|^\[\w+\]: +)([^)\s]+)", re.MULTILINE)
 NSA, DENSE = "production_50k-20261121T141448Z-afd3", "production_50k_dense-20261121T141448Z-bac4"
 COLOURS, THUMBNAIL_PIXELS, LIMIT_BYTES = 96, (480, 300), 1_500_000
@@ -44,96 +45,99 @@ COLOURS, THUMBNAIL_PIXELS, LIMIT_BYTES = 96, (480, 300), 1_500_000
 
 @dataclass(frozen=True)
 class Page:
-    """A notebook of the gallery: what it shows, its parameters, and which of its pictures stands for it, from 0; -1 is
-    the last.
+    """A notebook in the gallery: its description, its parameters, and the picture of its thumbnail.
 
-    `instead` is the page that there is already, from docs/pages.
+    `picture` is the index among its pictures (-1: the last). If `recorded_run` is set, the page is the report of that run.
     """
 
     stem: str
     title: str
-    shows: str
+    description: str
     parameters: dict[str, Any] = field(default_factory=dict)
     picture: int = 0
-    instead: str = ""
+    recorded_run: str = ""
 
 
 RUNS = {"outputs": str(WORK / "runs")}
 GALLERY = (
-    Page("00_start_here", "Start here", "what to open for what, and the runs there are"),
+    Page("00_start_here", "Start here", "which notebook to open, and the list of runs"),
     Page("01_branch_derivations", "The three branches", "equation, code and picture of each step", picture=-1),
-    Page("02_kernel_parity", "Kernel parity", "every backend against the definition, in float64"),
-    Page("03_smoke_training", "Training, small", "a small model learns real text on a CPU", RUNS),
+    Page("02_kernel_parity", "Kernel parity", "every backend compared with the definition in float64"),
+    Page("03_smoke_training", "Training, small", "a small model trained on real text on a CPU", RUNS),
     Page(
         "04_production_run",
         "The production run",
-        "50,000 steps on one H200, executed there",
-        instead=f"../../outputs/{NSA}/report.html",
+        "50,000 steps on one H200",
+        recorded_run=NSA,
     ),
     Page(
         "05_health_analysis",
         "Health of a run",
-        "the production run beside its dense twin",
+        "the production run compared with its dense baseline",
         {"run_dir": f"outputs/{NSA}", "other_run": f"outputs/{DENSE}"},
         picture=8,
     ),
-    Page("06_does_selection_find", "Does selection find?", "tiny models learn to recall; their choice is replaced"),
-    Page("07_decoding", "Decoding", "what one more token reads, and how long that takes", picture=1),
-    Page("08_long_texts", "Long texts", "NSA beside its dense twin at 65,536 bytes: facts, text, cost", picture=1),
+    Page(
+        "06_does_selection_find", "Does selection find?", "tiny models learn to recall; their block selection is replaced"
+    ),
+    Page("07_decoding", "Decoding", "what a decoding step reads, and its speed", picture=1),
+    Page("08_long_texts", "Long texts", "NSA and its dense baseline at 65,536 bytes: facts, text, cost", picture=1),
 )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stems", nargs="*", metavar="STEM", help="e.g. 01_branch_derivations; all if none is named")
+    parser.add_argument("stems", nargs="*", metavar="STEM", help="for example 01_branch_derivations; default: all")
     wanted = parser.parse_args().stems
     unknown = set(wanted) - {page.stem for page in GALLERY}
     if unknown:
         parser.error(f"no notebook {', '.join(sorted(unknown))}; there are {', '.join(page.stem for page in GALLERY)}")
-    if own := own_runs():
+    if untracked := find_untracked_runs():
         parser.error(
-            f"outputs/ has {', '.join(own)}: pages would list them, and no clone has them; move them away meanwhile"
+            f"outputs/ has untracked runs, which the pages would list: {', '.join(untracked)}; move them elsewhere first"
         )
     WORK.mkdir(parents=True, exist_ok=True)
     PAGES.mkdir(parents=True, exist_ok=True)
-    large = [page.stem for page in GALLERY if (not wanted or page.stem in wanted) and make(page) > LIMIT_BYTES]
-    (PAGES / "index.html").write_text(gallery(), encoding="utf-8")
-    readme_pictures()
+    large = [page.stem for page in GALLERY if (not wanted or page.stem in wanted) and build_page(page) > LIMIT_BYTES]
+    (PAGES / "index.html").write_text(render_gallery(), encoding="utf-8")
+    write_readme_pictures()
     if large:
-        print(
-            f"larger than {LIMIT_BYTES:,} bytes: {', '.join(large)}; show fewer pictures, or smaller ones", file=sys.stderr
-        )
+        print(f"larger than {LIMIT_BYTES:,} bytes: {', '.join(large)}; show fewer or smaller pictures", file=sys.stderr)
     return 1 if large else 0
 
 
-def own_runs() -> list[str]:
-    """Runs in outputs/ beside those that are shared, which git keeps."""
-    kept = subprocess.run(["git", "ls-files", "outputs"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    shared = {Path(path).parts[1] for path in kept.splitlines()}
+def find_untracked_runs() -> list[str]:
+    """Return the runs in outputs/ that are not in git."""
+    tracked = subprocess.run(["git", "ls-files", "outputs"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    shared = {Path(path).parts[1] for path in tracked.splitlines()}
     return sorted(path.name for path in (ROOT / "outputs").iterdir() if path.is_dir() and path.name not in shared)
 
 
-def make(page: Page) -> int:
-    """Execute, shrink and export one notebook; the bytes of its page. Where there is a page already, its picture alone."""
-    began = time.monotonic()
-    if page.instead:
-        thumbnail(page, render_png(figures.plot_overview(ROOT / "outputs" / NSA)))
-        return 0
-    source = executed(page)
+def build_page(page: Page) -> int:
+    """Execute, shrink and export one notebook, and return the size of its page."""
+    start = time.monotonic()
+    target = PAGES / f"{page.stem}.html"
+    if page.recorded_run:
+        run_dir = ROOT / "outputs" / page.recorded_run
+        write_thumbnail(page, render_png(figures.plot_overview(run_dir)))
+        text = write_report(run_dir, target, record_only=True).read_text(encoding="utf-8")
+        target.write_text(EMBEDDED_PNG.sub(quantize_embedded, text), encoding="utf-8")
+        return target.stat().st_size
+    source = execute(page)
     notebook = nbformat.read(source, as_version=4)
-    drawn = pictures(notebook)
-    if drawn:
-        thumbnail(page, base64.b64decode(drawn[min(page.picture, len(drawn) - 1)]))
-    few_colours(notebook)
-    lead_from_pages(notebook)
+    png_list = list_pictures(notebook)
+    if png_list:
+        write_thumbnail(page, base64.b64decode(png_list[min(page.picture, len(png_list) - 1)]))
+    quantize_pictures(notebook)
+    rewrite_links(notebook)
     nbformat.write(notebook, source)
-    written = export_notebook(source, PAGES / f"{page.stem}.html")
-    print(f"{page.stem}: {written.stat().st_size / 1e6:.2f} MB, {time.monotonic() - began:.0f} s", flush=True)
-    return written.stat().st_size
+    exported = export_notebook(source, target)
+    print(f"{page.stem}: {exported.stat().st_size / 1e6:.2f} MB, {time.monotonic() - start:.0f} s", flush=True)
+    return exported.stat().st_size
 
 
-def executed(page: Page) -> Path:
-    """The executed notebook of a page, in .cache."""
+def execute(page: Page) -> Path:
+    """Execute the notebook of a page and return its path in .cache."""
     target = WORK / f"{page.stem}.ipynb"
     papermill.execute_notebook(
         NOTEBOOKS / target.name,
@@ -146,74 +150,79 @@ def executed(page: Page) -> Path:
     return target
 
 
-def outputs(notebook: NotebookNode) -> list[dict[str, Any]]:
+def list_outputs(notebook: NotebookNode) -> list[dict[str, Any]]:
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     return [output["data"] for cell in cells for output in cell.outputs if "data" in output]
 
 
-def pictures(notebook: NotebookNode) -> list[str]:
-    """The pictures in a notebook's outputs, base64 of a PNG each."""
-    return [data["image/png"] for data in outputs(notebook) if "image/png" in data]
+def list_pictures(notebook: NotebookNode) -> list[str]:
+    """Return the pictures in a notebook's outputs, each a base64-encoded PNG."""
+    return [data["image/png"] for data in list_outputs(notebook) if "image/png" in data]
 
 
-def few_colours(notebook: NotebookNode) -> None:
-    """Store every picture with a palette, in place."""
-    for data in outputs(notebook):
+def quantize_pictures(notebook: NotebookNode) -> None:
+    """Store every picture with a colour palette, in place."""
+    for data in list_outputs(notebook):
         if "image/png" in data:
-            data["image/png"] = base64.b64encode(with_palette(base64.b64decode(data["image/png"]))).decode()
+            data["image/png"] = base64.b64encode(quantize_png(base64.b64decode(data["image/png"]))).decode()
 
 
-def lead_from_pages(notebook: NotebookNode) -> None:
-    """Make links of prose and outputs, which lead from the folder of notebooks, lead from that of pages, in place."""
+def rewrite_links(notebook: NotebookNode) -> None:
+    """Change links in text and outputs from relative to the notebooks to relative to the pages, in place."""
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            cell.source = LINK.sub(from_pages, cell.source)
-    for data in outputs(notebook):
+            cell.source = LINK.sub(rewrite_link, cell.source)
+    for data in list_outputs(notebook):
         if "text/markdown" in data:
-            data["text/markdown"] = LINK.sub(from_pages, data["text/markdown"])
+            data["text/markdown"] = LINK.sub(rewrite_link, data["text/markdown"])
 
 
-def from_pages(link: re.Match[str]) -> str:
-    """A link as a page has it: to the page of another notebook, or to the same file. What is no file is left alone."""
-    before, target = link.groups()
+def rewrite_link(link: re.Match[str]) -> str:
+    """Return the link to the page of another notebook, or to the same file. Leave other links unchanged."""
+    prefix, target = link.groups()
     page = next((page for page in GALLERY if target == f"{page.stem}.ipynb"), None)
     if page:
-        return before + (page.instead or f"{page.stem}.html")
-    return before + os.path.relpath(NOTEBOOKS / target, PAGES) if (NOTEBOOKS / target).is_file() else link[0]
+        return f"{prefix}{page.stem}.html"
+    return prefix + os.path.relpath(NOTEBOOKS / target, PAGES) if (NOTEBOOKS / target).is_file() else link[0]
 
 
-def with_palette(drawn: bytes) -> bytes:
-    """A PNG with `COLOURS` colours, a third of the size."""
+def quantize_png(png: bytes) -> bytes:
+    """Reduce a PNG to `COLOURS` colours, a third of the size."""
     buffer = io.BytesIO()
-    image = Image.open(io.BytesIO(drawn)).convert("RGB")
-    # The default method merges colours that few pixels have, and a curve is few pixels: its green came out blue.
-    few = image.quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-    few.save(buffer, "PNG", optimize=True)
+    image = Image.open(io.BytesIO(png)).convert("RGB")
+    # The default method merges colours of few pixels, for example of a curve, which turned from green to blue.
+    quantized = image.quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    quantized.save(buffer, "PNG", optimize=True)
     return buffer.getvalue()
 
 
-def readme_pictures() -> None:
-    """The two pictures of the README: the explorer of notebook 01 as it begins, and the production run less its twin."""
+def quantize_embedded(match: re.Match[str]) -> str:
+    """Return the quantized PNG of a base64-encoded one."""
+    return base64.b64encode(quantize_png(base64.b64decode(match[0]))).decode()
+
+
+def write_readme_pictures() -> None:
+    """Write the pictures of the README: the explorer of notebook 01, and the production run minus its dense baseline."""
     model = load_model("needle-8m")
     layers = make_byte_examples(model, read_standard_library(2048).encode(), "needle-8m on textwrap.py")
-    read = layers[model.config.n_layers // 2]
+    example = layers[model.config.n_layers // 2]
     PICTURES.mkdir(parents=True, exist_ok=True)
     for name, figure in (
-        ("explorer.png", figures.plot_query_attention(compute_reads(read, model.config.nsa, 1900), read.description)),
+        ("explorer.png", figures.plot_query_attention(compute_reads(example, model.config.nsa, 1900), example.description)),
         ("nsa_less_dense.png", figures.plot_loss_difference(ROOT / "outputs" / NSA, ROOT / "outputs" / DENSE)),
     ):
-        (PICTURES / name).write_bytes(with_palette(render_png(figure)))
+        (PICTURES / name).write_bytes(quantize_png(render_png(figure)))
 
 
-def thumbnail(page: Page, drawn: bytes) -> None:
-    """Write a PNG, made small, as the picture that stands for a page."""
+def write_thumbnail(page: Page, drawn: bytes) -> None:
+    """Write a PNG, scaled down, as the thumbnail of a page."""
     image = Image.open(io.BytesIO(drawn)).convert("RGB")
     image.thumbnail(THUMBNAIL_PIXELS)
     image.save(PAGES / f"{page.stem}.webp", quality=80)
 
 
-def gallery() -> str:
-    """The page that links all others."""
+def render_gallery() -> str:
+    """Return the page that links to all others."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -234,18 +243,18 @@ p {{ margin: .2rem 0 0 }}
 </head>
 <body>
 <h1>The notebooks, executed</h1>
-<p>Each page is one file that opens without a network. The code is folded away, and there.</p>
+<p>Each page is one file that needs no network. The code is folded.</p>
 <main>
-{"".join(card(page) for page in GALLERY if page.instead or (PAGES / f"{page.stem}.html").is_file())}</main>
+{"".join(render_card(page) for page in GALLERY if (PAGES / f"{page.stem}.html").is_file())}</main>
 </body>
 </html>
 """
 
 
-def card(page: Page) -> str:
-    link = page.instead or f"{page.stem}.html"
+def render_card(page: Page) -> str:
+    link = f"{page.stem}.html"
     image = f'<img src="{page.stem}.webp" alt="">' if (PAGES / f"{page.stem}.webp").is_file() else ""
-    return f'<a href="{link}">{image}<h2>{html.escape(page.title)}</h2><p>{html.escape(page.shows)}</p></a>\n'
+    return f'<a href="{link}">{image}<h2>{html.escape(page.title)}</h2><p>{html.escape(page.description)}</p></a>\n'
 
 
 if __name__ == "__main__":

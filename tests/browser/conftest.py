@@ -1,4 +1,4 @@
-"""A JupyterLab started by `make lab` on a copy of the notebooks, and chromium to look at it."""
+"""JupyterLab, started by `make lab` on a copy of the notebooks, and chromium to look at it."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
 
-# Every cell drawn wherever it is, so that the driver can see it.
+# Render all cells, so that the driver can see cells outside the window.
 SETTINGS = {"@jupyterlab/notebook-extension/tracker.jupyterlab-settings": {"windowingMode": "none"}}
 
 
 def pytest_addoption(parser):
-    parser.addoption("--screenshots", metavar="DIR", help="browser tests: keep their pictures in this folder")
-    parser.addoption("--made", metavar="DIR", help="browser tests: outputs/ of a project in which `make run` has trained")
+    parser.addoption("--screenshots", metavar="DIR", help="browser tests: save screenshots in this folder")
+    parser.addoption("--made", metavar="DIR", help="browser tests: outputs/ of a project after `make run`")
 
 
 @pytest.fixture
 def screenshots(request):
-    """The folder that pictures for the documentation go to, or None."""
+    """Return the folder for screenshots, or None."""
     return request.config.getoption("--screenshots")
 
 
 @pytest.fixture
 def project(tmp_path):
-    """A folder with a copy of the notebooks, which a test may change before Lab opens them."""
+    """Return a folder with a copy of the notebooks, which a test may change before Lab opens them."""
     shutil.copytree(ROOT / "notebooks", tmp_path / "project" / "notebooks")
     return tmp_path / "project"
 
 
 @pytest.fixture
 def lab(project, tmp_path):
-    """The address of a JupyterLab on the project."""
+    """Yield the address of a JupyterLab on the project."""
     for file, values in SETTINGS.items():
         (tmp_path / "settings" / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "settings" / file).write_text(json.dumps(values))
@@ -49,7 +49,7 @@ def lab(project, tmp_path):
         f"--no-browser --port={PORT} --ServerApp.port_retries=0 --IdentityProvider.token= "
         f"--LabApp.user_settings_dir={tmp_path / 'settings'}"
     )
-    # -o: this environment is the one to test, whether make installed it or not.
+    # -o: test this environment, whether make installed it or not.
     command = [
         "make",
         "--no-print-directory",
@@ -63,7 +63,7 @@ def lab(project, tmp_path):
         f"LAB={options}",
     ]
     with open(tmp_path / "lab.log", "wb") as log:
-        # A session of its own, so that make and the server end together.
+        # A new session, so that make and the server can be stopped together.
         server = subprocess.Popen(
             command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True
         )

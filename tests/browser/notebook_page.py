@@ -1,4 +1,4 @@
-"""A notebook in JupyterLab as a person handles it: run all cells, find what is shown, wait for what must come."""
+"""Control a notebook in JupyterLab as a user does: run all cells, find elements, and wait for results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PORT, WAIT_S = 8931, 120
 
 
 def open_notebook(browser, lab: str, name: str) -> None:
-    """Open it in a workspace of its own, nothing left of an earlier visit, and wait for its kernel."""
+    """Open the notebook in a new workspace and wait for its kernel."""
     browser.get(f"{lab}/doc/tree/notebooks/{name}.ipynb?reset")
     wait_for_notebook(browser)
 
@@ -23,11 +23,11 @@ def wait_for_notebook(browser) -> None:
     wait_until(
         lambda: any(kernel["connections"] for kernel in query_server("/kernels") or []), "Lab is connected to the kernel"
     )
-    time.sleep(2.0)  # Lab hears of it
+    time.sleep(2.0)  # until Lab notices
 
 
 def wait_until_idle(seconds: float = WAIT_S) -> None:
-    """Until no kernel works: what is shown then is what the last request made."""
+    """Wait until all kernels are idle, so that the results of the last request are shown."""
     wait_until(
         lambda: all(
             kernel["execution_state"] == "idle" for kernel in query_server("/kernels") or [{"execution_state": ""}]
@@ -37,24 +37,24 @@ def wait_until_idle(seconds: float = WAIT_S) -> None:
     )
 
 
-def wait_until_stable(what: Callable[[], object]) -> None:
-    """Until the kernel has answered all that was asked of it: `what` it shows does not change any more."""
+def wait_until_stable(get_value: Callable[[], object]) -> None:
+    """Wait until the kernel has handled all requests: `get_value` returns the same for 3 s."""
     last, since = None, time.monotonic()
     while time.monotonic() - since < 3.0:
         wait_until_idle()
-        if (now := what()) != last:
+        if (now := get_value()) != last:
             last, since = now, time.monotonic()
         time.sleep(0.3)
 
 
 def read_property(browser, selector: str, name: str) -> list[str]:
-    """A property of all elements, read in one go: one that is replaced meanwhile would be gone when its turn came."""
+    """Return a property of all elements, read at once, because an element may be replaced meanwhile."""
     script = "return [...document.querySelectorAll(arguments[0])].map(element => element[arguments[1]])"
     return browser.execute_script(script, selector, name)
 
 
 def read_explorer_text(browser) -> str:
-    """The text that an explorer shows beside its pictures."""
+    """Return the text that an explorer shows below its figures."""
     return "".join(read_property(browser, ".widget-html-content pre", "innerText"))
 
 
@@ -63,9 +63,9 @@ def list_image_sources(browser) -> list[str]:
 
 
 def find_control(browser, label: str):
-    """The list that is labelled so."""
+    """Return the list with this label."""
     path = f"//label[contains(@class,'widget-label') and normalize-space()='{label}']/..//select"
-    return wait_until(lambda: next(iter(browser.find_elements("xpath", path)), None), f"there is a choice of {label}")
+    return wait_until(lambda: next(iter(browser.find_elements("xpath", path)), None), f"there is a control {label}")
 
 
 def list_options(browser, label: str) -> list[str]:
@@ -73,18 +73,18 @@ def list_options(browser, label: str) -> list[str]:
 
 
 def list_selected(browser, label: str) -> list[str]:
-    every = find_control(browser, label).find_elements("css selector", "option")
-    return [option.text for option in every if option.is_selected()]
+    options = find_control(browser, label).find_elements("css selector", "option")
+    return [option.text for option in options if option.is_selected()]
 
 
-def select_options(browser, label: str, *wanted: str) -> None:
-    """Choose these and no others, by pressing on them, and wait until the kernel has answered."""
-    assert set(wanted) <= set(list_options(browser, label))
-    several = len(wanted) > 1 or label == "runs"
+def select_options(browser, label: str, *texts: str) -> None:
+    """Select exactly these options by clicking, and wait until the kernel has responded."""
+    assert set(texts) <= set(list_options(browser, label))
+    is_multiple = len(texts) > 1 or label == "runs"
     for option in find_control(browser, label).find_elements("css selector", "option"):
-        if option.is_selected() != (option.text in wanted) and (several or option.text in wanted):
+        if option.is_selected() != (option.text in texts) and (is_multiple or option.text in texts):
             option.click()
-    assert set(list_selected(browser, label)) == set(wanted)
+    assert set(list_selected(browser, label)) == set(texts)
     wait_until_stable(lambda: (read_explorer_text(browser), list_image_sources(browser)))
 
 
@@ -94,19 +94,19 @@ def run_all_cells(browser) -> None:
 
 
 def find_visible(browser, selector: str):
-    """The first visible element, or None."""
-    return next((found for found in browser.find_elements("css selector", selector) if found.is_displayed()), None)
+    """Return the first visible element, or None."""
+    return next((element for element in browser.find_elements("css selector", selector) if element.is_displayed()), None)
 
 
-def find_button(browser, named: str):
-    """A widget's button by its label, or None while it cannot be pressed."""
-    path = f"//button[contains(@class,'jupyter-button') and normalize-space()='{named}']"
-    found = browser.find_elements("xpath", path)
-    return next((each for each in found if each.is_displayed() and each.is_enabled()), None)
+def find_button(browser, label: str):
+    """Return a widget's button by its label, or None while it is disabled."""
+    path = f"//button[contains(@class,'jupyter-button') and normalize-space()='{label}']"
+    buttons = browser.find_elements("xpath", path)
+    return next((button for button in buttons if button.is_displayed() and button.is_enabled()), None)
 
 
 def save_screenshot(browser, element, folder: str | None, name: str) -> None:
-    """A screenshot for the documentation, from `element` down, where a folder for it was named."""
+    """Save a screenshot for the documentation, starting at `element`, if a folder is given."""
     if folder:
         browser.execute_script("arguments[0].scrollIntoView({block: 'start'})", element)
         time.sleep(1.0)  # the page settles
@@ -114,20 +114,20 @@ def save_screenshot(browser, element, folder: str | None, name: str) -> None:
         browser.save_screenshot(str(Path(folder) / name))
 
 
-def wait_until(what, saying: str, seconds: float = WAIT_S):
+def wait_until(get_value, description: str, seconds: float = WAIT_S):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        found = what()
-        if found:
-            return found
+        value = get_value()
+        if value:
+            return value
         time.sleep(0.3)
-    raise AssertionError(f"not after {seconds} s: {saying}")
+    raise AssertionError(f"not after {seconds} s: {description}")
 
 
-def query_server(what: str):
-    """The server's own word, or None while it is not up."""
+def query_server(path: str):
+    """Return the server's response, or None while it is not running."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/api{what}", timeout=2) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/api{path}", timeout=2) as response:
             return json.load(response)
     except (urllib.error.URLError, ConnectionError, TimeoutError):
         return None

@@ -1,4 +1,4 @@
-"""Notebook 03 in a real JupyterLab: run it, watch the live view, stop the run, let it go on, see it finish."""
+"""Notebook 03 in JupyterLab: run it, watch the live view, stop the run, resume it, and see it finish."""
 
 import json
 import re
@@ -28,7 +28,7 @@ PARAMETERS = {
 
 @pytest.fixture
 def runs(project, tmp_path):
-    """Where the run of notebook 03 will lie. Only the .py is edited: Lab must open the pair."""
+    """Return the folder of notebook 03's run. Only the .py is edited: Lab opens the pair."""
     outputs, source = tmp_path / "runs", project / "notebooks" / "03_smoke_training.py"
     text = source.read_text()
     for name, value in {**PARAMETERS, "outputs: str": repr(str(outputs))}.items():
@@ -44,13 +44,13 @@ def test_watch_stop_resume_finish(runs, browser, lab, screenshots):
     first, step = curves.get_attribute("src"), step_shown(browser)
     wait_until(lambda: step_shown(browser) > step, "the steps are counted")
     wait_until(lambda: curves.get_attribute("src") != first, "the curves are drawn again")
-    for told in ("learning rate", "tokens per second", "time left", "phase", "gates", "start"):
-        assert told in told_by(browser)
+    for text in ("learning rate", "tokens per second", "time left", "phase", "gates", "start"):
+        assert text in read_panel_text(browser)
     save_screenshot(browser, find_button(browser, "Stop"), screenshots, "live_view.png")
 
     find_button(browser, "Stop").click()
     wait_until(lambda: status(runs) == "PREEMPTED", "the trainer saved and left")
-    wait_until(lambda: "PREEMPTED" in told_by(browser) and find_button(browser, "Resume"), "the view says so")
+    wait_until(lambda: "PREEMPTED" in read_panel_text(browser) and find_button(browser, "Resume"), "the view says so")
     assert find_button(browser, "Stop") is None and find_button(browser, "Leave it stopped")
     stopped = step_shown(browser)
     assert 0 < stopped < STEPS
@@ -61,7 +61,7 @@ def test_watch_stop_resume_finish(runs, browser, lab, screenshots):
     wait_until(lambda: status(runs) == "DONE", "the run finishes", 240)
     wait_until(lambda: "none lost, none doubled" in page_text(browser), "the notebook goes on to its verdict")
     wait_until_idle()
-    assert find_visible(browser, ".widget-image") is None  # replaced by a picture that the saved notebook keeps
+    assert find_visible(browser, ".widget-image") is None  # replaced by a static image
     final = wait_until(lambda: followed_cell(browser).find_elements("css selector", ".jp-RenderedImage img"), "a picture")[
         0
     ]
@@ -69,8 +69,8 @@ def test_watch_stop_resume_finish(runs, browser, lab, screenshots):
         final.screenshot(f"{screenshots}/live_view_done.png")
 
 
-def test_a_page_that_is_loaded_again_shows_the_run_and_its_buttons_work(runs, project, browser, lab):
-    """Nobody presses Save: what a page shows when it is loaded again is what Lab saved by itself."""
+def test_reloaded_page_shows_the_run_and_its_buttons_work(runs, project, browser, lab):
+    """Without a manual save, a reloaded page shows what Lab saved automatically."""
     start(browser, lab)
     wait_until(lambda: find_visible(browser, ".widget-image"), "the live view has its curves")
     saved = project / "notebooks" / "03_smoke_training.ipynb"
@@ -92,13 +92,13 @@ def start(browser, lab) -> None:
     wait_until(lambda: find_button(browser, "Stop"), "the run is followed")
 
 
-def told_by(browser) -> str:
+def read_panel_text(browser) -> str:
     return "\n".join(element.text for element in browser.find_elements("css selector", ".widget-html-content"))
 
 
 def step_shown(browser) -> int:
-    found = re.search(rf"([\d,]+) of {STEPS:,}", told_by(browser))
-    return int(found[1].replace(",", "")) if found else 0
+    match = re.search(rf"([\d,]+) of {STEPS:,}", read_panel_text(browser))
+    return int(match[1].replace(",", "")) if match else 0
 
 
 def followed_cell(browser):

@@ -1,7 +1,7 @@
-"""Notebook 01 in a real JupyterLab in headless chromium: run it, move a slider, see the picture change.
+"""Notebook 01 in JupyterLab in headless chromium: run it, move a slider, and check that the figure changes.
 
-Run with `pytest tests/browser`; needs chromium, its driver and selenium, and is skipped where one is missing. Pictures for
-the documentation are written with `--screenshots docs`.
+Run with `pytest tests/browser`. Needs chromium, its driver and selenium, and is skipped without them. `--screenshots
+docs` saves screenshots for the documentation.
 """
 
 import pytest
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.browser
 PAGE_DOWN = "\ue00f"  # selenium's code of the key
 
 
-def test_the_slider_moves_the_picture(browser, lab, screenshots):
+def test_slider_changes_the_figure(browser, lab, screenshots):
     open_notebook(browser, lab, "01_branch_derivations")
     run_all_cells(browser)
     slider = wait_until(lambda: find_visible(browser, ".widget-slider .noUi-handle"), "the explorer has its slider")
@@ -49,9 +49,9 @@ def test_the_slider_moves_the_picture(browser, lab, screenshots):
     text = read_explorer_text(browser)
     select_options(browser, "layer", list_options(browser, "layer")[-1])
     assert read_explorer_text(browser) != text and "group 1" in read_explorer_text(browser)
-    # Blocks of 8 tokens, one every 16: tokens in none of them. That is said in place of the picture, until it is mended.
+    # Blocks of 8 tokens every 16 tokens would omit tokens. An error replaces the figure until the sizes are valid.
     select_options(browser, "l", "8")
-    refused = wait_until(lambda: find_visible(browser, ".widget-html-content p"), "the geometry is refused").text
-    assert "nsa.l = 8" in refused and "nsa.d = 16" in refused and not find_visible(browser, ".widget-image")
+    error = wait_until(lambda: find_visible(browser, ".widget-html-content p"), "the sizes are rejected").text
+    assert "nsa.l = 8" in error and "nsa.d = 16" in error and not find_visible(browser, ".widget-image")
     select_options(browser, "d", "4")
     assert "group 1" in read_explorer_text(browser) and find_visible(browser, ".widget-image").get_attribute("src") != after

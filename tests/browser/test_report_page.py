@@ -1,4 +1,4 @@
-"""A report in a browser: nothing is requested, nothing is complained about, and the first screen says what happened."""
+"""A report in a browser: it requests nothing and logs nothing, and its first screen shows the outcome of the run."""
 
 import base64
 import json
@@ -23,11 +23,11 @@ pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parents[2]
 HEIGHT = 900  # of the first screen, CSS pixels
 FIVE_MB = 5_000_000
-# Weights that explode in their first update: the loss of the second step is not a number.
-RUINOUS = ("-p", "train.lr=1e20", "-p", "train.warmup_steps=2")
+# The weights diverge in the first update, and the loss of the second step is NaN.
+DIVERGING = ("-p", "train.lr=1e20", "-p", "train.warmup_steps=2")
 
 
-def test_a_report_is_one_quiet_file(browser, tmp_path):
+def test_report_is_one_file_without_requests(browser, tmp_path):
     page = write_report(write_run(tmp_path))
     browser.get(write_index(tmp_path).as_uri())
     browser.find_element("css selector", "th a").click()
@@ -46,15 +46,17 @@ return [...document.querySelectorAll("body *")].filter(element => {
   return !inside && element.getBoundingClientRect().right > document.documentElement.clientWidth + 1;
 }).map(element => element.outerHTML.slice(0, 80))"""
 LEFTS = (
-    "return [...document.querySelectorAll('figure.panels')].map(f => [...f.querySelectorAll('img')].map(i => i.offsetLeft))"
+    "return [...document.querySelectorAll('div.panels')].map(f => [...f.querySelectorAll('img')].map(i => i.offsetLeft))"
 )
 
 
-def test_on_a_phone_nothing_overflows_and_panels_stand_below_each_other(browser, tmp_path):
+def test_on_a_phone_nothing_overflows_and_panels_are_stacked(browser, tmp_path):
     page = write_report(write_run(tmp_path))
     browser.set_window_size(1400, HEIGHT)
     browser.get(page.as_uri())
-    assert any(len(set(lefts)) > 1 for lefts in browser.execute_script(LEFTS)), "beside each other where there is room"
+    assert any(len(set(lefts)) > 1 for lefts in browser.execute_script(LEFTS)), (
+        "panels are next to each other if there is room"
+    )
     metrics = {"width": 390, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
@@ -64,14 +66,14 @@ def test_on_a_phone_nothing_overflows_and_panels_stand_below_each_other(browser,
     dark = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
     style = "return getComputedStyle(document.querySelector('.panels img')).filter"
-    assert "invert" in browser.execute_script(style), "pictures follow a dark page"
+    assert "invert" in browser.execute_script(style), "pictures are inverted on a dark page"
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
-def test_on_a_phone_a_wide_picture_is_read_by_scrolling(browser, tmp_path):
+def test_on_a_phone_a_wide_picture_scrolls(browser, tmp_path):
     notebook = tmp_path / "pictures.ipynb"
-    drawn = [render_png(Figure(figsize=size)) for size in ((10, 5), (8, 4), (2, 1))]
-    outputs = [new_output("display_data", data={"image/png": base64.b64encode(each).decode()}) for each in drawn]
+    pngs = [render_png(Figure(figsize=size)) for size in ((10, 5), (8, 4), (2, 1))]
+    outputs = [new_output("display_data", data={"image/png": base64.b64encode(png).decode()}) for png in pngs]
     nbformat.write(new_notebook(cells=[new_code_cell("draw()", outputs=outputs)]), notebook)
     metrics = {"width": 390, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
@@ -84,7 +86,7 @@ def test_on_a_phone_a_wide_picture_is_read_by_scrolling(browser, tmp_path):
     assert browser.execute_script("return arguments[0].scrollLeft", box) >= 300
 
 
-def test_on_a_phone_the_list_of_runs_and_a_comparison_are_seen_whole(browser, tmp_path):
+def test_on_a_phone_the_run_list_and_a_comparison_fit(browser, tmp_path):
     (tmp_path / "runs").mkdir()
     names = ("production_50k-20260101T000000Z-abcd", "production_50k_dense-20260101T000000Z-abcd")
     runs = [write_run(tmp_path / name).rename(tmp_path / "runs" / name) for name in names]
@@ -105,11 +107,11 @@ def test_on_a_phone_the_list_of_runs_and_a_comparison_are_seen_whole(browser, tm
 
 
 @pytest.mark.slow
-def test_the_report_of_a_run_through_its_notebook(browser, tmp_path):
+def test_report_of_a_run_through_its_notebook(browser, tmp_path):
     code, page = run_ci(tmp_path)
     assert code == 0 and page.stat().st_size < FIVE_MB
-    first_screen(browser, page)
-    seen = seen_at_once(browser)
+    open_first_screen(browser, page)
+    seen = read_visible_text(browser)
     for words in (
         "trial run, no failures",
         "Did it work? ok",
@@ -126,11 +128,11 @@ def test_the_report_of_a_run_through_its_notebook(browser, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_first_screen_of_a_failed_run_says_what_to_do(browser, tmp_path, screenshots):
-    code, page = run_ci(tmp_path, *RUINOUS)
+def test_first_screen_of_a_failed_run_has_advice(browser, tmp_path, screenshots):
+    code, page = run_ci(tmp_path, *DIVERGING)
     assert code == 3
-    first_screen(browser, page)
-    seen = seen_at_once(browser)
+    open_first_screen(browser, page)
+    seen = read_visible_text(browser)
     for words in (
         "NOT healthy",
         "step 2: the loss is nan",
@@ -138,16 +140,16 @@ def test_the_first_screen_of_a_failed_run_says_what_to_do(browser, tmp_path, scr
         f"nsa-lab resume {page.parent.name}",
         "Suspect: the learning rate.",
         "nsa-lab run ci -p train.lr=0.001",
-        "Nothing in the notebook",
+        "The notebook itself has no error",
     ):
         assert words in seen, words
     save_screenshot(browser, browser.find_element("css selector", "h1"), screenshots, "report_of_a_failed_run.png")
     browser.find_element("link text", "Go to the cell that failed").click()
-    assert "the run is HALTED" in seen_at_once(browser)
+    assert "the run is HALTED" in read_visible_text(browser)
     assert_quiet(browser)
 
 
-def test_the_committed_pages_are_quiet_and_their_links_lead_somewhere(browser):
+def test_committed_pages_make_no_requests_and_have_valid_links(browser):
     listed = ["git", "ls-files", "outputs", "docs/pages"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
     pages = [ROOT / name for name in names if name.endswith(".html")]
@@ -166,24 +168,24 @@ def test_the_committed_pages_are_quiet_and_their_links_lead_somewhere(browser):
 
 
 def run_ci(folder: Path, *options: str) -> tuple[int, Path]:
-    """`nsa-lab run ci` as from a terminal: its exit code and its report."""
+    """Run `nsa-lab run ci` as in a terminal, and return its exit code and its report."""
     command = [sys.executable, "-m", "nsa_lab", "run", "ci", *options, "--outputs", str(folder / "outputs")]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
-    return done.returncode, Path(done.stdout.splitlines()[-1])
+    return completed.returncode, Path(completed.stdout.splitlines()[-1])
 
 
-def first_screen(browser, page: Path) -> None:
-    """Open it at `HEIGHT`; a window's own height has its frame in it, as high as that browser's version makes it."""
+def open_first_screen(browser, page: Path) -> None:
+    """Open the page with a viewport of `HEIGHT`. The size of a window includes a frame that depends on the browser."""
     metrics = {"width": 1200, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     browser.get(page.as_uri())
 
 
-def seen_at_once(browser) -> str:
-    """The text of what lies wholly on the screen now."""
-    leaves = "h1, h2, p, dl.figures > div, dl.answers > div, dl.facts > div, pre"
+def read_visible_text(browser) -> str:
+    """Return the text of the elements that are completely on the screen."""
+    leaves = "h1, h2, p, dl.numbers > div, dl.answers > div, dl.facts > div, pre"
     inside = """return [...document.querySelectorAll(arguments[0])].filter(element => {
         const box = element.getBoundingClientRect();
         return box.height > 0 && box.top >= 0 && box.bottom <= window.innerHeight }).map(element => element.innerText)"""
@@ -191,9 +193,9 @@ def seen_at_once(browser) -> str:
 
 
 def assert_quiet(browser) -> None:
-    """No request over a network and no word in the console since this was asked last."""
+    """Assert that there was no network request and no console message since the last call."""
     sent = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = [message["params"]["request"]["url"] for message in sent if message["method"] == "Network.requestWillBeSent"]
-    assert any(url.startswith("file:") for url in asked)
-    assert [url for url in asked if url.startswith(("http", "ws"))] == []
+    urls = [message["params"]["request"]["url"] for message in sent if message["method"] == "Network.requestWillBeSent"]
+    assert any(url.startswith("file:") for url in urls)
+    assert [url for url in urls if url.startswith(("http", "ws"))] == []
     assert browser.get_log("browser") == []

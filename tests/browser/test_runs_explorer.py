@@ -1,4 +1,4 @@
-"""Notebook 05 in a real JupyterLab: choose runs, a view, a layer, a head group, a step, and see the pictures change."""
+"""Notebook 05 in JupyterLab: select runs, a view, a layer, a head group and a step, and check that the figures change."""
 
 import re
 from hashlib import sha256
@@ -34,18 +34,18 @@ fetch(arguments[0].src).then(answer => answer.arrayBuffer()).then(bytes => done(
 
 @pytest.fixture
 def runs(project, tmp_path):
-    """A run, its dense twin and one of another seed, for real, and a notebook 05 that begins with the first."""
-    outputs, made = tmp_path / "runs", []
+    """Train a run, its dense baseline and one with another seed, and set up a notebook 05 that starts with the first."""
+    outputs, run_dirs = tmp_path / "runs", []
     for changes in ({}, {"model.attention": "dense", "name": "ci_dense"}, {"train.seed": 7, "name": "ci_seed7"}):
         config = RunConfig.from_yaml(resolve.find_params_file("ci"), {"train.steps": STEPS, **changes})
-        made.append(lifecycle.ensure(config, outputs))
-        assert lifecycle.wait(made[-1], 120) and lifecycle.get_state(made[-1]) == "DONE"
-    begin_with(project, outputs, made[0])
-    return [run.name for run in made]
+        run_dirs.append(lifecycle.ensure(config, outputs))
+        assert lifecycle.wait(run_dirs[-1], 120) and lifecycle.get_state(run_dirs[-1]) == "DONE"
+    set_parameters(project, outputs, run_dirs[0])
+    return [run.name for run in run_dirs]
 
 
-def begin_with(project, outputs, run_dir) -> None:
-    """Put these into notebook 05's parameters."""
+def set_parameters(project, outputs, run_dir) -> None:
+    """Set these parameters in notebook 05."""
     source = project / "notebooks" / "05_health_analysis.py"
     text = source.read_text()
     for name, value in {"run_dir: str": str(run_dir), "outputs: str": str(outputs)}.items():
@@ -57,29 +57,29 @@ def begin_with(project, outputs, run_dir) -> None:
 
 
 @pytest.fixture
-def made(request, project):
-    """The newest run of `make run`'s own outputs, which notebook 05 begins with."""
+def make_run_dir(request, project):
+    """Return the newest run of `make run` in the folder of --made, and set up notebook 05 with it."""
     folder = request.config.getoption("--made")
     if folder is None:
         pytest.skip("--made OUTPUTS names a folder in which `make run` has trained")
     run_dir = resolve.list_run_dirs(Path(folder).resolve())[-1]
-    begin_with(project, run_dir.parent, run_dir)
+    set_parameters(project, run_dir.parent, run_dir)
     return run_dir
 
 
-def test_after_make_run_it_offers_what_that_run_has(browser, made, lab, screenshots):
-    config = RunConfig.from_yaml(made / directory.CONFIG)
+def test_explorer_after_make_run(browser, make_run_dir, lab, screenshots):
+    config = RunConfig.from_yaml(make_run_dir / directory.CONFIG)
     open_notebook(browser, lab, "05_health_analysis")
     run_all_cells(browser)
     wait_until(lambda: find_visible(browser, ".widget-image"), "the explorer has its picture", 240)
     wait_until_idle()
-    assert list_selected(browser, "runs") == [made.name]
+    assert list_selected(browser, "runs") == [make_run_dir.name]
     assert list_options(browser, "layer") == [str(layer) for layer in range(config.model.n_layers)]
     assert columns(browser, "step") == [str(config.train.steps)]
     save_screenshot(browser, find_control(browser, "runs"), screenshots, "run_explorer_after_make_run.png")
 
 
-def test_runs_layers_groups_and_steps_are_chosen(browser, runs, lab, screenshots):
+def test_selecting_runs_layers_groups_and_steps(browser, runs, lab, screenshots):
     first, dense, other = runs
     open_notebook(browser, lab, "05_health_analysis")
     run_all_cells(browser)
@@ -88,17 +88,17 @@ def test_runs_layers_groups_and_steps_are_chosen(browser, runs, lab, screenshots
     assert list_selected(browser, "runs") == [first] and set(list_options(browser, "runs")) == set(runs)
     assert columns(browser, "step") == [str(STEPS)]
 
-    # Another layer: other gates, in the picture and in the numbers.
+    # Another layer has other gates, in the figure and in the numbers.
     before, gates = pictures(browser), columns(browser, "gate share, compressed")
     select_options(browser, "layer", "1")
     assert pictures(browser) != before and columns(browser, "gate share, compressed") != gates
 
     # Another view.
     before = pictures(browser)
-    select_options(browser, "view", "blocks shared with the query before")
+    select_options(browser, "view", "blocks shared with the previous query")
     assert pictures(browser) != before
 
-    # Two runs, then three, beside each other.
+    # Two runs, then three.
     before = pictures(browser)
     select_options(browser, "runs", first, other)
     assert pictures(browser) != before and len(columns(browser, "gate entropy, nats")) == 2
@@ -108,9 +108,11 @@ def test_runs_layers_groups_and_steps_are_chosen(browser, runs, lab, screenshots
     assert pictures(browser) != before
     assert "–" in columns(browser, "gate entropy, nats") and len(columns(browser, "validation, bits per byte")) == 3
 
-    # Where a head group looks, by the checkpoint nearest to a step.
+    # The blocks of a head group, by the checkpoint nearest to a step.
     select_options(browser, "view", "blocks selected")
-    assert len(pictures(browser)) == 2 and f"no map: {dense}: a dense model selects nothing" in read_explorer_text(browser)
+    assert len(pictures(browser)) == 2 and f"no map: {dense}: a dense model selects no blocks" in read_explorer_text(
+        browser
+    )
     select_options(browser, "runs", first, other)
     before = pictures(browser)
     select_options(browser, "head group", "1")
@@ -128,7 +130,7 @@ def test_runs_layers_groups_and_steps_are_chosen(browser, runs, lab, screenshots
 
 
 def move(browser, keys: str) -> None:
-    """Press keys on the slider of the step, and wait until the kernel has answered."""
+    """Press keys on the step slider, and wait until the kernel has responded."""
     slider = find_visible(browser, ".widget-slider .noUi-handle")
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", slider)
     slider.click()
@@ -137,12 +139,12 @@ def move(browser, keys: str) -> None:
 
 
 def columns(browser, row: str) -> list[str]:
-    """The numbers of a row, one per run."""
+    """Return the numbers of a row, one per run."""
     line = next(line for line in read_explorer_text(browser).splitlines() if line.startswith(row))
     return line.partition("│")[2].split()
 
 
 def pictures(browser) -> list[str]:
-    """What the pictures show now: each as the hash of its bytes."""
+    """Return the hash of the bytes of each visible picture."""
     shown_now = browser.find_elements("css selector", ".widget-image")
     return [sha256(bytes(browser.execute_async_script(FETCH, picture))).hexdigest() for picture in shown_now]

@@ -1,4 +1,4 @@
-"""What `make lab` opens: the landing notebook, this environment's kernel, pairs that are in step."""
+"""`make lab` opens the start notebook with this environment's kernel."""
 
 import pytest
 from notebook_page import find_visible, run_all_cells, wait_for_notebook, wait_until
@@ -6,10 +6,10 @@ from notebook_page import find_visible, run_all_cells, wait_for_notebook, wait_u
 pytestmark = pytest.mark.browser
 
 
-def test_lab_opens_the_landing_notebook_and_it_runs(browser, lab):
+def test_lab_opens_the_start_notebook_and_it_runs(browser, lab):
     browser.get(lab)
     wait_for_notebook(browser)
-    wait_until(lambda: "Start here" in headings(browser), "the landing notebook is open")
+    wait_until(lambda: "Start here" in headings(browser), "the start notebook is open")
     assert "Python 3" in find_visible(browser, ".jp-Toolbar-kernelName").text
     run_all_cells(browser)
     wait_until(

@@ -1,4 +1,4 @@
-"""Notebooks run through papermill as a user would run them, with run directories of their own."""
+"""Run notebooks through papermill as a user would, with separate run directories."""
 
 import json
 from pathlib import Path
@@ -16,15 +16,18 @@ CELL_TIMEOUT_S = 240
 
 @pytest.fixture(autouse=True)
 def as_a_user_would(monkeypatch):
-    """One thread: tiny models on a busy machine lose more to waiting ones than they win. No interpreter: it is the kernel
-    tests' own, and notebook 02 would check every kernel under it, for minutes."""
+    """Use one thread, because tiny models are slower with several on a busy machine.
+
+    Do not use the Triton interpreter of the kernel tests: notebook 02 would check every kernel with it, which takes
+    minutes.
+    """
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
 @pytest.fixture
 def execute(tmp_path, forked):
-    """execute(stem, cwd=..., **parameters) -> the executed notebook. Samples are of 40 tokens."""
+    """Return execute(stem, cwd=..., **parameters) -> the executed notebook. Samples have 40 tokens."""
 
     def run(stem: str, cwd: Path = ROOT, **parameters):
         target = tmp_path / f"{stem}.ipynb"
@@ -42,7 +45,7 @@ def execute(tmp_path, forked):
 
 
 def printed(notebook) -> str:
-    """Everything that the notebook's cells print or show as text."""
+    """Return everything that the notebook's cells print or show as text."""
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     return "\n".join(output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs)
 

@@ -1,7 +1,7 @@
-"""What nbval leaves unasked of an executed notebook, as a plugin of it: `pytest -p nbval_outputs --nbval-lax ...`.
+"""A pytest plugin that checks executed notebooks beyond nbval: `pytest -p nbval_outputs --nbval-lax ...`.
 
-Every picture says in words what it shows; no widget is made where nobody could move one; and a notebook that is read,
-rather than trained with, shows and says at least this. Kernels are forked, as those of the tests are.
+Every picture has alt text, a headless run creates no widget, and each notebook has at least the pictures and texts listed
+here. Kernels are forked, as in the other tests.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ PICTURES = {
     "07_decoding": 3,
     "08_long_texts": 3,
 }
-WORDS = {
+TEXTS = {
     "06_does_selection_find": (
-        "of the far questions right after",
+        "of the far questions correct after",
         "chosen   random  nearest   oracle    twice      all   no_cmp   no_sel   no_win",
-        "NSA, recipe, tiny recall, layer 1: asked for",
+        "NSA, recipe, tiny recall, layer 1: the question is",
     ),
-    "07_decoding": ("1,500 tokens in 101 chunks: logits differ by", "4,096 tokens before, dense", "of 6 right"),
+    "07_decoding": ("1,500 tokens in 101 chunks: ", "4,096 tokens of context, dense", "of 6 correct"),
     "08_long_texts": ("2 texts of 2,048 bytes", "chosen blocks     │", "no selected branch│"),
 }
 
-shown: dict[str, list[Any]] = {}
-last: dict[str, pytest.Item] = {}
+outputs_by_notebook: dict[str, list[Any]] = {}
+last_items: dict[str, pytest.Item] = {}
 
 
 @pytest.hookimpl(wrapper=True)
@@ -44,7 +44,7 @@ def pytest_runtestloop() -> Generator[None, Any, Any]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    last.update({item.path.stem: item for item in session.items})
+    last_items.update({item.path.stem: item for item in session.items})
 
 
 @pytest.hookimpl(wrapper=True)
@@ -52,13 +52,16 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     yield
     if isinstance(item, IPyNbCell):
         notebook = item.path.stem
-        shown.setdefault(notebook, []).extend(item.test_outputs or [])
+        outputs_by_notebook.setdefault(notebook, []).extend(item.test_outputs or [])
         assert "widget-view" not in str(item.test_outputs)
         assert all(output.metadata["image/png"]["alt"] for output in pictures(item.test_outputs or []))
-        if last[notebook] is item:
-            assert len(pictures(shown[notebook])) >= PICTURES.get(notebook, 0)
-            said = "".join(output.get("text") or output.get("data", {}).get("text/plain", "") for output in shown[notebook])
-            assert not [words for words in WORDS.get(notebook, ()) if words not in said]
+        if last_items[notebook] is item:
+            assert len(pictures(outputs_by_notebook[notebook])) >= PICTURES.get(notebook, 0)
+            printed = "".join(
+                output.get("text") or output.get("data", {}).get("text/plain", "")
+                for output in outputs_by_notebook[notebook]
+            )
+            assert not [text for text in TEXTS.get(notebook, ()) if text not in printed]
 
 
 def pictures(outputs: list[Any]) -> list[Any]:

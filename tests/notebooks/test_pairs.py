@@ -1,4 +1,4 @@
-"""The committed notebooks: in step with their sources, free of outputs, parameters typed and explained."""
+"""The committed notebooks: in sync with their sources, without outputs, and with typed and explained parameters."""
 
 import importlib.util
 import shutil
@@ -20,23 +20,23 @@ TRAINING = ("03_smoke_training", "04_production_run")
 
 
 @pytest.mark.slow  # a fast check of its own: make check-notebooks
-def test_build_has_nothing_to_do():
-    done = subprocess.run(
+def test_pairs_are_in_sync():
+    completed = subprocess.run(
         [sys.executable, ROOT / "notebooks" / "build.py", "--check"], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
 
 
 def committed(path: Path) -> NotebookNode:
-    """The notebook that git has: one that is open in JupyterLab may hold outputs, and is not what others get."""
+    """Return the notebook in git. A notebook that is open in JupyterLab may have outputs that are not committed."""
     name = f"HEAD:{path.relative_to(ROOT).as_posix()}"
-    found = subprocess.run(["git", "-C", str(ROOT), "show", name], capture_output=True, text=True, check=False)
-    return nbformat.reads(found.stdout if found.returncode == 0 else path.read_text(encoding="utf-8"), as_version=4)
+    shown = subprocess.run(["git", "-C", str(ROOT), "show", name], capture_output=True, text=True, check=False)
+    return nbformat.reads(shown.stdout if shown.returncode == 0 else path.read_text(encoding="utf-8"), as_version=4)
 
 
 @pytest.fixture
 def pairs(tmp_path, monkeypatch):
-    """A copy of the notebooks, what checks it, and how JupyterLab saves a notebook of which it ran so many cells."""
+    """Return a copy of the notebooks, its check, and a function that saves a notebook as JupyterLab does."""
     folder = shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
     spec = importlib.util.spec_from_file_location("build", folder / "build.py")
     build = importlib.util.module_from_spec(spec)
@@ -48,7 +48,7 @@ def pairs(tmp_path, monkeypatch):
         notebook = manager.get(f"notebooks/{name}")["content"]
         notebook.metadata["language_info"] = {"name": "python", "version": "3.11.0", "file_extension": ".py"}
         for number, cell in enumerate(cell for cell in notebook.cells if cell.cell_type == "code"):
-            # "Run all cells" begins by taking away what every cell had printed.
+            # "Run all cells" first clears all outputs.
             cell.execution_count = number + 1 if number < ran else None
             cell.outputs = (cell.outputs or [new_output("stream", text="ran\n")]) if number < ran else []
             cell.metadata["execution"] = {"iopub.status.busy": "2026-01-01T00:00:00Z"}
@@ -58,7 +58,7 @@ def pairs(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("ran", [1, 1000], ids=["half-way", "at the end"])
-def test_what_jupyterlab_saves_leaves_every_pair_in_step(pairs, capsys, ran):
+def test_pairs_are_in_sync_after_jupyterlab_saves(pairs, capsys, ran):
     folder, check, save_in_lab = pairs
     for path in NOTEBOOKS:
         before = path.with_suffix(".py").read_bytes()
@@ -69,7 +69,7 @@ def test_what_jupyterlab_saves_leaves_every_pair_in_step(pairs, capsys, ran):
 
 
 @pytest.mark.parametrize("what", ["source", "tags", "cells"])
-def test_a_notebook_that_says_something_else_is_out_of_step(pairs, capsys, what):
+def test_a_changed_notebook_is_out_of_sync(pairs, capsys, what):
     folder, check, _ = pairs
     path = folder / NOTEBOOKS[3].name
     notebook = nbformat.read(path, as_version=4)
@@ -82,7 +82,7 @@ def test_a_notebook_that_says_something_else_is_out_of_step(pairs, capsys, what)
         notebook.cells.pop()
     nbformat.write(notebook, path)
     assert check() == 1
-    assert f"out of step with their .py: {path.name};" in capsys.readouterr().err
+    assert f"out of sync with their .py: {path.name};" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -96,15 +96,15 @@ class TestEachNotebook:
             if cell.cell_type == "code":
                 checked = "NBVAL_CHECK_OUTPUT" in cell.source
                 assert bool(cell.outputs) == checked, cell.source
-                # nbval compares only cells that say that they were run.
+                # nbval compares only cells with an execution count.
                 assert (cell.execution_count is not None) == checked
 
     def test_parameters_are_tagged_typed_and_explained(self, path):
         cells = nbformat.read(path, as_version=4).cells
         assert sum("parameters" in cell.metadata.get("tags", []) for cell in cells) == 1
-        known = papermill.inspect_notebook(str(path))
-        assert known
-        for name, parameter in known.items():
+        parameters = papermill.inspect_notebook(str(path))
+        assert parameters
+        for name, parameter in parameters.items():
             assert parameter["inferred_type_name"] not in ("", "None"), name
             assert parameter["help"], name
 

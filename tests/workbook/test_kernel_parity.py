@@ -144,9 +144,9 @@ def test_one_query_with_another_choice_fails(dtype: torch.dtype, monkeypatch: py
 
 
 def test_float64_may_choose_nothing_else_at_all() -> None:
-    truth = {"choice": torch.zeros(1, 2000, 1, 3, dtype=torch.int32)}
-    got = {"choice": truth["choice"].clone()}
-    got["choice"][0, 0] = 1
+    truth = {"blocks": torch.zeros(1, 2000, 1, 3, dtype=torch.int32)}
+    got = {"blocks": truth["blocks"].clone()}
+    got["blocks"][0, 0] = 1
     assert not kernel_parity._check_part("selection", torch.float64, got, truth, truth)[0].ok
     assert kernel_parity._check_part("selection", torch.float32, got, truth, truth)[0].ok
 
@@ -175,14 +175,14 @@ def test_the_picture_shows_every_error_on_its_side_of_what_is_allowed() -> None:
             "window", "torch", length, "bfloat16", ErrorCheck("output", output, 2.0), ErrorCheck("dq", gradient, 3.0)
         )
 
-    exact = Comparison("selection", "triton", 1, "bfloat16", ErrorCheck("choice", 0.0, 1e-3), None)
-    broken = Comparison("selection", "torch", 1, "bfloat16", ErrorCheck("choice", math.nan, 1e-3), None)
+    exact = Comparison("selection", "triton", 1, "bfloat16", ErrorCheck("blocks", 0.0, 1e-3), None)
+    broken = Comparison("selection", "torch", 1, "bfloat16", ErrorCheck("blocks", math.nan, 1e-3), None)
     shares = kernel_parity.compute_worst_fractions([row(1, 1.0, 6.0), row(2, 0.5, 3.0), exact, broken], torch.bfloat16)
     assert shares == [
         ("window, output", "torch", 0.5),
         ("window, gradients", "torch", 2.0),
-        ("selection, choice", "triton", 0.0),
-        ("selection, choice", "torch", math.inf),
+        ("selection, blocks", "triton", 0.0),
+        ("selection, blocks", "torch", math.inf),
     ]
     assert kernel_parity.compute_worst_fractions([exact], torch.float32) == []
     figure = figures.plot_allowed_errors(shares, "made up")
@@ -191,4 +191,4 @@ def test_the_picture_shows_every_error_on_its_side_of_what_is_allowed() -> None:
     assert [text.get_text() for text in axes.texts] == ["0.5", "2: TOO LARGE", "inf: TOO LARGE", "exact"]
     assert sorted(bar.get_width() > 1 for bar in axes.patches) == [False, False, True, True]
     assert [line.get_xdata()[0] for line in axes.lines] == [1]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["torch", "triton", "1: all that is allowed"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["torch", "triton", "1: limit"]
