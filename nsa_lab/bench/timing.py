@@ -64,11 +64,10 @@ def _synchronize(device: torch.device) -> None:
 
 
 def describe_refusal(reason: RuntimeError, warned: Sequence[str] = ()) -> str:
-    """Return a short note why an implementation does not run at a shape.
+    """Return a short note that explains why an implementation does not run at a shape.
 
     Raises `reason` itself for a device fault, after which no measurement would be valid. `warned`: the warnings during the
-    call. If SDPA has no kernel, the error says so and a warning has the reason, among others that head a list or name
-    disabled kernels.
+    call. If SDPA has no kernel, the reason is in a warning, among others that head a list or name disabled kernels.
     """
     if "CUDA error" in str(reason):
         raise reason

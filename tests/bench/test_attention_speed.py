@@ -52,7 +52,7 @@ def test_values_may_be_narrower_than_keys(tmp_path):
     assert wide["whole"].shape == "70x1 H4 G2 d48/16"
     flops = {part: wide[part].tflops_forward * wide[part].forward_ms for part in ("dense", "choice", "window")}
     of_same = {part: same[part].tflops_forward * same[part].forward_ms for part in flops}
-    # The cost of a score depends on the key width, that of a weighted value on the value width.
+    # A score costs the key width, a weighted value the value width.
     assert flops["choice"] == pytest.approx(of_same["choice"])
     assert flops["dense"] == pytest.approx(of_same["dense"] * 64 / 96) and flops["window"] == pytest.approx(
         of_same["window"] * 64 / 96

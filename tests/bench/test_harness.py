@@ -129,7 +129,7 @@ def test_shares_are_of_flash_and_of_the_fastest() -> None:
 
 @pytest.mark.parametrize("name", ["attention-h200.json", "attention-wide-h200.json"])
 def test_the_shares_on_the_page_are_those_of_the_record(name: str) -> None:
-    """Of the whole operator, against SDPA flash and against cuDNN."""
+    """Check the whole operator against SDPA flash and cuDNN."""
     rows = json.loads((DOCS / name).read_text())["rows"]
     page = (DOCS / "README.md").read_text().splitlines()
     for by, told in (("SDPA flash", "| whole attention |"), ("SDPA cuDNN", "| whole attention, of cuDNN |")):

@@ -26,7 +26,7 @@ BRANCHES = ("compressed", "selected", "window")
 
 @pytest.mark.parametrize("name", ["compressed", "choice", "selected, real", "window", "gate", "whole"])
 def test_work_counts_every_input_and_result_once(name):
-    """Bytes of the benchmark's tensors; its useful FLOPs are those of the definition's pairs."""
+    """Compare with the tensors of the benchmark, and its useful FLOPs with the pairs of the definition."""
     sizes = (
         SHAPE.H,
         SHAPE.G,

@@ -1,4 +1,4 @@
-"""`nsa-lab bench trainer`, tiny, on a CPU: all code runs, and the numbers are those of the run."""
+"""`nsa-lab bench trainer`, tiny, on a CPU: all code runs, and the numbers are from the run."""
 
 from __future__ import annotations
 

@@ -344,7 +344,7 @@ def test_a_small_split_suggests_a_val_fraction(tmp_path: Path, refuses, seq_len:
 
 
 def test_the_suggested_fraction_accounts_for_copies_of_a_text(tmp_path: Path, refuses) -> None:
-    """There are more copies than the manifest records candidates, and all of them are held out together."""
+    """The copies outnumber the recorded candidates, and all of them are held out together."""
     folder = tmp_path / "c"
     folder.mkdir()
     texts = [f"document {i} " * 20 for i in range(4)]
