@@ -147,15 +147,17 @@ OTHERS = {
     "bench.timing": cases("bench/test_training_speed.py", "the_matmul_rate_is_that_of_the_fastest_round"),
     "bench.roofline": ["tests/bench/test_roofline.py"],
     "workbook.run_explorer": ["tests/workbook/test_run_explorer.py"],
-    "workbook.beside": ["tests/workbook/test_samples.py"],
+    "workbook.samples": ["tests/workbook/test_samples.py"],
     "report.header": cases(
         "train/test_validation_loss.py", "evaluations_record_their_text_and_different_texts_are_not_compared"
     ),
     "report": cases("report/test_report.py", "the_first_screen_says_what_happened"),
     "figures.query_plot": cases("workbook/test_query_attention.py", "the_bar_of_a_token_stands_inside_its_block"),
-    "figures.tiny_recall": cases("evaluate/test_tiny_recall.py", "model_colors_are_consistent_across_figures"),
     "figures.run_difference": ["tests/workbook/test_run_difference.py"],
-    "figures.evaluation_plots": ["tests/workbook/test_evaluated_runs.py"],
+    "figures.evaluation_plots": [
+        "tests/workbook/test_evaluated_runs.py",
+        *cases("evaluate/test_tiny_recall.py", "model_colors_are_consistent_across_figures"),
+    ],
     "workbook.evaluated_runs": ["tests/workbook/test_evaluated_runs.py"],
     "health.paired_difference": ["tests/health/test_paired_difference.py"],
     "health.proportions": ["tests/health/test_comparison.py"],
@@ -208,14 +210,15 @@ OTHERS = {
     "attention.kernels.fast_launch": ["tests/kernels/test_fast_launch.py"],
     "attention.kernels.launch_table": ["tests/kernels/test_launch_table.py"],
     "attention.kernels.gating": ["tests/kernels/test_gating.py"],
-    "attention.kernels.nsa_operator": cases(
-        "model/test_model_indexer.py", "the_kernels_use_given_blocks"
-    ),
+    "attention.kernels.nsa_operator": cases("model/test_model_indexer.py", "the_kernels_use_given_blocks"),
     "train.preflight.startup_checks": ["tests/train/test_preflight.py"],
     "train.preflight.branch_parity": ["tests/train/test_preflight.py"],
     "attention.cached_attention": attention_tests("cached_attention", "fp32_selection"),
     "attention.fp32_selection": ["tests/attention/test_fp32_selection.py"],
-    **{f"inference.{part}": ["tests/inference/test_decode.py"] for part in ("decode", "fused_linear", "kv_cache_size", "decode_graph")},
+    **{
+        f"inference.{part}": ["tests/inference/test_decode.py"]
+        for part in ("decode", "fused_linear", "kv_cache_size", "decode_graph")
+    },
     **{
         f"inference.cache.{part}": ["tests/inference/test_decode.py"]
         for part in ("compressed_cache", "attention_cache", "model_cache", "cache_step", "storage")
@@ -240,11 +243,6 @@ OTHERS = {
         "workbook/test_query_attention.py", "panels_in_a_row_keep_their_numbers_where_they_stand_below_each_other"
     ),
     "runs.rerun_command": ["tests/runs/test_rerun_command.py"],
-    "report.once": cases(
-        "report/test_consistent_numbers.py",
-        "what_the_header_says_a_notebook_below_it_does_not",
-        "of_a_halted_run_what_to_do_stands_once_on_the_page",
-    ),
     "workbook.notebook": ["tests/workbook/test_notebook.py"],
     "train.build": [
         *cases("train/test_stage_switch.py", "compiled_blocks_serve_every_stage"),
@@ -314,9 +312,7 @@ OTHERS = {
         "tests/train/test_training_run.py::test_a_run_resumes_without_its_source_if_the_cache_is_complete",
         "tests/train/test_training_run.py::test_the_window_of_the_spike_rule_outlives_a_resume",
     ],
-    "train.launcher": [
-        "tests/train/test_multi_rank.py::test_the_rank_ended_by_a_signal_is_reported_before_later_failures"
-    ],
+    "train.launcher": ["tests/train/test_multi_rank.py::test_the_rank_ended_by_a_signal_is_reported_before_later_failures"],
     "train.telemetry.event_log": ["tests/crash/test_full_disk.py"],
     "train.telemetry.heartbeat": ["tests/train/test_telemetry.py"],
     "train.telemetry.tensorboard_writer": ["tests/crash/test_full_disk.py"],
