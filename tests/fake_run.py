@@ -1,4 +1,4 @@
-"""A run directory written by hand: a healthy run, which a test then spoils in one place."""
+"""Write the run directory of a healthy run, which a test then changes in one place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYERS = 3
 
 
 def make_config(**overrides: Any) -> RunConfig:
-    """200 steps of 2 x 2048 bytes, so that selection has blocks to choose from."""
+    """Return a configuration with 200 steps of 2 x 2048 bytes, long enough that selection has candidates to select from."""
     sections: dict[str, Any] = {
         "name": "fake",
         "model": {"dim": 32, "n_layers": LAYERS, "n_heads": 2, "n_kv_groups": 1, "d_k": 16, "d_v": 16},
@@ -40,7 +40,7 @@ def make_config(**overrides: Any) -> RunConfig:
 
 
 def compute_lr(step: int, config: RunConfig) -> float:
-    """The schedule once more, in the words of the issue: linear warm-up, then half a cosine to zero."""
+    """Return the learning rate, implemented independently: linear warm-up, then half a cosine to zero."""
     t = config.train
     if step < t.warmup_steps:
         return t.lr * step / t.warmup_steps
@@ -87,7 +87,7 @@ def make_step_event(step: int, config: RunConfig, attempt: int = 1) -> Event:
 
 
 def make_healthy_events(config: RunConfig) -> list[Event]:
-    """One attempt from the first step to the last, in the order in which a trainer writes."""
+    """Return the events of one attempt from the first step to the last, in the order in which a trainer writes them."""
     train = config.train
     events: list[Event] = [
         {
@@ -136,11 +136,11 @@ def make_eval_event(step: int, bpb: float, attempt: int = 1) -> Event:
 
 
 def make_reach_event(step: int, attempt: int = 1, **losses: float | None) -> Event:
-    """What the choice is worth: a run that finds."""
+    """Return a `reach` event of a run whose selection finds the needles."""
     loss = {"chosen": 0.2, "random": 3.1, "nearest": 3.5, "no_sel": 4.0, **losses}
-    right = {name: float(value is not None and value < 1.0) for name, value in loss.items()}
-    told = {"length": 2048, "sequences": 4, "answer_loss": loss, "accuracy": right}
-    return {"kind": "reach", "attempt": attempt, "step": step, **told}
+    accuracy = {name: float(value is not None and value < 1.0) for name, value in loss.items()}
+    fields = {"length": 2048, "sequences": 4, "answer_loss": loss, "accuracy": accuracy}
+    return {"kind": "reach", "attempt": attempt, "step": step, **fields}
 
 
 def make_checkpoint_event(step: int, attempt: int = 1) -> Event:
@@ -162,7 +162,7 @@ def write_run(
     status: dict[str, Any] | None = None,
     name: str = "fake",
 ) -> Path:
-    """A run directory in `folder`. `spoil` changes the events in place, or gives others."""
+    """Write a run directory in `folder`. `spoil` changes the events in place or returns other events."""
     config = config or make_config()
     run_dir = folder / f"{name}-20260101T000000Z-abcd"
     run_dir.mkdir(parents=True)
@@ -183,7 +183,7 @@ def write_run(
 
 
 def write_checkpoint(run_dir: Path, step: int, content: bytes = b"12345") -> Path:
-    """A checkpoint folder whose manifest is true."""
+    """Write a checkpoint folder with a valid manifest."""
     folder = run_dir / directory.CHECKPOINTS / f"step-{step:08d}"
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(content)

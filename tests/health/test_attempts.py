@@ -1,6 +1,6 @@
-"""Attempts that ran with other settings: each is judged by its own, and what is not known is not called good.
+"""Attempts with different settings: each is judged by its own settings, and unknown settings give unknown results.
 
-And events that lack what their kind usually has: no verdict traces back, and what it would have needed is not "ok".
+Events without their usual fields: no check crashes, and checks that need the fields do not pass.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def make_resumed_events() -> list[Event]:
 
 
 def with_settings(*configs: RunConfig, key: str = "settings") -> Callable[[list[Event]], list[Event]]:
-    """Two attempts that say what they ran with."""
+    """Return an edit that makes two attempts, which record these configurations."""
 
     def spoil(events: list[Event]) -> list[Event]:
         events = make_resumed_events()
-        begun = [event for event in events if event["kind"] in ("start", "resume")]
-        for event, config in zip(begun, configs, strict=True):
+        first_events = [event for event in events if event["kind"] in ("start", "resume")]
+        for event, config in zip(first_events, configs, strict=True):
             event[key] = monitor_settings.get_monitor_settings(config) if key == "settings" else config.hash()
         return events
 
@@ -73,10 +73,10 @@ def examine_run(folder: Path, spoil: Any) -> dict[str, Verdict]:
     return {verdict.name: verdict for verdict in examine(write_run(folder, AFTER, spoil)).verdicts}
 
 
-def test_settings_that_changed_between_attempts_make_no_run_ill(tmp_path: Path) -> None:
+def test_changed_settings_between_attempts_pass_all_checks(tmp_path: Path) -> None:
     found = examine_run(tmp_path, with_settings(BEFORE, AFTER))
     assert {name: verdict.text for name, verdict in found.items() if verdict.ok is not True} == {}
-    assert found["evaluations"].text == "5, each when it was due"
+    assert found["evaluations"].text == "5, none missing"
     assert found["statistics"].limit == 6 + 2
     assert found["heartbeats"].text.endswith(", one every 10, then 1 s")
 
@@ -90,22 +90,20 @@ def test_settings_that_changed_between_attempts_make_no_run_ill(tmp_path: Path) 
         *(("checkpoint", 100, "checkpoints"), ("checkpoint", 180, "checkpoints")),
     ],
 )
-def test_each_attempt_owes_what_its_own_settings_say(kind: str, step: int, name: str, tmp_path: Path) -> None:
+def test_due_entries_follow_the_settings_of_each_attempt(kind: str, step: int, name: str, tmp_path: Path) -> None:
     def spoil(events: list[Event]) -> list[Event]:
         return [e for e in with_settings(BEFORE, AFTER)(events) if (e["kind"], e["step"]) != (kind, step)]
 
     assert examine_run(tmp_path, spoil)[name].ok is False
 
 
-def test_where_the_record_does_not_tell_its_settings_that_is_said(tmp_path: Path) -> None:
+def test_unrecorded_settings_give_unknown_results(tmp_path: Path) -> None:
     found = examine_run(tmp_path, with_settings(BEFORE, AFTER, key="config_hash"))
     assert {name for name, verdict in found.items() if verdict.ok is not True} == set(DUE_CHECKS)
-    assert all(
-        found[name].ok is None and "what was due in attempt 1 is not known" in found[name].text for name in DUE_CHECKS
-    )
+    assert all(found[name].ok is None and "settings of attempt 1 unknown" in found[name].text for name in DUE_CHECKS)
 
 
-def test_what_is_known_to_be_missing_is_missing_whatever_is_not_known(tmp_path: Path) -> None:
+def test_entry_missing_by_known_settings_fails(tmp_path: Path) -> None:
     def spoil(events: list[Event]) -> list[Event]:
         return [
             e for e in with_settings(BEFORE, AFTER, key="config_hash")(events) if (e["kind"], e["step"]) != ("eval", 160)
@@ -114,22 +112,22 @@ def test_what_is_known_to_be_missing_is_missing_whatever_is_not_known(tmp_path: 
     assert examine_run(tmp_path, spoil)["evaluations"].ok is False
 
 
-def test_a_silent_guard_is_worth_what_was_on_in_its_attempt(tmp_path: Path) -> None:
+def test_guards_are_those_enabled_in_the_attempt(tmp_path: Path) -> None:
     guarded = make_config(train__spike_sigma=8.0, train__stall_action="halt")
-    assert ", a loss 8 deviations over its window, a stall; off: train.min_tokens_per_s" in (
-        examine_run(tmp_path / "told", with_settings(BEFORE, guarded))["guards"].text
+    assert ", a loss 8 standard deviations above its window, a stall; disabled: train.min_tokens_per_s" in (
+        examine_run(tmp_path / "recorded", with_settings(BEFORE, guarded))["guards"].text
     )
-    not_told = examine_run(tmp_path / "not told", with_settings(AFTER, guarded, key="config_hash"))["guards"]
-    assert not_told.ok is True and not_told.text == "no guard fired; which of them were on is not known"
+    unrecorded = examine_run(tmp_path / "not recorded", with_settings(AFTER, guarded, key="config_hash"))["guards"]
+    assert unrecorded.ok is True and unrecorded.text == "no guard fired; enabled guards unknown"
 
 
 @pytest.mark.parametrize("settings", [None, [1], {"train.log_every": "often"}, {"train.log_every": -1}])
-def test_settings_that_are_none_are_not_known(settings: Any, tmp_path: Path) -> None:
+def test_invalid_recorded_settings_are_unknown(settings: Any, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, spoil=lambda events: events[0].update(settings=settings))
     assert History.read(run_dir).config_of_attempt(1) is None
 
 
-def test_settings_that_a_younger_version_tells_are_passed_over(tmp_path: Path) -> None:
+def test_unknown_recorded_settings_are_ignored(tmp_path: Path) -> None:
     settings = monitor_settings.get_monitor_settings(BEFORE) | {"train.log_every": 5, "train.of_tomorrow": 1}
     run_dir = write_run(tmp_path, spoil=lambda events: events[0].update(settings=settings))
     config = History.read(run_dir).config_of_attempt(1)
@@ -137,11 +135,11 @@ def test_settings_that_a_younger_version_tells_are_passed_over(tmp_path: Path) -
 
 
 def collect_fields(events: list[Event]) -> set[tuple[str, str]]:
-    kept = {"kind", "attempt", "step", "t"}
-    return {(event["kind"], name) for event in events for name in event if name not in kept}
+    guaranteed = {"kind", "attempt", "step", "t"}
+    return {(event["kind"], name) for event in events for name in event if name not in guaranteed}
 
 
-TROUBLES: list[Event] = [
+PROBLEMS: list[Event] = [
     {"kind": "guard", "attempt": 1, "step": 90, "rule": "slow", "value": 1.0, "limit": 2.0, "action": "warn", "text": "a"},
     {"kind": "stall", "attempt": 1, "step": 60, "phase": "data", "phase_age_s": 130.0, "limit_s": 120.0},
     {"kind": "error", "attempt": 1, "step": 60, "where": "save", "type": "OSError", "message": "full", "fatal": False},
@@ -151,7 +149,7 @@ TROUBLES: list[Event] = [
 ]
 
 
-# Of these not all can be good without that field; a line in which it is of another kind is no event, and missing.
+# Checks that cannot all pass without the field. A line with another type in the field is not an event, and missing.
 NEEDS: dict[tuple[str, str], list[str]] = {
     ("step", "dt_s"): ["finite numbers", "statistics"],
     ("step", "data_s"): ["data wait"],
@@ -166,17 +164,17 @@ NEEDS: dict[tuple[str, str], list[str]] = {
 
 
 @pytest.mark.slow
-def test_no_field_that_is_missing_null_or_of_another_kind_stops_a_verdict(tmp_path: Path) -> None:
-    """Of every kind of event, in both attempts: readers are sure of its kind, time, attempt and step alone."""
-    run_dir = write_run(tmp_path, AFTER, lambda events: [*TROUBLES, *with_settings(BEFORE, AFTER)(events)])
+def test_missing_null_or_invalid_fields_crash_no_check(tmp_path: Path) -> None:
+    """All kinds of events in both attempts. Readers can rely only on kind, time, attempt and step."""
+    run_dir = write_run(tmp_path, AFTER, lambda events: [*PROBLEMS, *with_settings(BEFORE, AFTER)(events)])
     (run_dir / directory.CHECKPOINTS).mkdir()
     file = run_dir / directory.EVENTS
-    whole = [json.loads(line) for line in file.read_text().splitlines()]
-    few = [e for e in whole if e["kind"] not in ("step", "heartbeat") or e["step"] % 30 in (0, 1)]
+    all_events = [json.loads(line) for line in file.read_text().splitlines()]
+    sampled = [e for e in all_events if e["kind"] not in ("step", "heartbeat") or e["step"] % 30 in (0, 1)]
     history = History.read(run_dir)
-    for kind, name in sorted(collect_fields(few)):
+    for kind, name in sorted(collect_fields(sampled)):
         for value in (..., None, [None, {}]):
-            edited = copy.deepcopy(few)
+            edited = copy.deepcopy(sampled)
             for event in edited:
                 if event["kind"] == kind and name in event:
                     event.pop(name) if value is ... else event.update({name: value})
@@ -193,12 +191,16 @@ def test_no_field_that_is_missing_null_or_of_another_kind_stops_a_verdict(tmp_pa
             assert needs is None or not all(found[verdict] for verdict in needs), (kind, name, value)
 
 
-def test_an_earlier_attempt_without_a_heartbeat_is_named(tmp_path: Path) -> None:
+def test_earlier_attempt_without_heartbeats_fails(tmp_path: Path) -> None:
     def spoil(events: list[Event]) -> list[Event]:
-        kept = [e for e in with_settings(BEFORE, AFTER)(events) if (e["kind"], e["attempt"]) != ("heartbeat", 1)]
-        for index, event in enumerate(event for event in kept if event["attempt"] == 1):
+        remaining = [e for e in with_settings(BEFORE, AFTER)(events) if (e["kind"], e["attempt"]) != ("heartbeat", 1)]
+        for index, event in enumerate(event for event in remaining if event["attempt"] == 1):
             event["t"] = 10.0 * index
-        return kept
+        return remaining
 
-    found = examine_run(tmp_path, spoil)["heartbeats"]
-    assert found.ok is False and found.text.startswith("0 in the ") and "of attempt 1, one every 10 s" in found.text
+    heartbeats = examine_run(tmp_path, spoil)["heartbeats"]
+    assert (
+        heartbeats.ok is False
+        and heartbeats.text.startswith("0 in the ")
+        and "of attempt 1, expected one every 10 s" in heartbeats.text
+    )
