@@ -330,8 +330,9 @@ class _Attempt:
         return True
 
     def _on_unresponsive(self) -> None:
-        """End the process: the trainer did not return from the stalled phase, so it cannot save. Runs in the heartbeat
-        thread.
+        """End the process, because the trainer did not return from the stalled phase and cannot save.
+
+        Runs in the heartbeat thread.
         """
         assert self._stall_finding is not None, "only called after a stall"
         reason = (

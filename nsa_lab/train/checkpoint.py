@@ -135,7 +135,7 @@ class CheckpointStore:
             self._remove_temporary(target, error)
             if not is_disk_full(error):
                 raise
-            needed, free = sum(len(serialise()) for serialise in files.values()), shutil.disk_usage(self.folder).free
+            needed, free = sum(len(serialize()) for serialize in files.values()), shutil.disk_usage(self.folder).free
             raise DiskFull(f"the disk is full: a checkpoint needs {needed:,} bytes, {free:,} are free") from error
         return SavedCheckpoint(target, _get_size_bytes(target), time.monotonic() - start, pruned)
 
@@ -144,7 +144,7 @@ class CheckpointStore:
     ) -> list[str]:
         temporary = self._get_temporary_path(target)
         self._fs.make_dir(temporary)
-        entries = {name: self._write_file(temporary / name, serialise()) for name, serialise in files.items()}
+        entries = {name: self._write_file(temporary / name, serialize()) for name, serialize in files.items()}
         self._fs.write(temporary / MANIFEST, format_manifest(step, entries, facts).encode())
         self._fs.sync_dir(temporary)
         self._fs.rename(temporary, target)

@@ -53,7 +53,7 @@ class CheckpointManager:
     def _write_checkpoint(self, step: int, state: dict[str, Any], files: dict[str, Serializer]) -> bool:
         if self.context.world.is_sharded:
             # Gather on all ranks first: a collective would hang if rank 0 failed to write in between.
-            serialized = {name: serialise() for name, serialise in files.items()}
+            serialized = {name: serialize() for name, serialize in files.items()}
             files = {name: (lambda data=data: data) for name, data in serialized.items()}
         if not self.context.world.is_first:
             return True

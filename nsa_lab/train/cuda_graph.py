@@ -91,11 +91,11 @@ class GradientGraphs:
         self._stage: StageConfig | None = None
 
     def __call__(self, batch: Batch, spans: Spans, stage: StageConfig) -> Tensor:
-        """Return the losses, a device tensor. Inputs, targets and weights have the shapes of the first call of this
-        `stage`.
+        """Return the losses of `batch`, a device tensor.
 
-        Documents are those of `spans`. Raises `ConfigError` if a step cannot be captured, or if a part of the model
-        ignores the documents of `spans` when it is replayed.
+        Inputs, targets and weights have the shapes of the first call of this `stage`; the documents are those in `spans`.
+        Raises `ConfigError` if a step cannot be captured, or if a part of the model ignores the documents of `spans` when
+        it is replayed.
         """
         if stage != self._stage:
             self.release()
@@ -175,11 +175,10 @@ def use_side_stream(device: torch.device) -> Iterator[None]:
 
 
 def capture_graph(run: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor, Any]:
-    """Capture `run`. Return the replay function, the tensor that every replay fills, and the memory pool for the next
-    graph.
+    """Capture `run`. Return the replay function, its output tensor, and the memory pool for the next graph.
 
-    `pool`: the pool returned by the previous capture, None for the first. Graphs that share a pool can be replayed in any
-    order, one at a time, because no graph reads what another one wrote.
+    Every replay overwrites the output tensor. `pool`: the pool returned by the previous capture, None for the first.
+    Graphs that share a pool can be replayed in any order, one at a time, because no graph reads what another one wrote.
     """
     graph = torch.cuda.CUDAGraph()
     # thread_local: the data-loading thread pins memory meanwhile, which a global capture would forbid.

@@ -81,11 +81,10 @@ def check_non_finite(step: int, loss: float, grad_norm: float, is_bad: float) ->
 
 
 class SpikeRule:
-    """Halts if a loss is more than `sigma` standard deviations above the mean of the last `SPIKE_WINDOW`; off if `sigma`
-    is 0.
+    """Halts if a loss is more than `sigma` standard deviations above the mean of the last `SPIKE_WINDOW` losses.
 
-    Inactive until it has seen `SPIKE_MIN_LOSSES`. `losses`: the window, which is saved in a checkpoint and passed in on
-    resume.
+    Off if `sigma` is 0, and until it has seen `SPIKE_MIN_LOSSES`. `losses`: the window, which is saved in a checkpoint
+    and passed in on resume.
     """
 
     def __init__(self, sigma: float, losses: Iterable[float] = ()) -> None:

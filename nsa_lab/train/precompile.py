@@ -48,8 +48,9 @@ def precompile_kernels(config: RunConfig, threads: int | None = None) -> Precomp
 
 
 def dry_run_stages(model: NSATransformer, config: RunConfig) -> None:
-    """Dry-run a step on zeros for every (batch size, sequence length) of the stages, without documents and, if masked,
-    with.
+    """Dry-run a step on zeros for every distinct (batch size, sequence length) of the stages.
+
+    With `data.documents: mask`, also with documents.
     """
     device, bf16 = next(model.parameters()).device, config.runtime.precision == "bf16"
     auxiliary = model.auxiliary_loss if config.model.has_selection_loss else None

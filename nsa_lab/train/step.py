@@ -236,9 +236,7 @@ class Stepper:
         return [sum_text_and_marked(losses, weights), sum_masked(losses, (tokens == self._separator) & (weights != 0))]
 
     def compute_auxiliary_loss(self, n_tokens: int) -> Tensor:
-        """Return the contribution of the last forward pass, over `n_tokens` tokens, to the auxiliary loss of its step,
-        0-d.
-        """
+        """Return the share of the step's auxiliary loss, 0-d, of the last forward pass over `n_tokens` tokens."""
         return self._auxiliary_loss() * (n_tokens / self.stage.tokens_per_step)
 
     def _clip_gradients(self) -> Tensor:

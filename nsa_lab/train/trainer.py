@@ -346,8 +346,9 @@ class Trainer:
             self.signals.raise_if_requested()
 
     def _allow_interrupt(self) -> contextlib.AbstractContextManager:
-        """Let a stop request interrupt this block at any line, if there is one rank. The block must not change saved
-        state.
+        """Let a stop request interrupt this block at any line, if there is one rank.
+
+        The block must not change state that a checkpoint contains.
         """
         return self.signals.raise_immediately() if self._is_single_rank else contextlib.nullcontext()
 

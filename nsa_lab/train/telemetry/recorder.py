@@ -31,8 +31,9 @@ STATUS_EVERY_S = 5.0
 
 
 class Recorder:
-    """Writes the records of one attempt. `is_first`: whether this is rank 0; `count_tokens(n)`: number of tokens of n
-    steps.
+    """Writes the records of one attempt.
+
+    `is_first`: whether this is rank 0. `count_tokens(n)`: number of tokens of the first n steps.
     """
 
     def __init__(

@@ -46,8 +46,9 @@ def get_peak_memory_bytes(device: torch.device) -> int:
 
 
 def count_bytes_by_dtype(tensors: Iterable[Any]) -> dict[str, int]:
-    """Return the bytes of tensors on this rank by dtype (`float32`). A sharded tensor counts its shard; other values are
-    ignored.
+    """Return the bytes of tensors on this rank by dtype (`float32`).
+
+    A sharded tensor counts its local shard. Values that are not tensors are ignored.
     """
     n_bytes: dict[str, int] = {}
     for value in tensors:
