@@ -189,7 +189,7 @@ def test_broad_handlers_are_few() -> None:
 
 
 def test_no_switch_hides_in_the_environment() -> None:
-    """There are no variables of this project, and the mathematics reads only Triton's interpreter switch."""
+    """The library defines no variables of its own, and the mathematics reads only Triton's interpreter switch."""
     for path in FILES:
         strings = {n.value for n in list_nodes(path) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
         assert not {s for s in strings if s.startswith("NSA_") and s.isupper()}, path
@@ -200,7 +200,7 @@ def test_no_switch_hides_in_the_environment() -> None:
 
 
 def test_the_mathematics_has_no_state() -> None:
-    """There is no global statement and no lower-case module-level container in attention, model and config."""
+    """Forbid global statements and lower-case module-level containers in attention, model and config."""
     for path in FILES:
         if get_part(get_module_name(path)) in ("attention", "model", "config"):
             assert not [n for n in list_nodes(path) if isinstance(n, ast.Global)], path

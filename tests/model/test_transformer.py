@@ -235,7 +235,7 @@ def test_hidden_width_of_the_mlp(kind: str) -> None:
 
 
 def test_the_number_of_operations_is_sublinear_in_tokens() -> None:
-    """There is no Python loop over tokens: 48 tokens need as many operations as 24, if both fit one chunk."""
+    """No operation runs once per token: 48 tokens need as many operations as 24, if both fit one chunk."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Count(TorchDispatchMode):
