@@ -1,9 +1,9 @@
 """The `torch` backend: vectorized, any device, memory linear in T.
 
 Queries are processed in chunks. A chunk attends to a contiguous range of keys under a mask or, for the selected branch of a
-long sequence, to the gathered tokens of its selected blocks. The backward pass recomputes the probabilities of a chunk from the
-saved LSE, so only the scores of one chunk exist at a time. Documents are split into chunks separately, each over its own
-keys. The cost of a packed row therefore depends on the lengths of its documents, and the cost of a `Span.chunk` on the
+long sequence, to the gathered tokens of its selected blocks. The backward pass recomputes the probabilities of a chunk from
+the saved LSE, so only the scores of one chunk exist at a time. Documents are split into chunks separately, each over its
+own keys. The cost of a packed row therefore depends on the lengths of its documents, and the cost of a `Span.chunk` on the
 keys that it attends to. Functions and shapes as in `reference`.
 
 These functions are excluded from torch.compile: it unrolls the loop over chunks and computes a wrong backward pass
