@@ -1,7 +1,7 @@
-"""The record of a healthy production run, edited in one place as a fault would have left it: the verdict says so.
+"""The record of a healthy production run with one simulated fault: the right check fails.
 
-Each edit fails for its own reason: the verdict that is named must fail, and only those beside it may fail too.
-The record is that of a run in outputs/, with fewer readings, so that an edit is judged in milliseconds.
+Each edit must fail the named check, and may fail only the other checks listed with it. The record is that of a run in
+outputs/ with fewer readings, so that a case takes milliseconds.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from nsa_lab.runs.summary import format_facts
 Event = dict[str, Any]
 Edit = Callable[[list[Event]], list[Event] | None]
 
-EVERY = 500  # steps between the readings that are kept
+EVERY = 500  # steps between the readings of the thinned record
 STEPS = 50_000
 
 
 def load_thinned() -> History:
-    """An NSA run of 50 000 steps, in two attempts, with the readings that carry statistics."""
+    """Return an NSA run of 50,000 steps in two attempts, reduced to the readings with statistics."""
     for run in resolve.list_run_dirs(resolve.get_root() / "outputs"):
         config = RunConfig.from_yaml(run / "config.yaml")
         if (config.model.attention, config.train.steps, config.train.stats_every) == ("nsa", STEPS, EVERY):
-            whole = History.read(run)
+            history = History.read(run)
             config = config.model_copy(update={"train": config.train.model_copy(update={"log_every": EVERY})})
-            kept = [e for e in whole.events if e["kind"] != "step" or e["step"] == 1 or e["step"] % EVERY == 0]
-            # As if both attempts had run with that configuration.
-            kept = [e | ({"config_hash": config.hash()} if "config_hash" in e else {}) for e in kept]
-            return with_events(replace(whole, config=config), kept)
+            events = [e for e in history.events if e["kind"] != "step" or e["step"] == 1 or e["step"] % EVERY == 0]
+            # As if both attempts had used this configuration.
+            events = [e | ({"config_hash": config.hash()} if "config_hash" in e else {}) for e in events]
+            return with_events(replace(history, config=config), events)
     raise AssertionError(f"outputs/ holds no NSA run of {STEPS} steps with statistics every {EVERY}")
 
 
@@ -59,7 +59,7 @@ def examine_edited(history: History, edit: Edit) -> Health:
 
 
 def select_events(events: list[Event], kind: str, first: float = 0.0, last: float = 1.0) -> Iterator[Event]:
-    """Events of a kind between two shares of the run."""
+    """Return the events of a kind between two fractions of the run."""
     return (e for e in events if e["kind"] == kind and first * STEPS < e["step"] <= last * STEPS)
 
 
@@ -80,7 +80,7 @@ def slow_down(factor: float | Callable[[float], float], first: float = 0.5, what
 
 
 def set_values(first: float = 0.0, last: float = 1.0, **values: Any) -> Edit:
-    """These values into every `step` event that has the field."""
+    """Return an edit that sets these values in every `step` event that has the field."""
 
     def edit(events: list[Event]) -> None:
         for event in select_events(events, "step", first, last):
@@ -93,11 +93,11 @@ def set_values(first: float = 0.0, last: float = 1.0, **values: Any) -> Edit:
 
 def freeze_gates(first: float, jitter: float = 0.0, names: tuple[str, ...] = ("gate_share_", "gate_entropy")) -> Edit:
     def edit(events: list[Event]) -> None:
-        dice = random.Random(0)
-        held, *later = select_readings(events, first)
+        rng = random.Random(0)
+        first_reading, *later = select_readings(events, first)
         for event in later:
-            for name in [name for name in event if name.startswith(resolve)]:
-                event[name] = [value + dice.uniform(-jitter, jitter) for value in held[name]]
+            for name in [name for name in event if name.startswith(names)]:
+                event[name] = [value + rng.uniform(-jitter, jitter) for value in first_reading[name]]
 
     return edit
 
@@ -137,24 +137,24 @@ def drop_fields(*prefixes: str, first: float = 0.0) -> Edit:
 def set_null(kind: str, *names: str, where: Callable[[Event], bool] = lambda event: True, value: Any = None) -> Edit:
     def edit(events: list[Event]) -> None:
         for event in filter(where, select_events(events, kind, -1.0)):
-            event.update(dict.fromkeys(resolve, value))
+            event.update(dict.fromkeys(names, value))
 
     return edit
 
 
 def flatten(*names: str, first: float = -1.0) -> Edit:
     def edit(events: list[Event]) -> None:
-        held, *later = select_events(events, "step", first)
+        first_event, *later = select_events(events, "step", first)
         for event in later:
-            event.update({name: held[name] for name in resolve})
+            event.update({name: first_event[name] for name in names})
 
     return edit
 
 
 def flatten_with_noise(events: list[Event]) -> None:
-    dice = random.Random(0)
+    rng = random.Random(0)
     for event in select_events(events, "step"):
-        event["bpb"] = 1.0 + dice.gauss(0, 0.01)
+        event["bpb"] = 1.0 + rng.gauss(0, 0.01)
         event["loss"] = event["bpb"] * math.log(2)
 
 
@@ -176,30 +176,30 @@ def is_at_half(event: Event) -> bool:
     return event["step"] == STEPS // 2
 
 
-# Name, edit, the verdict that must fail, a part of what it says, verdicts that may fail besides.
+# Name, edit, check that must fail, part of its text, other checks that may fail.
 EDITS: list[tuple[str, Edit, str, str, set[str]]] = [
     ("half the speed from half on", slow_down(0.5), "throughput", "50", set()),
     ("a third of the speed from half on", slow_down(0.3), "throughput", "", set()),
     ("a tenth of the speed from half on", slow_down(0.1), "throughput", "", set()),
     ("a tenth of the speed from 15 % on", slow_down(0.1, 0.15), "throughput", "", set()),
-    ("half the speed by tokens_per_s alone", slow_down(0.5, what="speed"), "throughput", "", set()),
-    ("half the speed by dt_s alone", slow_down(0.5, what="clock"), "throughput", "", set()),
-    ("a creep down to 5 %", slow_down(lambda at: 1 - 0.95 * at, 0.0), "throughput", "", set()),
+    ("half the speed in tokens_per_s only", slow_down(0.5, what="speed"), "throughput", "", set()),
+    ("half the speed in dt_s only", slow_down(0.5, what="clock"), "throughput", "", set()),
+    ("gradual slowdown to 5 %", slow_down(lambda at: 1 - 0.95 * at, 0.0), "throughput", "", set()),
     ("no gradient from half on", set_values(0.5, grad_norm=0.0), "gradients", "the first 25,500", set()),
     ("no gradient in any layer", set_values(grad_norm_layers=0.0), "gradients", "layer 0 at step 500", set()),
     ("a gradient norm of a million", set_values(grad_norm=1e6), "gradients", "1e+06", set()),
     ("a gradient norm of a million, once", set_values(0.49, 0.5, grad_norm=1e6), "gradients", "step 25,000", set()),
     (
-        "all branches silent",
+        "all branches zero",
         set_values(norm_cmp=0.0, norm_sel=0.0, norm_win=0.0),
         "branch outputs",
         "the compressed branch is 0 in every layer",
         set(),
     ),
-    ("one branch silent from 70 % on", set_values(0.7, norm_sel=0.0), "branch outputs", "first at step 35,500", set()),
-    ("gates frozen from 10 % on", freeze_gates(0.1), "gates moved", "the same to the last bit", set()),
-    ("gates frozen from 10 % on but for rounding", freeze_gates(0.1, 1e-4), "gates moved", "no longer moved", set()),
-    ("gate weights still from 10 % on", set_values(0.1, gate_update=0.0), "gates moved", "stand still", set()),
+    ("one branch zero from 70 % on", set_values(0.7, norm_sel=0.0), "branch outputs", "first at step 35,500", set()),
+    ("gates frozen from 10 % on", freeze_gates(0.1), "gates moved", "gates bitwise equal", set()),
+    ("gates frozen from 10 % on but for rounding", freeze_gates(0.1, 1e-4), "gates moved", "no longer changed", set()),
+    ("gate weights constant from 10 % on", set_values(0.1, gate_update=0.0), "gates moved", "weights unchanged", set()),
     ("gates collapsed from 10 % to 90 %", collapse_gates(0.1, 0.9), "gates alive", "80% of the readings", set()),
     ("one layer collapsed from 10 % to 90 %", collapse_gates(0.1, 0.9, layer=3), "gates alive", "in layer 3", set()),
     (
@@ -219,16 +219,16 @@ EDITS: list[tuple[str, Edit, str, str, set[str]]] = [
     ),
     ("no evaluations", drop("eval"), "evaluations", "51 of 51", set()),
     ("no evaluations in the second half", drop("eval", 0.5), "evaluations", "25 of 51", set()),
-    ("one evaluation lost", drop("eval", 0.49, 0.5), "evaluations", "the first at step 25,000", set()),
-    ("statistics of the choice frozen from 10 % on", freeze_gates(0.1, names=("sel_",)), "statistics", "in a row", set()),
-    ("norms of the branches frozen from 90 % on", freeze_gates(0.9, names=("norm_",)), "statistics", "the norms", set()),
+    ("one evaluation missing", drop("eval", 0.49, 0.5), "evaluations", "the first at step 25,000", set()),
+    ("selection statistics frozen from 10 % on", freeze_gates(0.1, names=("sel_",)), "statistics", "in a row", set()),
+    ("branch norms frozen from 90 % on", freeze_gates(0.9, names=("norm_",)), "statistics", "branch norms", set()),
     ("no statistics after 30 %", drop_fields("gate_", "sel_", "norm_", first=0.3), "statistics", "70 of 100", set()),
     ("no gate statistics after 30 %", drop_fields("gate_", first=0.3), "statistics", "70 of 100", set()),
     ("no statistics at all", drop_fields("gate_", "sel_", "norm_", "grad_norm_"), "statistics", "100 of 100", set()),
-    ("a flat training loss", flatten("loss", "bpb"), "training loss", "the same to the last bit", {"generalises"}),
-    ("a flat training loss from 90 % on", flatten("loss", "bpb", first=0.9), "training loss", "the same", set()),
+    ("a flat training loss", flatten("loss", "bpb"), "training loss", "bitwise equal", {"generalises"}),
+    ("a flat training loss from 90 % on", flatten("loss", "bpb", first=0.9), "training loss", "bitwise equal", set()),
     ("a flat training loss, with noise", flatten_with_noise, "training loss", "at least 25.0% below", set()),
-    ("a training loss that is three times itself at the end", triple_loss, "training loss", "and was", set()),
+    ("a training loss that triples at the end", triple_loss, "training loss", "up from", set()),
     ("no tokens per second", set_values(tokens_per_s=0.0), "finite numbers", "tokens_per_s is 0 at step 1,", set()),
     ("steps that take no time", set_values(dt_s=0.0), "finite numbers", "dt_s is 0 at step 1,", set()),
     ("a gradient norm below 0", set_values(grad_norm=-1.0), "finite numbers", "grad_norm is -1 at step 1,", set()),
@@ -239,7 +239,7 @@ EDITS: list[tuple[str, Edit, str, str, set[str]]] = [
         "gate_share_win is 1.5 at step 25,500",
         set(),
     ),
-    ("a clock that steps back a day", shift_clock(-86400.0), "clock", "steps back by 86,", set()),
+    ("a clock that goes back a day", shift_clock(-86400.0), "clock", "goes back by 86,", set()),
     ("no heartbeats", drop("heartbeat"), "heartbeats", "0 in the", set()),
     ("no heartbeats in the second half", drop("heartbeat", 0.5), "heartbeats", "of attempt 2", set()),
     ("no preflight", drop("preflight"), "preflight", "no check was recorded before the first step", set()),
@@ -259,47 +259,45 @@ EDITS: list[tuple[str, Edit, str, str, set[str]]] = [
 ]
 
 
-def test_the_record_without_an_edit_is_healthy(healthy: History) -> None:
+def test_unedited_record_is_healthy(healthy: History) -> None:
     health = examine_edited(healthy, lambda events: None)
-    # It ran before interventions on the choice were recorded.
+    # This run is older than the recorded ablations of the selection.
     assert [(verdict.name, verdict.ok) for verdict in health.verdicts if verdict.ok is not True] == [
         ("selection finds", None)
     ]
     assert len(healthy.steps) == STEPS // EVERY + 1
 
 
-@pytest.mark.parametrize(("edit", "name", "text", "besides"), [e[1:] for e in EDITS], ids=[e[0] for e in EDITS])
-def test_an_edited_record_fails_for_its_own_reason(
-    healthy: History, edit: Edit, name: str, text: str, besides: set[str]
-) -> None:
+@pytest.mark.parametrize(("edit", "name", "text", "others"), [e[1:] for e in EDITS], ids=[e[0] for e in EDITS])
+def test_edited_record_fails_the_right_check(healthy: History, edit: Edit, name: str, text: str, others: set[str]) -> None:
     health = examine_edited(healthy, edit)
     failed = {verdict.name: verdict for verdict in health.failed}
     assert name in failed, health.headline
     assert text in failed[name].text
-    assert failed.keys() <= {name} | besides
+    assert failed.keys() <= {name} | others
     assert health.headline.startswith("NOT healthy: ")
 
 
-def test_the_status_of_another_run_is_noticed(healthy: History) -> None:
+def test_status_of_another_run_fails(healthy: History) -> None:
     health = examine(replace(healthy, status={**healthy.status, "run": "another-20260101T000000Z-0000"}))
     assert [verdict.name for verdict in health.failed] == ["one run"]
-    assert "the status is of another-20260101T000000Z-0000" in health.headline
+    assert "the status belongs to another-20260101T000000Z-0000" in health.headline
 
 
-def test_a_record_without_its_beginning_or_end_is_not_vouched_for(healthy: History) -> None:
-    for kind, name, text in (("start", "one run", "how attempt 1 began"), ("end", "finished", "does not tell its end")):
+def test_record_without_start_or_end_is_unknown(healthy: History) -> None:
+    for kind, name, text in (("start", "one run", "attempt 1 is missing"), ("end", "finished", "the end is not recorded")):
         verdicts = {verdict.name: verdict for verdict in examine_edited(healthy, drop(kind)).verdicts}
         assert verdicts[name].ok is None and text in verdicts[name].text
 
 
-def test_a_null_learning_rate_is_not_told_as_a_success(healthy: History) -> None:
+def test_null_learning_rate_fails(healthy: History) -> None:
     health = examine_edited(healthy, set_null("step", "lr", where=is_at_half))
     verdict = next(verdict for verdict in health.verdicts if verdict.name == "learning rate")
-    assert verdict.ok is False and verdict.text.startswith("nan at step 25,000, where the configuration says 0.000")
+    assert verdict.ok is False and verdict.text.startswith("nan at step 25,000, configured: 0.000")
 
 
-def test_what_is_missing_is_never_ok(healthy: History) -> None:
-    """Without any kind of event, no verdict that would need it says ok."""
+def test_missing_events_never_pass(healthy: History) -> None:
+    """If all events of a kind are missing, no check that needs them passes."""
     needs = {
         "eval": {"evaluations", "loss fell", "loss kept", "generalises"},
         "heartbeat": {"heartbeats", "memory"},
@@ -310,13 +308,13 @@ def test_what_is_missing_is_never_ok(healthy: History) -> None:
             *("gates moved", "gates alive", "branch outputs"),
         },
     }
-    for kind, silent in needs.items():
+    for kind, checks in needs.items():
         health = examine_edited(healthy, drop(kind))
-        assert not {verdict.name for verdict in health.verdicts if verdict.ok} & silent, kind
+        assert not {verdict.name for verdict in health.verdicts if verdict.ok} & checks, kind
 
 
-def test_a_record_in_files_is_judged_alike(healthy: History, tmp_path: Path) -> None:
-    """NaN is what Python writes and reads as JSON, though it is none."""
+def test_nan_in_files_is_detected(healthy: History, tmp_path: Path) -> None:
+    """Python writes and reads NaN in JSON, although JSON does not allow it."""
     from fake_run import write_run
 
     def edit(events: list[Event]) -> None:

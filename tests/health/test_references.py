@@ -1,4 +1,4 @@
-"""What verdicts and results are worth: trials are called so, references come from records, divergence is explained."""
+"""Trial runs, reference values from records, diagnosis of divergence, and verdict.json."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from nsa_lab.runs.history import History, collect_facts
 
 
 def write_history(folder: Path, name: str, **changes: Any) -> History:
-    """A run of that name in the folder."""
+    """Write a run with this directory name in the folder."""
     spoil, status = changes.pop("spoil", None), changes.pop("status", None)
-    made = write_run(folder / "being made", make_config(**changes), spoil, status)
-    run_dir = made.rename(folder / name)
-    (folder / "being made").rmdir()
+    temporary = write_run(folder / "temporary", make_config(**changes), spoil, status)
+    run_dir = temporary.rename(folder / name)
+    (folder / "temporary").rmdir()
     return History.read(run_dir)
 
 
@@ -37,63 +37,66 @@ def set_params(params: int):
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
+    ("changes", "reason"),
     [
-        ({"train__steps": 50}, "50 steps, and under 100 say little"),
-        ({"spoil": set_params(900_000)}, "200 steps, and 819,200 tokens for 900,000 parameters"),
+        ({"train__steps": 50}, "50 steps, fewer than 100"),
+        ({"spoil": set_params(900_000)}, "200 steps with 819,200 tokens for 900,000 parameters"),
         ({"spoil": set_params(800_000)}, None),
     ],
 )
-def test_a_run_too_short_to_judge_has_another_banner(changes: dict, why: str | None, tmp_path: Path) -> None:
+def test_trial_run_has_its_own_headline(changes: dict, reason: str | None, tmp_path: Path) -> None:
     history = write_history(tmp_path, "a-1", **changes)
     health = examine(history)
-    assert health.ok and health.trial_reason == why
-    assert get_status_class(health, history) == ("open" if why else "ok")
-    assert health.headline.startswith("a trial, and no fault in it: " if why else "healthy: ")
-    assert health.counts in health.headline and " hold" in health.counts
+    assert health.ok and health.trial_reason == reason
+    assert get_status_class(health, history) == ("open" if reason else "ok")
+    assert health.headline.startswith("trial run, no failures: " if reason else "healthy: ")
+    assert health.counts in health.headline and " passed" in health.counts
 
 
-def test_the_counts_are_of_all_verdicts(tmp_path: Path) -> None:
+def test_counts_cover_all_checks(tmp_path: Path) -> None:
     health = examine(write_history(tmp_path, "a-1", spoil=lambda events: [e for e in events if e["kind"] != "reach"]))
-    held = sum(v.ok is True for v in health.verdicts)
-    assert health.counts == f"{held} of {len(health.verdicts)} hold, 1 not judged" and held == len(health.verdicts) - 1
+    n_passed = sum(v.ok is True for v in health.verdicts)
+    assert (
+        health.counts == f"{n_passed} of {len(health.verdicts)} checks passed, 1 unknown"
+        and n_passed == len(health.verdicts) - 1
+    )
 
 
-def test_references_are_the_twin_and_the_compressor_that_the_record_tells(tmp_path: Path) -> None:
+def test_references_are_matched_baseline_and_compressor(tmp_path: Path) -> None:
     xz = {"kind": "reference", "attempt": 1, "step": 0, "name": "xz", "bytes": 2_000_000, "bpb": 2.3}
     nsa = write_history(tmp_path, "nsa-1", spoil=lambda events: [*events[:1], xz, *events[1:]])
-    assert [str(found) for found in find_references(nsa)] == ["the compressor xz on the same text 2.300"]
+    assert [str(reference) for reference in find_references(nsa)] == ["compressor xz on the same text 2.300"]
     assert (
         describe_loss(collect_facts(nsa), find_references(nsa))
-        == "2.140 bits per byte; the compressor xz on the same text 2.300"
+        == "2.140 bits per byte; compressor xz on the same text 2.300"
     )
     write_history(tmp_path, "other-1", model__attention="dense", train__lr=2e-3)
     write_history(tmp_path, "shorter-1", model__attention="dense", train__steps=150)
-    assert len(find_references(nsa)) == 1, "another rate, another length: no twins"
+    assert len(find_references(nsa)) == 1, "another learning rate or length: no matched pair"
     write_history(tmp_path, "dense-1", model__attention="dense")
-    twin, _ = find_references(nsa)
-    assert twin.name == "dense twin" and twin.note == "dense-1: 123,456 parameters, one run of each"
-    assert twin.bpb == collect_facts(tmp_path / "dense-1").last_validation_bpb
+    baseline, _ = find_references(nsa)
+    assert baseline.name == "dense baseline" and baseline.note == "dense-1: 123,456 parameters, one run of each"
+    assert baseline.bpb == collect_facts(tmp_path / "dense-1").last_validation_bpb
 
 
-def test_what_is_not_finished_is_no_reference(tmp_path: Path) -> None:
+def test_unfinished_run_is_not_a_reference(tmp_path: Path) -> None:
     nsa = write_history(tmp_path, "nsa-1")
     write_history(tmp_path, "dense-1", model__attention="dense", status={"status": directory.HALTED})
     assert find_references(nsa) == []
 
 
-def test_without_a_twin_the_run_before_is_the_reference(tmp_path: Path) -> None:
+def test_previous_run_is_the_reference_without_a_baseline(tmp_path: Path) -> None:
     def later(events: list[Event]) -> None:
         events[0]["t"] = 2000.0
 
     before = write_history(tmp_path, "fake-1")
     after = write_history(tmp_path, "fake-2", spoil=later)
-    assert [found.note for found in find_references(after)] == ["fake-1"] and find_references(before) == []
+    assert [reference.note for reference in find_references(after)] == ["fake-1"] and find_references(before) == []
     assert find_references(after)[0].bpb == collect_facts(before).last_validation_bpb
 
 
 def diverge(events: list[Event]) -> list[Event]:
-    """Rises from step 50 on, and is no number at step 71."""
+    """Make the loss rise from step 50 on and become NaN at step 71."""
     for event in events:
         if event["kind"] == "step" and event["step"] > 50:
             event |= {"bpb": 10.0 * 3 ** (event["step"] // 10 - 5), "grad_norm": 0.8 * 9 ** (event["step"] // 10 - 5)}
@@ -104,72 +107,76 @@ def diverge(events: list[Event]) -> list[Event]:
 HALTED = {"status": directory.HALTED, "reason": "step 71: the loss is nan"}
 
 
-def test_of_a_diverged_run_the_suspect_comes_first_and_resuming_last(tmp_path: Path) -> None:
+def test_advice_for_a_diverged_run_ends_with_resuming(tmp_path: Path) -> None:
     history = write_history(tmp_path, "fake-1", train__lr=0.5, spoil=diverge, status=HALTED)
-    found = diagnose_divergence(history, LIMITS)
-    assert found is not None
-    assert "30.000 at step 60, 90.000 at step 70" in found.observations[0]
-    assert found.observations[1].endswith("its peak, train.lr, is 0.5.")
-    assert found.observations[2].startswith("The gradient's norm grew from 0.8 at step 1 to 64.8 at step 70")
-    assert found.action.startswith("Suspect: the learning rate.") and found.action.endswith(
+    divergence = diagnose_divergence(history, LIMITS)
+    assert divergence is not None
+    assert "30.000 at step 60, 90.000 at step 70" in divergence.observations[0]
+    assert divergence.observations[1].endswith("its peak, train.lr, is 0.5.")
+    assert divergence.observations[2].startswith("The gradient norm grew from 0.8 at step 1 to 64.8 at step 70")
+    assert divergence.action.startswith("Likely cause: the learning rate.") and divergence.action.endswith(
         f"nsa-lab run {tmp_path.name}/fake-1/config.yaml -p train.lr=0.001"
-    ), "of no preset, so the run's own file repeats its settings"
-    told = list_advice(history)
-    assert [("resume" in line) for line in told] == [False] * (len(told) - 1) + [True]
-    assert "The weights are those of step 70, the last good one." in told[-1]
+    ), "there is no preset of this name, so the run's own file is used"
+    advice = list_advice(history)
+    assert [("resume" in line.lower()) for line in advice] == [False] * (len(advice) - 1) + [True]
+    assert "The weights are those of step 70, the last good step." in advice[-1]
 
 
-def test_a_run_that_broke_without_a_warning_is_not_laid_on_the_rate(tmp_path: Path) -> None:
-    def broke(events: list[Event]) -> list[Event]:
+def test_sudden_nan_is_not_attributed_to_the_learning_rate(tmp_path: Path) -> None:
+    def break_without_warning(events: list[Event]) -> list[Event]:
         return [event for event in events if event["step"] <= 70 and event["kind"] != "end"] + diverge([])
 
-    found = diagnose_divergence(write_history(tmp_path, "fake-1", spoil=broke, status=HALTED), LIMITS)
-    assert found is not None and "not the first suspect" in found.action and len(found.observations) == 2
-    rash = diagnose_divergence(write_history(tmp_path, "fake-2", train__lr=100.0, spoil=broke, status=HALTED), LIMITS)
-    assert rash is not None and rash.action.startswith("Suspect: the learning rate.")
+    divergence = diagnose_divergence(write_history(tmp_path, "fake-1", spoil=break_without_warning, status=HALTED), LIMITS)
+    assert divergence is not None and "an unlikely cause" in divergence.action and len(divergence.observations) == 2
+    risky = diagnose_divergence(
+        write_history(tmp_path, "fake-2", train__lr=100.0, spoil=break_without_warning, status=HALTED), LIMITS
+    )
+    assert risky is not None and risky.action.startswith("Likely cause: the learning rate.")
     assert diagnose_divergence(write_history(tmp_path, "fake-3"), LIMITS) is None
 
 
-def test_a_verdict_that_the_run_has_left_behind_is_none(tmp_path: Path) -> None:
+def test_outdated_verdict_is_none(tmp_path: Path) -> None:
     history = write_history(tmp_path, "fake-1")
     assert read_verdict(history) is None
-    told = json.loads(write_verdict(history).read_text(encoding="utf-8"))
-    assert read_verdict(history) == told
+    record = json.loads(write_verdict(history).read_text(encoding="utf-8"))
+    assert read_verdict(history) == record
     assert read_verdict(history.truncate_at(100)) is None
     assert read_verdict(replace(history, status={**history.status, "status": directory.PREEMPTED})) is None
 
 
-def test_a_value_without_a_number_is_null_in_a_verdict(tmp_path: Path) -> None:
+def test_nonfinite_values_are_null_in_verdict_json(tmp_path: Path) -> None:
     def spoil(events: list[Event]) -> None:
         next(event for event in events if event["kind"] == "step" and event["step"] == 100)["lr"] = None
 
-    told = write_verdict(write_history(tmp_path, "fake-1", spoil=spoil)).read_text(encoding="utf-8")
-    rate = next(verdict for verdict in json.loads(told)["verdicts"] if verdict["name"] == "learning rate")
-    assert rate["ok"] is False and rate["value"] is None and "Infinity" not in told
+    text = write_verdict(write_history(tmp_path, "fake-1", spoil=spoil)).read_text(encoding="utf-8")
+    rate = next(verdict for verdict in json.loads(text)["verdicts"] if verdict["name"] == "learning rate")
+    assert rate["ok"] is False and rate["value"] is None and "Infinity" not in text
 
 
-def test_a_run_that_ended_early_is_a_trial_by_the_steps_it_did(tmp_path: Path) -> None:
+def test_stopped_run_is_a_trial_by_its_completed_steps(tmp_path: Path) -> None:
     stopped = write_history(tmp_path, "a-1", spoil=lambda events: [e for e in events if e["step"] <= 50])
-    assert examine(stopped).trial_reason == "50 steps, and under 100 say little"
+    assert examine(stopped).trial_reason == "50 steps, fewer than 100"
 
 
 def end_with_losses(*losses: float, grad_norm: float = 0.8, rule: str = "spike") -> Callable[[list[Event]], list[Event]]:
-    """The last losses of a run that a guard halted, and the last norm of its gradient."""
+    """Return an edit that sets the last losses and the last gradient norm of a run halted by a guard."""
 
     def spoil(events: list[Event]) -> list[Event]:
-        kept = [event for event in events if event["step"] <= 70 and event["kind"] != "end"]
-        steps = [event for event in kept if event["kind"] == "step"]
+        remaining = [event for event in events if event["step"] <= 70 and event["kind"] != "end"]
+        steps = [event for event in remaining if event["kind"] == "step"]
         for event, loss in zip(steps[-len(losses) :], losses, strict=True):
             event["bpb"] = loss
         steps[-1]["grad_norm"] = grad_norm
-        return [*kept, {"kind": "guard", "attempt": 1, "step": 70, "rule": rule, "action": "halt", "text": "halted"}]
+        return [*remaining, {"kind": "guard", "attempt": 1, "step": 70, "rule": rule, "action": "halt", "text": "halted"}]
 
     return spoil
 
 
-def test_losses_rise_above_their_lowest_not_above_their_first(tmp_path: Path) -> None:
-    found = diagnose_divergence(write_history(tmp_path, "fake-1", spoil=end_with_losses(2.0, 3.1), status=HALTED), LIMITS)
-    assert found is not None and found.action.startswith("Suspect: the learning rate.")
+def test_divergence_is_relative_to_the_lowest_loss(tmp_path: Path) -> None:
+    divergence = diagnose_divergence(
+        write_history(tmp_path, "fake-1", spoil=end_with_losses(2.0, 3.1), status=HALTED), LIMITS
+    )
+    assert divergence is not None and divergence.action.startswith("Likely cause: the learning rate.")
     assert (
         diagnose_divergence(write_history(tmp_path, "fake-2", spoil=end_with_losses(2.5, 3.6), status=HALTED), LIMITS)
         is None
@@ -177,16 +184,18 @@ def test_losses_rise_above_their_lowest_not_above_their_first(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("settings", "grad_norm"), [({}, 9.0), ({"train__warmup_steps": 100}, 0.8)], ids=["a gradient that grew", "warm-up"]
+    ("settings", "grad_norm"), [({}, 9.0), ({"train__warmup_steps": 100}, 0.8)], ids=["growing gradient", "warm-up"]
 )
-def test_a_rate_is_suspect_where_the_gradient_grew_and_in_warm_up(settings: dict, grad_norm: float, tmp_path: Path) -> None:
+def test_learning_rate_is_suspected_after_gradient_growth_and_in_warm_up(
+    settings: dict, grad_norm: float, tmp_path: Path
+) -> None:
     spoil = end_with_losses(2.0, grad_norm=grad_norm, rule="non_finite")
-    found = diagnose_divergence(write_history(tmp_path, "fake-1", spoil=spoil, status=HALTED, **settings), LIMITS)
-    assert found is not None and found.action.startswith("Suspect: the learning rate.")
+    divergence = diagnose_divergence(write_history(tmp_path, "fake-1", spoil=spoil, status=HALTED, **settings), LIMITS)
+    assert divergence is not None and divergence.action.startswith("Likely cause: the learning rate.")
 
 
 @pytest.mark.parametrize("state", [directory.PREEMPTED, directory.RUNNING, directory.DONE])
-def test_a_run_that_was_not_halted_has_no_suspect(state: str, tmp_path: Path) -> None:
+def test_run_that_was_not_halted_has_no_diagnosis(state: str, tmp_path: Path) -> None:
     assert (
         diagnose_divergence(
             write_history(tmp_path, "fake-1", train__lr=0.5, spoil=diverge, status={"status": state}), LIMITS
@@ -195,22 +204,22 @@ def test_a_run_that_was_not_halted_has_no_suspect(state: str, tmp_path: Path) ->
     )
 
 
-def test_the_rate_that_is_tried_next_is_not_below_its_own_least(tmp_path: Path) -> None:
+def test_suggested_rate_lowers_min_lr_too(tmp_path: Path) -> None:
     history = write_history(tmp_path, "fake-1", train__lr=0.5, train__min_lr=0.1, spoil=diverge, status=HALTED)
-    found = diagnose_divergence(history, LIMITS)
-    assert found is not None and "train.lr=0.001" in found.action and "train.min_lr=0.001" in found.action
+    divergence = diagnose_divergence(history, LIMITS)
+    assert divergence is not None and "train.lr=0.001" in divergence.action and "train.min_lr=0.001" in divergence.action
 
 
-def test_of_several_stages_the_highest_rate_is_the_peak(tmp_path: Path) -> None:
+def test_peak_rate_is_the_highest_of_all_stages(tmp_path: Path) -> None:
     history = write_history(tmp_path, "fake-1", spoil=end_with_losses(2.0, rule="non_finite"), status=HALTED)
     stages = [{"steps": 100, "seq_len": 2048, "batch_size": 2, "lr": lr} for lr in (0.5, 1e-3)]
     config = RunConfig.from_dict({**history.config.to_dict(), "train": {"stages": stages}})
-    found = diagnose_divergence(replace(history, config=config), LIMITS)
-    assert found is not None and found.observations[1].endswith("its peak, train.lr, is 0.5.")
-    assert found.action.startswith("Suspect: the learning rate.")
+    divergence = diagnose_divergence(replace(history, config=config), LIMITS)
+    assert divergence is not None and divergence.observations[1].endswith("its peak, train.lr, is 0.5.")
+    assert divergence.action.startswith("Likely cause: the learning rate.")
 
 
-def test_a_reference_read_the_same_text_and_is_the_newest(tmp_path: Path) -> None:
+def test_reference_is_the_newest_on_the_same_text(tmp_path: Path) -> None:
     def of_another_text(events: list[Event]) -> None:
         for event in events:
             if event["kind"] == "eval":
@@ -220,10 +229,10 @@ def test_a_reference_read_the_same_text_and_is_the_newest(tmp_path: Path) -> Non
     for day in (2, 3):
         write_history(tmp_path, f"dense-2026010{day}T000000Z-aaaa", model__attention="dense")
     write_history(tmp_path, "dense-20260104T000000Z-aaaa", model__attention="dense", spoil=of_another_text)
-    assert [found.note.split(":")[0] for found in find_references(nsa)] == ["dense-20260103T000000Z-aaaa"]
+    assert [reference.note.split(":")[0] for reference in find_references(nsa)] == ["dense-20260103T000000Z-aaaa"]
 
 
-def test_a_run_before_that_read_another_text_is_no_reference(tmp_path: Path) -> None:
+def test_previous_run_on_another_text_is_not_a_reference(tmp_path: Path) -> None:
     def later_of_another_text(events: list[Event]) -> None:
         events[0]["t"] = 2000.0
         for event in events:

@@ -1,4 +1,4 @@
-"""Verdicts on runs of several stages: like is compared with like."""
+"""Checks of runs with several stages compare only readings of equal length."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ STAGES: list[dict[str, Any]] = [
 ]
 
 
-def make_history(pace: list[float], train_bpb: list[float], held_out: dict[int, float], **train: Any) -> History:
-    """Forty steps that took what `pace` (tokens per second) says, and some evaluations."""
+def make_history(speeds: list[float], train_bpb: list[float], eval_bpb: dict[int, float], **train: Any) -> History:
+    """Return a run of 40 steps with these speeds (tokens per second) and losses, and some evaluations."""
     config = RunConfig.from_dict({"train": train or {"stages": STAGES}})
     steps = [
         {"kind": "step", "attempt": 1, "step": n, "dt_s": 512 / speed, "tokens_per_s": speed, "bpb": bpb}
-        for n, (speed, bpb) in enumerate(zip(pace, train_bpb, strict=True), 1)
+        for n, (speed, bpb) in enumerate(zip(speeds, train_bpb, strict=True), 1)
     ]
-    evaluations = [{"kind": "eval", "attempt": 1, "step": n, "bpb": bpb} for n, bpb in held_out.items()]
+    evaluations = [{"kind": "eval", "attempt": 1, "step": n, "bpb": bpb} for n, bpb in eval_bpb.items()]
     return History(Path(), config, {}, {}, [*steps, *evaluations], steps, evaluations)
 
 
@@ -36,53 +36,53 @@ ONE_STAGE = {"steps": 40, "seq_len": 64, "batch_size": 8}
 FLAT = [2.0] * 40
 
 
-def test_a_stage_is_as_fast_as_itself() -> None:
+def test_speed_is_compared_within_a_stage() -> None:
     slower = [200.0] * 24 + [60.0] * 16
-    told = check_throughput(make_history(slower, FLAT, {}), LIMITS)
-    assert told.ok and "200, then 60 tokens/s" in told.text
+    verdict = check_throughput(make_history(slower, FLAT, {}), LIMITS)
+    assert verdict.ok and "200, then 60 tokens/s" in verdict.text
     assert check_throughput(make_history(slower, FLAT, {}, **ONE_STAGE), LIMITS).ok is False
-    stumbling = [*slower[:28], *[20.0] * 6, *slower[34:]]
-    assert check_throughput(make_history(stumbling, FLAT, {}), LIMITS).ok is False
+    with_slow_part = [*slower[:28], *[20.0] * 6, *slower[34:]]
+    assert check_throughput(make_history(with_slow_part, FLAT, {}), LIMITS).ok is False
 
 
-def test_losses_are_compared_at_one_length() -> None:
-    # Longer texts are harder for this model: what it kept is judged among evaluations of that length.
-    held_out = {0: 8.0, 10: 2.0, 20: 1.5, 30: 2.2, 35: 2.1, 40: 2.0}
+def test_losses_are_compared_at_equal_length() -> None:
+    # Longer texts are harder for this model, so the best loss is taken among evaluations of the same length.
+    eval_bpb = {0: 8.0, 10: 2.0, 20: 1.5, 30: 2.2, 35: 2.1, 40: 2.0}
     train = [1.5] * 24 + [2.0] * 16
-    assert check_loss_kept(make_history(FLAT, train, held_out), LIMITS).ok
-    assert check_loss_kept(make_history(FLAT, train, held_out, **ONE_STAGE), LIMITS).ok is False
-    assert check_loss_kept(make_history(FLAT, train, {**held_out, 40: 3.0}), LIMITS).ok is False
+    assert check_loss_kept(make_history(FLAT, train, eval_bpb), LIMITS).ok
+    assert check_loss_kept(make_history(FLAT, train, eval_bpb, **ONE_STAGE), LIMITS).ok is False
+    assert check_loss_kept(make_history(FLAT, train, {**eval_bpb, 40: 3.0}), LIMITS).ok is False
     assert check_loss_kept(make_history(FLAT, train, {0: 8.0, 20: 1.5, 40: 2.0}), LIMITS).ok is None
-    assert check_generalization(make_history(FLAT, train, held_out), LIMITS).ok
-    assert check_generalization(make_history(FLAT, train, {**held_out, 40: 3.0}), LIMITS).ok is False
+    assert check_generalization(make_history(FLAT, train, eval_bpb), LIMITS).ok
+    assert check_generalization(make_history(FLAT, train, {**eval_bpb, 40: 3.0}), LIMITS).ok is False
 
 
-def test_a_stage_that_has_no_reading_yet_is_not_judged_by_the_one_before() -> None:
-    begun = make_history(FLAT[:24], [8.0 - n / 10 for n in range(24)], {26: 2.0})
-    begun = replace(begun, steps=[{**step, "loss": step["bpb"]} for step in begun.steps])
-    assert begun.last_step == 26
-    told = check_training_loss(begun, LIMITS)
-    assert told is not None and told.ok is None and "no reading yet" in told.text
+def test_stage_without_readings_is_unknown() -> None:
+    history = make_history(FLAT[:24], [8.0 - n / 10 for n in range(24)], {26: 2.0})
+    history = replace(history, steps=[{**step, "loss": step["bpb"]} for step in history.steps])
+    assert history.last_step == 26
+    verdict = check_training_loss(history, LIMITS)
+    assert verdict is not None and verdict.ok is None and "no readings in the current stage yet" in verdict.text
 
 
-# The last stage of a run of two texts of 32 768 bytes per step: what each step happened to read differs by a third.
+# The last stage of a run with two texts of 32,768 bytes per step: the losses of the texts differ by a third.
 RANDOM_READINGS = [0.83, 0.83, 0.92, 0.87, 0.74, 0.78, 0.76, 0.59, 0.83, 0.79, 0.76, 0.84, 0.79, 0.71, 0.79, 1.0]
 
 
-def test_what_few_texts_differ_by_is_no_rise_of_the_training_loss() -> None:
-    def judged(last_stage: list[float]) -> bool | None:
+def test_random_variation_of_few_texts_is_not_a_rise() -> None:
+    def check(last_stage: list[float]) -> bool | None:
         losses = [5.5 - 0.18 * n for n in range(24)] + last_stage
         run = make_history(FLAT, losses, {0: 8.0})
         verdict = check_training_loss(replace(run, steps=[{**step, "loss": step["bpb"]} for step in run.steps]), LIMITS)
         assert verdict is not None
         return verdict.ok
 
-    assert judged(RANDOM_READINGS)
-    assert judged([*RANDOM_READINGS[:-2], 2.4, 2.5]) is False
-    assert judged([0.8 + 0.001 * (n % 2) for n in range(14)] + [1.1, 1.1]) is False
+    assert check(RANDOM_READINGS)
+    assert check([*RANDOM_READINGS[:-2], 2.4, 2.5]) is False
+    assert check([0.8 + 0.001 * (n % 2) for n in range(14)] + [1.1, 1.1]) is False
 
 
-def test_the_rate_that_health_expects_is_the_schedules() -> None:
+def test_expected_rate_equals_the_schedule() -> None:
     train = RunConfig.from_dict({"train": {"stages": [*STAGES, {**STAGES[0], "lr_schedule": "constant"}]}}).train
     assert [compute_expected_lr(step, train) for step in range(1, 61)] == pytest.approx(
         [compute_learning_rate(step, train) for step in range(1, 61)], rel=1e-12
@@ -91,7 +91,7 @@ def test_the_rate_that_health_expects_is_the_schedules() -> None:
 
 
 @pytest.mark.parametrize(("warmup", "share"), [(0, 0.2), (4, 0.35), (0, 1.0), (10, 0.5), (1, 0.01), (2, 0.33)])
-def test_the_rate_that_health_expects_of_wsd_is_the_schedules(warmup: int, share: float) -> None:
+def test_expected_rate_of_wsd_equals_the_schedule(warmup: int, share: float) -> None:
     train = {"steps": 20, "warmup_steps": warmup, "decay_share": share, "lr_schedule": "wsd", "min_lr": 1e-5}
     config = RunConfig.from_dict({"train": train}).train
     assert [compute_expected_lr(step, config) for step in range(1, 21)] == pytest.approx(
@@ -99,6 +99,6 @@ def test_the_rate_that_health_expects_of_wsd_is_the_schedules(warmup: int, share
     )
 
 
-def test_a_run_that_trained_on_since_its_last_evaluation_is_compared_as_it_was_then() -> None:
+def test_generalization_uses_training_losses_before_the_evaluation() -> None:
     train = [2.0] * 20 + [1.0] * 20
     assert check_generalization(make_history(FLAT, train, {0: 8.0, 10: 3.0, 20: 2.0}, **ONE_STAGE), LIMITS).ok is True
