@@ -334,14 +334,26 @@ def _make_benchmark(record: dict[str, Any]) -> Benchmark[dict[str, Any]]:
 
 
 def plot_speeds(report: dict[str, Any], path: Path) -> None:
-    """Plot tokens/s against length for both models, with the ratio above each pair."""
+    """Plot tokens/s against length, one line per model and batch size in tokens, with the ratio above each pair."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    lengths = [row["seq_len"] for row in report["rows"]]
-    for kind, color, marker in (("nsa", "#0072B2", "o"), ("dense", "#D55E00", "s")):
-        axes.plot(lengths, [row[kind]["tokens_per_s"] for row in report["rows"]], marker=marker, color=color, label=kind)
+    rows_by_tokens: dict[int, list[dict[str, Any]]] = {}
+    for row in report["rows"]:
+        rows_by_tokens.setdefault(row["seq_len"] * row["micro_batch"], []).append(row)
+    for (n_tokens, rows), style in zip(rows_by_tokens.items(), itertools.cycle(("-", "--", ":", "-.")), strict=False):
+        rows = sorted(rows, key=lambda row: row["seq_len"])
+        for kind, color, marker in (("nsa", "#0072B2", "o"), ("dense", "#D55E00", "s")):
+            axes.plot(
+                [row["seq_len"] for row in rows],
+                [row[kind]["tokens_per_s"] for row in rows],
+                marker=marker,
+                markerfacecolor=color if style == "-" else "white",
+                color=color,
+                linestyle=style,
+                label=f"{kind}, batch of {n_tokens:,} tokens",
+            )
     for row in report["rows"]:
         top = max(row[kind]["tokens_per_s"] for kind in KINDS)
         axes.annotate(f"{row['ratio']:.2f}x", (row["seq_len"], top), textcoords="offset points", xytext=(0, 7), ha="center")
@@ -351,8 +363,10 @@ def plot_speeds(report: dict[str, Any], path: Path) -> None:
         ylabel="training speed (tokens/s)",
         title=f"NSA and its dense baseline on {report['device']}, {report['when'][:10]}",
     )
+    lengths = sorted({row["seq_len"] for row in report["rows"]})
     axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
     axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_ylim(0, 1.12 * axes.get_ylim()[1])
     axes.legend()
     figure.savefig(path, dpi=150)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch.profiler import profiler
 from typer.testing import CliRunner
 
@@ -51,6 +52,17 @@ def test_the_model_of_a_preset_is_measured(tmp_path: Path) -> None:
     assert report["model"] == json.loads(model.model_dump_json()) and report["rows"][0]["ratio"] > 0
     result = CliRunner().invoke(app, ["bench", "train", "--preset", str(preset), "--documents"])
     assert result.exit_code == 2 and "omit --preset" in result.output
+
+
+def test_plot_has_one_line_per_model_and_batch_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    speeds = {"nsa": {"tokens_per_s": 2.0}, "dense": {"tokens_per_s": 1.0}}
+    rows = [{"seq_len": T, "micro_batch": n, "ratio": 2.0, **speeds} for T, n in ((2048, 4), (8192, 1), (2048, 1))]
+    training_speed.plot_speeds({"rows": rows, "device": "d", "when": "2026-01-01T00:00:00"}, tmp_path / "x.png")
+    lines = drawn[0].axes[0].lines
+    assert [list(line.get_xdata()) for line in lines] == [[2048, 8192], [2048, 8192], [2048], [2048]]
+    assert len({line.get_label() for line in lines}) == 4
 
 
 def test_unusable_shapes_are_rejected() -> None:
