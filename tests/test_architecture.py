@@ -146,7 +146,7 @@ def test_an_optional_package_is_imported_in_one_place(package: str) -> None:
 
 @pytest.mark.slow
 def test_the_library_loads_without_any_optional_package() -> None:
-    names = ["config", "attention", "model", "data", "train.attempt", "health", "runs.history", "runs.launch", "cli"]
+    names = ["config", "attention", "model", "data", "train.attempt", "health", "runs.history", "runs.lifecycle", "cli"]
     code = (
         "import sys\n"
         f"for name in {sorted(OPTIONAL_IMPORTS)!r}: sys.modules[name] = None\n"

@@ -184,7 +184,7 @@ def test_the_first_screen_says_what_happened(reported: str) -> None:
     for answer in (
         "8.000 → 2.140",
         "8,195",
-        "neighbouring queries share 93%",
+        "neighboring queries share 93%",
         "compressed 40%, selected 35%, window 25%",
         "n_layers: 3",
     ):
@@ -227,7 +227,7 @@ def test_a_halted_run_names_the_reason_the_last_good_step_and_the_remedy(tmp_pat
     assert_self_contained(text)
     head = text.partition("<main>")[0]
     assert "NOT healthy: finished: HALTED at step 90 of 200: step 91: the loss is nan" in head
-    assert "The weights are those of step 90, the last good one." in head
+    assert "The weights are those of step 90, the last good step." in head
     assert f"nsa-lab resume {run_dir.name}" in head
 
 

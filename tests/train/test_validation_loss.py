@@ -168,7 +168,7 @@ def test_evaluations_record_their_text_and_different_texts_are_not_compared(
         "numbers": collect_facts(nsa),
     }
     name, shown = build_comparison_rows([recorded] * 2, have_different_eval_texts([nsa, other]))[1]
-    assert name.endswith("not to be compared)") and shown == ["1.0", "1.0", "–"]
+    assert name.endswith("not comparable)") and shown == ["1.0", "1.0", "–"]
     assert dict(build_comparison_rows([recorded] * 2))["validation, bits per byte"] == ["1.0", "1.0", "+0.0000 (+0.0%)"]
 
 
