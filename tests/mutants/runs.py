@@ -6,13 +6,13 @@ from mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
-        "names: a list that is cut does not say so",
+        "names: a shortened list does not state the rest",
         "runs.resolve",
         "if len(names) > MAX_LISTED else",
         "if len(names) > 99 else",
     ),
     Mutant(
-        "events: an attempt is cut where the next one began alone",
+        "events: an attempt ends only where the next one starts",
         "runs.events",
         "lowest = min(lowest, resumed_at[attempt])",
         "lowest = resumed_at[attempt]",
@@ -24,77 +24,77 @@ MUTANTS = [
         "best_validation_bpb=float(np.nanmax(validation))",
     ),
     Mutant(
-        "history: trouble that ended nothing is a failure",
+        "history: a nonfatal error is a failure",
         "runs.history",
         'is_fatal = any(e["kind"] == "error" and e.get("fatal") for e in own)',
         'is_fatal = any(e["kind"] == "error" for e in own)',
     ),
     Mutant(
-        "checkpoints: weights of any shape will do",
+        "checkpoints: weights of any shape fit",
         "runs.checkpoint_files",
         "if saved_shape != expected_shape:",
         "if False:",
     ),
     Mutant("ranks: GPUs are not counted", "runs.lifecycle", "if 0 < n_gpus < n_ranks:", "if False:"),
     Mutant(
-        "checkpoints: called as anybody likes",
+        "checkpoints: any folder name is accepted",
         "runs.checkpoint_files",
         "if isinstance(step, int) and checkpoint.name !=",
         "if False and checkpoint.name !=",
     ),
     Mutant(
-        "health: an attempt is judged by the settings of the latest",
+        "history: an attempt is judged by the latest settings",
         "runs.history",
         'return monitor_settings.apply_monitor_settings(self.config, first_event["settings"])',
         "return self.config",
     ),
     Mutant(
-        "health: settings that nobody tells are those of config.yaml",
+        "history: unrecorded settings are those of config.yaml",
         "runs.history",
         'first_event.get("config_hash", self.config.hash()) == self.config.hash()',
         "True",
     ),
     Mutant(
-        "report: another median of the speed",
+        "history: a mean instead of the median speed",
         "runs.history",
         "float(np.median(speeds)) for speeds",
         "float(np.mean(speeds)) for speeds",
     ),
-    Mutant("report: training told by the last batch", "runs.history", "LATEST_READINGS = 50", "LATEST_READINGS = 1"),
+    Mutant("history: training loss of the last batch", "runs.history", "LATEST_READINGS = 50", "LATEST_READINGS = 1"),
     Mutant(
-        "report: training told by three long documents", "runs.history", "LATEST_MAX_ERROR = 0.05", "LATEST_MAX_ERROR = 9"
+        "history: training loss of few long documents", "runs.history", "LATEST_MAX_ERROR = 0.05", "LATEST_MAX_ERROR = 9"
     ),
-    Mutant("report: training told by its beginning", "runs.history", "len(finite) // 2 and", "len(finite) and"),
+    Mutant("history: training loss includes early readings", "runs.history", "len(finite) // 2 and", "len(finite) and"),
     Mutant(
-        "health: a run is trained anew without its own settings",
+        "rerun: the run's own settings are lost",
         "runs.rerun_command",
         "[*changed_keys, *(key for key, *_ in diff_settings(base, new_config))]",
         "changed_keys",
     ),
     Mutant(
-        "compare: Wilson's interval around the share itself",
+        "evaluation: Wilson interval centered on the proportion",
         "runs.evaluation",
         "proportion + spread / 2, Z",
         "proportion, Z",
     ),
     Mutant(
-        "sweep: compiling is the pace of the steps after it",
+        "history: compilation counts as step time",
         "runs.history",
         'if not has_compilation and event.get("dt_s") is not None:',
         'if event.get("dt_s") is not None:',
     ),
     Mutant("sweep: two runs on one GPU", "runs.sweep_runner", "[gpu for gpu in gpus if gpu not in busy.values()]", "gpus"),
     Mutant(
-        "sweep: what was halted is trained again",
+        "sweep: halted runs are trained again",
         "runs.sweep_runner",
         "not in (RUNNING, DONE, HALTED)",
         "not in (RUNNING, DONE)",
     ),
-    Mutant("sweep: a trainer that lives has no GPU", "runs.sweep_runner", 'run.status.get("gpu") or gpus[0]', "gpus[0]"),
-    Mutant("sweep: a name for two configurations", "runs.sweep_runner", "            sweep._check_names()\n", ""),
-    Mutant("sweep: an interrupt leaves its runs alone", "runs.sweep_runner", "            self._stop_all(report)\n", ""),
+    Mutant("sweep: a live trainer has no GPU", "runs.sweep_runner", 'run.status.get("gpu") or gpus[0]', "gpus[0]"),
+    Mutant("sweep: one name for two configurations", "runs.sweep_runner", "            sweep._check_names()\n", ""),
+    Mutant("sweep: an interrupt does not stop the runs", "runs.sweep_runner", "            self._stop_all(report)\n", ""),
     Mutant(
-        "events: a step that was done again counts twice",
+        "events: a repeated step counts twice",
         "runs.events",
         "lowest = min(lowest, resumed_at[attempt])",
         'lowest = float("inf")',
@@ -106,10 +106,10 @@ MUTANTS = [
         "for run in runs if run.evaluations}) > 9",
     ),
     Mutant(
-        "export: a step that was done again",
+        "export: a repeated step",
         "runs.csv_export",
         "for event in history.steps:",
-        'for event in history.of_kind("step")[::-1]:',
+        'for event in history.events_of_kind("step")[::-1]:',
     ),
     Mutant(
         "checkpoint: sizes checked, contents not",
@@ -117,9 +117,9 @@ MUTANTS = [
         'return None if sha256 == entry["sha256"] else',
         "return None if sha256 else",
     ),
-    # Nothing lost and nothing silent: ranks, a full disk, damage, stalls.
+    # Ranks, a full disk, damage, stalls.
     Mutant(
-        "runs: a rank that outlives its supervisor counts as nobody",
+        "runs: a surviving rank does not count",
         "runs.lock",
         "return orphans[0] if orphans else None",
         "return None",
@@ -132,7 +132,7 @@ MUTANTS = [
         '_REQUIRED_INTS = ("attempt",)',
     ),
     Mutant(
-        "damage: lines that are no events are passed over in silence",
+        "damage: invalid lines are skipped without a warning",
         "runs.events",
         '        warn_once(f"{path}: {subject} (incomplete',
         '        str(f"{path}: {subject} (incomplete',
@@ -144,7 +144,7 @@ MUTANTS = [
         "except RecursionError as error:",
     ),
     Mutant(
-        "damage: a file is taken for a checkpoint",
+        "damage: a file counts as a checkpoint",
         "runs.checkpoint_files",
         "if path.is_dir() and _STEP_NAME",
         "if _STEP_NAME",
@@ -153,9 +153,14 @@ MUTANTS = [
     Mutant(
         "damage: a copied run hides the others",
         "runs.lifecycle",
-        "        except RunDirectoryError as error:\n            # A copy",
-        "        except ZeroDivisionError as error:\n            # A copy",
+        "        except RunDirectoryError as error:\n            # A renamed copy",
+        "        except ZeroDivisionError as error:\n            # A renamed copy",
     ),
     Mutant("report: the speed of the first stage", "runs.history", "tokens_per_s=speeds[-1]", "tokens_per_s=speeds[0]"),
-    Mutant("report: a stage's first step is its pace", "runs.history", 'event["step"] in stage_starts or event', "event"),
+    Mutant(
+        "history: the first step of a stage counts as step time",
+        "runs.history",
+        'event["step"] in stage_starts or event',
+        "event",
+    ),
 ]
