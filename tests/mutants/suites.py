@@ -125,7 +125,14 @@ OTHERS = {
     "attention.selection_loss": ["tests/attention/test_selection_loss.py", "tests/attention/test_packed_compression.py"],
     **{
         f"health.{part}": [f"tests/health/test_{name}.py" for name in ("stage_verdicts", "verdicts", "edited_records")]
-        for part in ("run", "learning", "steps", "pace", "branches", "selection")
+        for part in (
+            "branch_checks",
+            "loss_checks",
+            "run_checks",
+            "selection_checks",
+            "step_accounting",
+            "throughput_checks",
+        )
     },
     "health.log_integrity": [
         "tests/health/test_attempts.py",
@@ -325,8 +332,8 @@ OTHERS = {
         *cases("report/test_consistent_numbers.py", "the_list_of_runs_says_verdict_loss_speed_and_model"),
         *cases(
             "health/test_verdicts.py",
-            "training_loss_is_told_as_a_mean_of_the_latest_readings",
-            "as_many_readings_as_tell_where_training_stands",
+            "training_loss_is_a_mean_of_the_latest_readings",
+            "number_of_latest_readings",
         ),
         "tests/health/test_sweep_results.py",
         "tests/health/test_attempts.py",
