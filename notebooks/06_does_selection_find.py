@@ -240,5 +240,5 @@ explore_query(layers, shipped.config.nsa, query, group, layer=layer, answer=fact
 # **Next:** `07_decoding` shows what selection saves during generation. `08_long_texts` evaluates large trained models.
 #
 # [1]: ../docs/science/retrieval.md
-# [2]: ../docs/science/retrieval_log.md
+# [2]: ../docs/log/retrieval.md
 # [3]: ../docs/science/tiny_recall.md

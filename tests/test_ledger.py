@@ -70,7 +70,7 @@ def test_the_one_length_threshold_is_the_measured_one() -> None:
     pytest.importorskip("triton")
     from nsa_lab.attention.kernels.selected import launch
 
-    log = (ROOT / "docs/kernel_log.md").read_text(encoding="utf-8")
+    log = (ROOT / "docs/log/kernels.md").read_text(encoding="utf-8")
     assert f"union forward up to {launch.UNION_TOKENS} tokens, gather from there" in log
     assert f"up to {launch.UNION_TOKENS:,} tokens" in (ROOT / "docs/decisions.md").read_text(encoding="utf-8")
     length = launch.UNION_TOKENS

@@ -25,7 +25,7 @@ UNIT_ROUNDOFF, BOUND_MARGIN, RANKING_ERROR = 2.0**-24, 1.01, 2.0**-22
 MIN_IMPORTANCE = 1e-30
 FP64_ERROR_FACTOR = 1 + RANKING_ERROR
 """Error factor of importances computed in float64: the ranking in float32 can take two of them for equal."""
-# With fewer keys, float64 products take less time than the error factor; the measured times are in docs/kernel_log.md.
+# With fewer keys, float64 products take less time than the error factor; the measured times are in docs/log/kernels.md.
 MIN_KEYS = 512
 
 

@@ -26,7 +26,7 @@ from nsa_lab.attention.layout import DocumentRows, Span
 from nsa_lab.config import NSAConfig
 
 # Bytes of scores, or of gathered keys, per chunk of queries: about the cache of a CPU, or enough to fill a GPU.
-# docs/kernel_log.md has the speedup on a CPU of scores that stay in the cache.
+# docs/log/kernels.md has the speedup on a CPU of scores that stay in the cache.
 CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 # Minimum number of queries per chunk of the window branch: for fewer, the overhead of a chunk exceeds its computation.
 MIN_WINDOW_CHUNK = 64

@@ -21,7 +21,7 @@ from nsa_lab.model import NSATransformer
 COMPARED_ABLATIONS = ("random", "nearest", "no_sel")
 MAX_BATCH_TOKENS = 1 << 16
 # Two random selections differ by up to 0.60 of the loss over 4 sequences, by up to 0.27 over 16
-# (docs/science/retrieval_log.md); the check "selection finds" requires a saving of half.
+# (docs/log/retrieval.md); the check "selection finds" requires a saving of half.
 DEFAULT_SEQUENCES = 16
 
 

@@ -92,7 +92,7 @@ def set_openmp_wait_policy(settings: MutableMapping[str, str]) -> None:
 
     With unlimited spinning, a step is up to 16 times slower if other processes use the same cores. Without spinning,
     threads must be woken for every operation, which takes 1.5 times as long on an idle machine. Threads therefore spin for
-    a few microseconds, about the time from one operation to the next, and then sleep (timings: docs/kernel_log.md).
+    a few microseconds, about the time from one operation to the next, and then sleep (timings: docs/log/kernels.md).
     OpenMP reads these variables when torch is loaded.
     """
     if "OMP_WAIT_POLICY" not in settings:
