@@ -158,8 +158,8 @@ OTHERS = {
     "report.header": cases(
         "train/test_validation_loss.py", "evaluations_record_their_text_and_different_texts_are_not_compared"
     ),
-    "report": cases("report/test_report.py", "the_first_screen_says_what_happened"),
-    "figures.query_plot": cases("workbook/test_query_attention.py", "the_bar_of_a_token_stands_inside_its_block"),
+    "report": cases("report/test_report.py", "header_summarizes_the_run"),
+    "figures.query_plot": cases("workbook/test_query_attention.py", "bar_of_a_token_is_inside_its_block"),
     "figures.run_difference": ["tests/workbook/test_run_difference.py"],
     "figures.evaluation_plots": [
         "tests/workbook/test_evaluated_runs.py",
@@ -247,7 +247,7 @@ OTHERS = {
     "health.references": ["tests/health/test_references.py"],
     "health.divergence": ["tests/health/test_references.py"],
     "figures.style": cases(
-        "workbook/test_query_attention.py", "panels_in_a_row_keep_their_numbers_where_they_stand_below_each_other"
+        "workbook/test_query_attention.py", "all_panels_have_axis_labels"
     ),
     "runs.rerun_command": ["tests/runs/test_rerun_command.py"],
     "workbook.notebook": ["tests/workbook/test_notebook.py"],
@@ -329,7 +329,7 @@ OTHERS = {
     "train.validation": ["tests/train/test_validation_loss.py", *MASKED],
     "runs.history": [
         "tests/runs/test_history.py",
-        *cases("report/test_consistent_numbers.py", "the_list_of_runs_says_verdict_loss_speed_and_model"),
+        *cases("report/test_consistent_numbers.py", "run_list_has_verdict_loss_speed_and_model"),
         *cases(
             "health/test_verdicts.py",
             "training_loss_is_a_mean_of_the_latest_readings",
@@ -340,14 +340,14 @@ OTHERS = {
         "tests/train/test_validation_loss.py",
         "tests/runs/test_summary.py",
     ],
-    "figures.blocks": cases("workbook/test_query_attention.py", "equation_nine_is_the_overlap_once_its_erratum_is_mended"),
+    "figures.blocks": cases("workbook/test_query_attention.py", "corrected_equation_nine_is_the_overlap"),
     "figures.architecture": cases(
         "workbook/test_query_attention.py",
-        "the_masks_count_the_pairs_that_the_formulas_count",
-        "the_architecture_counts_the_keys_of_its_query",
+        "mask_pairs_equal_the_formulas",
+        "architecture_shows_the_number_of_keys",
     ),
     "workbook.display": ["tests/workbook/test_display.py"],
-    "workbook.speeds": cases("workbook/test_speeds.py", "nsa_is_faster_only_where_it_beats_every_dense_contender"),
+    "workbook.speeds": cases("workbook/test_speeds.py", "nsa_must_be_faster_than_every_dense_baseline"),
 }
 SUITES |= OTHERS
 # Long sequences prove parity, not logic; the mutants do without them.

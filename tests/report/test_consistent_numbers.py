@@ -22,7 +22,7 @@ from nsa_lab.runs.history import History
 from nsa_lab.runs.live_view import RunView
 from nsa_lab.workbook import plan_vs_actual, run_comparison
 
-# Each asks a run that is trained for it.
+# Each test reads a recorded run.
 pytestmark = pytest.mark.slow
 
 SHIPPED = resolve.get_root() / "outputs/production_50k-20261121T141448Z-afd3"
@@ -30,7 +30,7 @@ SHIPPED = resolve.get_root() / "outputs/production_50k-20261121T141448Z-afd3"
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """All that is told of the run, as text."""
+    """Return all texts about the run."""
     with unpainted():
         page = report.write_report(SHIPPED, tmp_path_factory.mktemp("page") / "page.html", record_only=True)
     texts = [_visible(page), *_in_a_terminal(), *_in_notebooks()]
@@ -58,44 +58,44 @@ def _in_notebooks() -> Iterator[str]:
     yield run_comparison.format_numbers_at([history], 0, history.last_step)
 
 
-def test_the_speed(said: str) -> None:
-    # The best tenth, the slowest stretch and the speed that preflight measured are other quantities, and are called so.
-    told = re.findall(r"(?<!\d)(?<!at )(?<!pace, )(?<!speed )(?<!slowest )(?<!best tenth, )(42\d,\d{3})", said)
-    assert len(told) >= 5 and set(told) == {"424,276"}
+def test_speed(said: str) -> None:
+    # The speeds of the best tenth, of the slowest segment and of preflight are other quantities.
+    values = re.findall(r"(?<!\d)(?<!at )(?<!pace, )(?<!speed )(?<!slowest )(?<!best tenth, )(42\d,\d{3})", said)
+    assert len(values) >= 5 and set(values) == {"424,276"}
 
 
-def test_the_training_loss(said: str) -> None:
-    told = re.findall(r"(?:training,? (?:bits per byte )?|bpb |from 7\.987 to )(\d\.\d{3})", said)
-    assert len(told) >= 5 and set(told) == {"0.965"}
+def test_training_loss(said: str) -> None:
+    values = re.findall(r"(?:training,? (?:bits per byte )?|bpb |from 7\.987 to )(\d\.\d{3})", said)
+    assert len(values) >= 5 and set(values) == {"0.965"}
 
 
-def test_the_memory(said: str) -> None:
-    told = set(re.findall(r"(\d+\.\d+) (?=[GM]i?B)", said)) & {"4.76", "4.75", "4.71", "4.43", "4.44"}
-    assert told == {"4.76"} and "GiB" not in said and "MiB" not in said
+def test_memory(said: str) -> None:
+    values = set(re.findall(r"(\d+\.\d+) (?=[GM]i?B)", said)) & {"4.76", "4.75", "4.71", "4.43", "4.44"}
+    assert values == {"4.76"} and "GiB" not in said and "MiB" not in said
 
 
-def test_the_time(said: str) -> None:
-    told = set(re.findall(r"1[78] min \d\d s", said))
-    assert told == {"17 min 37 s", "18 min 23 s"} and not re.findall(r"\d\.\d+ h\b", said)
+def test_time(said: str) -> None:
+    values = set(re.findall(r"1[78] min \d\d s", said))
+    assert values == {"17 min 37 s", "18 min 23 s"} and not re.findall(r"\d\.\d+ h\b", said)
     assert "17 min 37 s over 2 attempts; 18 min 23 s from start to end" in said
 
 
-def test_the_backend(said: str) -> None:
+def test_backend(said: str) -> None:
     assert "triton (requested: auto)" in said
     assert set(re.findall(r"backend:? (triton|torch)", said)) == {"triton"}
 
 
-def test_each_verdict_stands_once_on_the_page(said: str) -> None:
+def test_each_check_is_on_the_page_once(said: str) -> None:
     page = said.partition("\n")[0]
     for each in examine(SHIPPED).verdicts:
         if len(each.text) > 20:
             assert page.count(" ".join(each.text.split())) == 1, each
 
 
-def test_the_list_of_runs_says_verdict_loss_speed_and_model(tmp_path: Path) -> None:
+def test_run_list_has_verdict_loss_speed_and_model(tmp_path: Path) -> None:
     (tmp_path / SHIPPED.name).mkdir()
     for name in ("config.yaml", "events.jsonl", "status.json", "verdict.json"):
         (tmp_path / SHIPPED.name / name).write_bytes((SHIPPED / name).read_bytes())
     shown = " ".join(_visible(write_index(tmp_path)).split())
-    for told in ("healthy", "7.991 → 0.922", "424,276", "nsa, 78,600,960 parameters", "17 min 37 s"):
-        assert told in shown
+    for values in ("healthy", "7.991 → 0.922", "424,276", "nsa, 78,600,960 parameters", "17 min 37 s"):
+        assert values in shown

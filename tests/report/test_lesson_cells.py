@@ -1,4 +1,4 @@
-"""A page that teaches: the code of a lesson stands open, and what a cell printed stays together."""
+"""Pages of lessons: the code of a lesson cell is open, and the output of a cell is one piece."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nbformat.v4 import new_code_cell, new_notebook, new_output
 from nsa_lab.report import export_notebook
 
 
-def test_lessons_stand_open_and_what_was_printed_in_pieces_is_one(tmp_path: Path) -> None:
+def test_lesson_cells_are_open_and_output_pieces_are_joined(tmp_path: Path) -> None:
     pieces = [new_output("stream", name="stdout", text=f"line {n}\n") for n in range(3)]
     lesson = new_code_cell("learn = 1", metadata={"tags": ["lesson"]}, outputs=pieces)
     nbformat.write(new_notebook(cells=[lesson, new_code_cell("check = 2")]), tmp_path / "n.ipynb")

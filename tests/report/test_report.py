@@ -39,7 +39,7 @@ A price of $5 and `$x$` in code stay as they are. ![far](https://example.org/pic
 
 
 class Page(HTMLParser):
-    """What a browser would fetch, and every picture."""
+    """What a browser would load from a page, and its pictures."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -49,17 +49,17 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
+        attributes = dict(attrs)
         self.scripts += tag == "script"
         if tag == "img":
-            self.pictures.append(found)
-        sources = [found.get(name) for name in ("src", "srcset", "poster", "data")]
-        sources += [found.get("href")] if tag == "link" else []
+            self.pictures.append(attributes)
+        sources = [attributes.get(name) for name in ("src", "srcset", "poster", "data")]
+        sources += [attributes.get("href")] if tag == "link" else []
         self.fetched += [source for source in sources if source and not source.startswith("data:")]
 
 
 def executed(*extra: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """A notebook as papermill leaves it, with outputs of every kind that a report must tame."""
+    """Return a notebook as papermill leaves it, with all kinds of outputs that a report must sanitize."""
     picture = new_output("display_data", data={"image/png": PIXEL, "text/plain": "<Figure>"})
     widget = new_output("display_data", data={"application/vnd.jupyter.widget-view+json": {"model_id": "x"}})
     markup = new_output(
@@ -93,7 +93,7 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> str:
     return page.read_text(encoding="utf-8")
 
 
-def test_a_report_fetches_and_runs_nothing(reported: str) -> None:
+def test_report_loads_and_runs_nothing(reported: str) -> None:
     page = assert_self_contained(reported)
     assert {picture["alt"] for picture in page.pictures} >= {"Figure of the section “Results”"}
     assert "cdn.example.org" not in reported
@@ -111,11 +111,11 @@ def test_formulas_are_mathml(reported: str) -> None:
     assert "<code>$x$</code>" in reported
 
 
-def test_no_folder_of_this_machine_is_left(tmp_path: Path) -> None:
+def test_local_paths_are_removed(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     root, home = resolve.get_root(), Path.home()
-    told = f"new run: {root}/outputs/x\n{home}/data.txt {sys.prefix}/lib/a.py {root}\n/tmp/ipykernel_12/34.py:1: Warning"
-    printed = new_output("stream", name="stdout", text=told)
+    text = f"new run: {root}/outputs/x\n{home}/data.txt {sys.prefix}/lib/a.py {root}\n/tmp/ipykernel_12/34.py:1: Warning"
+    printed = new_output("stream", name="stdout", text=text)
     picture = new_output("display_data", data={"image/png": PIXEL, "text/plain": f"{root}/a"})
     notebook = new_notebook(
         cells=[new_code_cell(f'run_dir = "{root}/outputs/x"', outputs=[printed, picture])],
@@ -123,9 +123,9 @@ def test_no_folder_of_this_machine_is_left(tmp_path: Path) -> None:
     )
     nbformat.write(notebook, run_dir / "report.ipynb")
     page = write_report(run_dir).read_text(encoding="utf-8")
-    (cell,) = (kept := nbformat.read(run_dir / "report.ipynb", as_version=4)).cells
+    (cell,) = (stripped := nbformat.read(run_dir / "report.ipynb", as_version=4)).cells
     assert cell.source == 'run_dir = "outputs/x"'
-    assert kept.metadata.papermill.input_path == "notebooks/a.ipynb"
+    assert stripped.metadata.papermill.input_path == "notebooks/a.ipynb"
     assert cell.outputs[0].text == "new run: outputs/x\n~/data.txt <python>/lib/a.py .\n<cell>:1: Warning"
     assert cell.outputs[1].data["image/png"] == PIXEL
     for text in (page, (run_dir / "report.ipynb").read_text(encoding="utf-8")):
@@ -133,8 +133,8 @@ def test_no_folder_of_this_machine_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
-    """As the production run records: 2,500 readings, 100 of them with statistics."""
+def test_page_of_a_long_run_is_small(tmp_path: Path) -> None:
+    """The run has the size of the production run: 2,500 logged steps, 100 of them with statistics."""
     run_dir = write_run(
         tmp_path,
         make_config(
@@ -148,7 +148,7 @@ def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @unpainted()
-def test_pages_of_a_run_speak_of_each_other_and_of_the_list_of_runs(tmp_path: Path) -> None:
+def test_pages_of_a_run_link_to_each_other_and_to_the_run_list(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     assert 'class="links"' not in write_report(run_dir).read_text(encoding="utf-8")
     write_index(tmp_path)
@@ -156,10 +156,10 @@ def test_pages_of_a_run_speak_of_each_other_and_of_the_list_of_runs(tmp_path: Pa
     health = export_notebook(run_dir / "health.ipynb", run_dir=run_dir).read_text(encoding="utf-8")
     report = write_report(run_dir).read_text(encoding="utf-8")
     assert _links(report) == ["health.html", "../index.html"] and _links(health) == ["report.html", "../index.html"]
-    elsewhere = export_notebook(run_dir / "health.ipynb", tmp_path / "shared.html", run_dir=run_dir).read_text(
+    other_page = export_notebook(run_dir / "health.ipynb", tmp_path / "shared.html", run_dir=run_dir).read_text(
         encoding="utf-8"
     )
-    assert _links(elsewhere) == []
+    assert _links(other_page) == []
     shared = write_report(run_dir, run_dir / "report.html", record_only=True).read_text(encoding="utf-8")
     assert _links(shared) == [], "a page that is asked for by its path stands alone"
 
@@ -168,19 +168,19 @@ def _links(page: str) -> list[str]:
     return re.findall(r'href="([^"#]+)"', page.partition("<main>")[0])
 
 
-def test_code_is_folded_but_there(reported: str) -> None:
+def test_code_is_folded(reported: str) -> None:
     folded = re.search(r'<details class="code">.*?</details>', reported, re.DOTALL)
     assert folded
     assert "secret_name" in folded[0]
 
 
-def test_the_first_screen_says_what_happened(reported: str) -> None:
+def test_header_summarizes_the_run(reported: str) -> None:
     head = reported.partition("<main>")[0]
     assert "<h1>Training a model</h1>" in head and reported.count(">Training a model<") == 2, "in <title> and on top"
     assert '<div class="banner ok">\n<p>healthy: ' in head and "2.140 bits per byte" in head
-    asked = re.search(r'<dl class="answers">(.*?)</dl>', head, re.DOTALL)
-    assert asked
-    assert re.findall(r"<dt>(.*?) <b>(.*?)</b>", asked[1]) == [(question, "ok") for question in QUESTIONS]
+    answers = re.search(r'<dl class="answers">(.*?)</dl>', head, re.DOTALL)
+    assert answers
+    assert re.findall(r"<dt>(.*?) <b>(.*?)</b>", answers[1]) == [(question, "ok") for question in QUESTIONS]
     for answer in (
         "8.000 → 2.140",
         "8,195",
@@ -192,7 +192,7 @@ def test_the_first_screen_says_what_happened(reported: str) -> None:
 
 
 @unpainted()
-def test_a_notebook_that_failed_says_so_on_top_and_the_run_keeps_its_own_verdict(tmp_path: Path) -> None:
+def test_failed_notebook_has_an_error_banner_and_the_run_its_own_verdict(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     error = new_output("error", ename="ZeroDivisionError", evalue="division by <zero>", traceback=["a", "b"])
     note = new_markdown_cell("<span>An Exception was encountered</span>", metadata={"tags": ["papermill-error-cell-tag"]})
@@ -206,7 +206,7 @@ def test_a_notebook_that_failed_says_so_on_top_and_the_run_keeps_its_own_verdict
 
 
 @unpainted()
-def test_a_notebook_that_stopped_with_a_word_to_the_reader_is_not_called_broken(tmp_path: Path) -> None:
+def test_notebook_that_stopped_on_purpose_has_no_error(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     error = new_output("error", ename="Stop", evalue="the run is HALTED: step 2; go on: nsa-lab resume x", traceback=[])
     nbformat.write(executed(new_code_cell("verdict(run)", outputs=[error])), run_dir / "report.ipynb")
@@ -217,7 +217,7 @@ def test_a_notebook_that_stopped_with_a_word_to_the_reader_is_not_called_broken(
 
 @pytest.mark.slow
 @unpainted()
-def test_a_halted_run_names_the_reason_the_last_good_step_and_the_remedy(tmp_path: Path) -> None:
+def test_halted_run_shows_reason_last_good_step_and_remedy(tmp_path: Path) -> None:
     run_dir = write_run(
         tmp_path,
         spoil=lambda events: [e for e in events if e["step"] <= 90 and e["kind"] != "end"],
@@ -233,7 +233,7 @@ def test_a_halted_run_names_the_reason_the_last_good_step_and_the_remedy(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"model__attention": "dense"}])
-def test_a_run_without_a_notebook_gets_a_report_of_its_record(changes: dict, tmp_path: Path) -> None:
+def test_run_without_a_notebook_has_a_report_of_its_record(changes: dict, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, make_config(**changes))
     text = write_report(run_dir).read_text(encoding="utf-8")
     page = assert_self_contained(text)
@@ -242,7 +242,7 @@ def test_a_run_without_a_notebook_gets_a_report_of_its_record(changes: dict, tmp
     assert len(text) < 5_000_000
 
 
-def test_a_run_that_recorded_nothing_has_a_report_too(tmp_path: Path) -> None:
+def test_run_without_events_has_a_report(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, status={"status": directory.PREEMPTED, "reason": "created, not started"})
     (run_dir / directory.EVENTS).unlink()
     assert "Nothing has been recorded yet." in write_report(run_dir).read_text(encoding="utf-8")
@@ -250,7 +250,7 @@ def test_a_run_that_recorded_nothing_has_a_report_too(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @unpainted()
-def test_several_runs_on_one_page(tmp_path: Path) -> None:
+def test_comparison_page(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "nsa"), write_run(tmp_path / "dense", make_config(model__attention="dense"))]
     text = write_comparison(runs, tmp_path / "comparison.html").read_text(encoding="utf-8")
     assert_self_contained(text)
@@ -268,7 +268,7 @@ def test_several_runs_on_one_page(tmp_path: Path) -> None:
         assert f'<a href="#run-{number}">{run.run}</a>' in head and f'<h2 id="run-{number}">{run.run}</h2>' in head
 
 
-def test_a_figure_links_to_its_code(reported: str) -> None:
+def test_figure_links_to_its_code(reported: str) -> None:
     (target,) = set(re.findall(r'<a href="#(code-[^"]+)">the code of this figure</a>', reported))
     folded = re.search(r'<details class="code">.*?</details>', reported, re.DOTALL)
     assert folded
@@ -277,7 +277,7 @@ def test_a_figure_links_to_its_code(reported: str) -> None:
 
 @pytest.mark.slow
 @unpainted()
-def test_the_index_lists_every_run_and_says_which_cannot_be_read(tmp_path: Path) -> None:
+def test_index_lists_every_run_and_unreadable_ones(tmp_path: Path) -> None:
     done = write_report(write_run(tmp_path / "first")).parent.rename(tmp_path / "done")
     halted = write_run(tmp_path, status={"status": directory.HALTED, "reason": "nan"})
     (tmp_path / "foreign").mkdir()
@@ -290,22 +290,22 @@ def test_the_index_lists_every_run_and_says_which_cannot_be_read(tmp_path: Path)
     assert "No runs yet" in write_index(tmp_path / "first").read_text(encoding="utf-8")
 
 
-def test_a_notebook_without_a_run_is_exported_beside_itself(tmp_path: Path) -> None:
+def test_notebook_without_a_run_is_exported_next_to_itself(tmp_path: Path) -> None:
     nbformat.write(executed(), tmp_path / "derivations.ipynb")
     page = export_notebook(tmp_path / "derivations.ipynb")
     assert page == tmp_path / "derivations.html"
     assert_self_contained(page.read_text(encoding="utf-8"))
 
 
-def test_a_drawn_table_keeps_its_lines_and_other_output_wraps(tmp_path: Path) -> None:
-    drawn = io.StringIO()
+def test_box_table_keeps_its_lines_and_other_output_wraps(tmp_path: Path) -> None:
+    buffer = io.StringIO()
     wide = Table(*(f"column {n}" for n in range(12)), title="wide")
     wide.add_row(*(["x" * 9] * 12))
-    Console(file=drawn, width=170).print(wide)
-    printed = [drawn.getvalue(), "word " * 60, "a \x1b[1m│\x1b[0m b"]
+    Console(file=buffer, width=170).print(wide)
+    printed = [buffer.getvalue(), "word " * 60, "a \x1b[1m│\x1b[0m b"]
     outputs = [new_output("stream", name="stdout", text=text) for text in printed]
     outputs += [
-        new_output("execute_result", data={"text/plain": f"<Table>\n{drawn.getvalue()}"}),
+        new_output("execute_result", data={"text/plain": f"<Table>\n{buffer.getvalue()}"}),
         new_output("display_data", data={"text/html": '<pre style="color:red">┃</pre>', "text/plain": "x"}),
     ]
     cells = [new_code_cell("show()", outputs=[output]) for output in outputs] + [new_code_cell("'│'")]
@@ -315,11 +315,11 @@ def test_a_drawn_table_keeps_its_lines_and_other_output_wraps(tmp_path: Path) ->
     shown = re.findall(r"<pre\b([^>]*)>(?!<span></span>)(.*?)</pre>", text, re.DOTALL)
     boxed = ' class="boxed"'
     assert [attributes for attributes, _ in shown] == [boxed, "", boxed, boxed, f'{boxed} style="color:red"']
-    assert drawn.getvalue().rstrip() in shown[0][1]
+    assert buffer.getvalue().rstrip() in shown[0][1]
     assert ".output_area pre { white-space: pre-wrap;" in text and ".output_area pre.boxed { white-space: pre;" in text
 
 
-def test_formulas_inside_code_are_left_alone() -> None:
+def test_formulas_in_code_are_unchanged() -> None:
     text = "a `$x$` b\n```\n$$y$$\n```\nc $z$ and $5 or \\$6"
     formulas = Formulas()
     hidden = formulas.hide(text)
@@ -329,15 +329,15 @@ def test_formulas_inside_code_are_left_alone() -> None:
     assert formulas.restore(hidden).endswith("and &#36;5 or &#36;6")
 
 
-def test_a_number_of_thousands_is_one_number() -> None:
+def test_thousands_separator_is_part_of_the_number() -> None:
     assert "<mn>1,048,576</mn>" in to_mathml("T = 1{,}048{,}576") and "<mn>64,</mn>" not in to_mathml("l = 64, 32, 128")
 
 
-def test_a_formula_that_cannot_be_read_is_shown_as_code() -> None:
+def test_invalid_formula_is_shown_as_code() -> None:
     assert to_mathml(r"x_1_2 < 3") == '<code class="formula">x_1_2 &lt; 3</code>'
 
 
-def test_external_loads_sees_what_it_should() -> None:
+def test_find_external_loads() -> None:
     page = (
         '<link rel="stylesheet" href="https://a.org/x.css">'
         '<style>@import "https://b.org"; p { background: url(c.png) }</style><img src="http://d.org/e.png">'
@@ -348,8 +348,8 @@ def test_external_loads_sees_what_it_should() -> None:
     assert '<a href="https://f.org">f</a>' in sanitize_html(page)
 
 
-def test_what_is_said_of_a_long_run_lies_outside_of_its_curves(tmp_path: Path) -> None:
-    """The note on the cut axis once stood where a resumed run has the name of its second attempt."""
+def test_note_on_the_omitted_steps_is_outside_the_axes(tmp_path: Path) -> None:
+    """Inside the axes, the note could cover the label of a second attempt."""
     run_dir = write_run(tmp_path, make_config(train__steps=5_000, train__warmup_steps=100))
     for draw, axes in ((figures.plot_overview, 1), (figures.plot_loss_curves, 2)):
         figure = draw(run_dir)
@@ -360,7 +360,7 @@ def test_what_is_said_of_a_long_run_lies_outside_of_its_curves(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_constant_line_is_not_on_the_frame(full_and_empty: list[Path]) -> None:
+def test_constant_line_is_not_on_the_frame(full_and_empty: list[Path]) -> None:
     memory = figures.plot_throughput(full_and_empty[0]).axes[-1]
     assert memory.get_ylim()[1] > 1.1 * max(memory.lines[0].get_ydata())
 
@@ -374,9 +374,7 @@ def full_and_empty(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.mark.parametrize(
     "draw", [figures.plot_overview, *figures.RUN_PLOTS, *figures.BRANCH_PLOTS, figures.plot_loss_curves]
 )
-def test_every_picture_has_a_title_axes_with_names_and_takes_a_run_without_statistics(
-    draw, full_and_empty: list[Path]
-) -> None:
+def test_every_plot_has_title_and_labels_also_without_statistics(draw, full_and_empty: list[Path]) -> None:
     for run_dir in full_and_empty:
         figure = draw(run_dir)
         assert figure.get_suptitle() or figure.axes[0].get_title()

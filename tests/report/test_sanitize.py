@@ -57,7 +57,7 @@ ELEMENTS = (
 
 
 class Elements(HTMLParser):
-    """What of a page may run or fetch, judged by a list of its own."""
+    """Elements of a page that run or load something, by an independent list."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -69,12 +69,12 @@ class Elements(HTMLParser):
         if tag not in ELEMENTS:
             self.wrong.append(tag)
         for name, value in attrs:
-            said = (value or "").strip()
+            text = (value or "").strip()
             allowed = {
-                "src": said.startswith("data:image/"),
-                "href": bool(re.match(r"https?://|#|mailto:|[\w.]+\.html$", said)),
-                "style": not re.search(r"[\\(@]", said),
-                "http-equiv": said == "Content-Security-Policy",
+                "src": text.startswith("data:image/"),
+                "href": bool(re.match(r"https?://|#|mailto:|[\w.]+\.html$", text)),
+                "style": not re.search(r"[\\(@]", text),
+                "http-equiv": text == "Content-Security-Policy",
             }
             names = {
                 "id",
@@ -91,27 +91,29 @@ class Elements(HTMLParser):
                 "role",
             }
             if not allowed.get(name, name in names or name.startswith("aria-")):
-                self.wrong.append(f"{tag} {name}={said}")
+                self.wrong.append(f"{tag} {name}={text}")
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_hostile_markup_is_taken_out_and_what_stands_around_it_stays(kind: str) -> None:
-    made = sanitize_html(f"<p>before</p>{HOSTILE[kind]}<p>after</p>")
-    assert Elements(made).wrong == [] and find_external_loads(made) == [] and made.startswith("<p>before</p>")
-    assert sanitize_html(made) == made, "nothing is left that would be read in another way the next time"
+def test_hostile_markup_is_removed_and_its_surroundings_remain(kind: str) -> None:
+    sanitized = sanitize_html(f"<p>before</p>{HOSTILE[kind]}<p>after</p>")
+    assert (
+        Elements(sanitized).wrong == [] and find_external_loads(sanitized) == [] and sanitized.startswith("<p>before</p>")
+    )
+    assert sanitize_html(sanitized) == sanitized, "sanitizing again changes nothing"
 
 
-# Broken on purpose, so that only a browser's own way of reading finds what they hold.
+# Broken deliberately: only the parser of a browser finds the hostile part.
 BROKEN = ("script in a script", "changes its kind", "in a title", "tag without an end", "comment that ends early")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in HOSTILE if not any(word in kind for word in BROKEN)])
-def test_what_a_page_would_load_is_named(kind: str) -> None:
+def test_external_loads_are_found(kind: str) -> None:
     assert find_external_loads(f"<p>before</p>{HOSTILE[kind]}")
 
 
-def test_no_cell_of_a_notebook_brings_anything_hostile_to_its_page(tmp_path: Path) -> None:
-    """As markup that was shown, in text, in a heading and so in the contents, in a formula, and as a drawing."""
+def test_no_cell_type_brings_hostile_markup_to_the_page(tmp_path: Path) -> None:
+    """The markup is in an HTML output, in text, in a heading (and so in the contents), in a formula and in an SVG."""
     cells = []
     for number, hostile in enumerate(HOSTILE.values()):
         shown = [
@@ -129,7 +131,7 @@ def test_no_cell_of_a_notebook_brings_anything_hostile_to_its_page(tmp_path: Pat
     assert page.count("</main>") == 1 and page.endswith("</main>\n</body>\n</html>\n")
 
 
-def test_what_a_page_must_show_stays(tmp_path: Path) -> None:
+def test_allowed_markup_remains(tmp_path: Path) -> None:
     markup = (
         '<h2 id="results">Results</h2><table class="dataframe"><thead><tr><th colspan="2" style="text-align:right">loss'
         '</th></tr></thead><tbody><tr><td>1</td><td>2</td></tr></tbody></table><pre style="color:red">x &lt; y</pre>'
@@ -144,18 +146,18 @@ def test_what_a_page_must_show_stays(tmp_path: Path) -> None:
     assert f"data:image/svg+xml;base64,{base64.b64encode(drawing.encode()).decode()}" in page
 
 
-def test_a_picture_from_elsewhere_is_named_whatever_its_address() -> None:
+def test_external_picture_is_replaced_by_its_address() -> None:
     far = 'https://far.example/x?a=1&b="<script>go()</script>'
-    made = sanitize_html(f"<img alt='a > b' src='{far}' width=3>")
-    assert Elements(made).wrong == []
-    assert made == (
+    sanitized = sanitize_html(f"<img alt='a > b' src='{far}' width=3>")
+    assert Elements(sanitized).wrong == []
+    assert sanitized == (
         '<span class="missing">[picture not embedded: '
         "https://far.example/x?a=1&amp;b=&quot;&lt;script&gt;go()&lt;/script&gt;]</span>"
     )
 
 
-def test_pages_forbid_the_browser_what_the_filter_takes_out(tmp_path: Path) -> None:
-    """The policy stands before everything that it is about."""
+def test_pages_have_a_content_security_policy(tmp_path: Path) -> None:
+    """The policy precedes everything that it applies to."""
     nbformat.write(new_notebook(cells=[new_markdown_cell("# x")]), tmp_path / "x.ipynb")
     for page in (export_notebook(tmp_path / "x.ipynb"), write_index(tmp_path)):
         text = page.read_text(encoding="utf-8")

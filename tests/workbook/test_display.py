@@ -1,4 +1,4 @@
-"""What a notebook folds away is all there: escaped on a page, and readable where nothing unfolds."""
+"""Folded text is complete: escaped on a page, and readable in a terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nsa_lab.report.sanitize import sanitize_html
 from nsa_lab.workbook import display
 
 
-def test_a_folded_text_is_closed_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folded_text_is_closed_and_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = []
     monkeypatch.setattr(display, "display", lambda data, raw: shown.append(data))
     display.show_folded("a < b", "T <= 3   yes\nT > 3    no")

@@ -1,4 +1,4 @@
-"""Texts that the notebooks look at."""
+"""Texts of the notebooks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from nsa_lab.workbook.examples import insert_fact_in_library, make_text_example, read_standard_library
 
 
-def test_a_fact_in_the_library_is_told_once_at_its_depth_and_asked_for_at_the_end() -> None:
+def test_fact_is_inserted_once_at_its_depth() -> None:
     prompt, answer = insert_fact_in_library(4096, 0.3, "argparse.py", seed=1)
     assert len(prompt) + len(answer) == 4096 and prompt.count(answer) == 1
     assert prompt.endswith(b"? A: ") and 0.29 < prompt.index(answer) / 4096 < 0.33
@@ -19,7 +19,7 @@ def test_a_fact_in_the_library_is_told_once_at_its_depth_and_asked_for_at_the_en
     )
 
 
-def test_a_document_of_an_example_has_its_own_text_and_numbers() -> None:
+def test_slice_document() -> None:
     whole = make_text_example("a text, and another text", head_dim=4)
     part = whole.slice_document(8, 24)
     assert (part.text, part.length) == ("and another text", 16)

@@ -1,4 +1,4 @@
-"""The live view without a browser: what the buttons do, when following ends, and that headless no widget is made."""
+"""The live view without a browser: its buttons, the end of following, and headless following without a widget."""
 
 import asyncio
 import threading
@@ -22,32 +22,32 @@ def run(tmp_path):
 
 @pytest.fixture
 def shown(monkeypatch):
-    """What is displayed, in order; an update replaces what its handle showed."""
-    kept = []
+    """Return what is displayed, in order. An update replaces the content of its handle."""
+    displayed = []
 
     class Handle:
         def __init__(self, place):
             self.place = place
 
         def update(self, what):
-            kept[self.place] = what
+            displayed[self.place] = what
 
     def display(what, display_id=False):
-        kept.append(what)
-        return Handle(len(kept) - 1) if display_id else None
+        displayed.append(what)
+        return Handle(len(displayed) - 1) if display_id else None
 
     monkeypatch.setattr(follow_run, "display", display)
     monkeypatch.setattr(follow_run, "POLL_INTERVAL_S", 0.01)
-    return kept
+    return displayed
 
 
 @pytest.fixture
 def trainer(monkeypatch):
-    """A trainer's state as the launcher tells it, to be set by a test."""
-    said = {"state": directory.RUNNING}
-    monkeypatch.setattr(lifecycle, "get_state", lambda run: said["state"])
-    monkeypatch.setattr(lifecycle, "is_alive", lambda run: said["state"] == directory.RUNNING)
-    return said
+    """State of a trainer, to be set by a test."""
+    state = {"state": directory.RUNNING}
+    monkeypatch.setattr(lifecycle, "get_state", lambda run: state["state"])
+    monkeypatch.setattr(lifecycle, "is_alive", lambda run: state["state"] == directory.RUNNING)
+    return state
 
 
 def panel_of(run, state):
@@ -65,16 +65,16 @@ def until(what, seconds=60.0):
         time.sleep(0.01)
 
 
-def test_the_panel_tells_what_the_run_says(run, trainer):
+def test_panel_shows_the_run(run, trainer):
     panel, _ = panel_of(run, trainer["state"])
     assert panel._bar.value == 200 and "200" in panel._state.value
-    for told in ("learning rate", "tokens per second", "time left", "phase", "compressed 40%, selected 35%, window 25%"):
-        assert told in panel._numbers.value
+    for label in ("learning rate", "tokens per second", "time left", "phase", "compressed 40%, selected 35%, window 25%"):
+        assert label in panel._numbers.value
     assert "saved checkpoints/step-00000200" in panel._notes.value
     assert not panel._stop.disabled and panel._resume.disabled and panel._leave.disabled
 
 
-def test_stop_does_not_hold_the_kernel_and_resume_follows(run, trainer, monkeypatch):
+def test_stop_does_not_block_the_kernel_and_resume_continues(run, trainer, monkeypatch):
     saving = threading.Event()
     monkeypatch.setattr(lifecycle, "stop", lambda run, timeout: saving.wait(10))
     resumed = []
@@ -94,7 +94,7 @@ def test_stop_does_not_hold_the_kernel_and_resume_follows(run, trainer, monkeypa
     until(lambda: resumed == [run])
 
 
-def test_a_button_that_fails_says_why(run, trainer, monkeypatch):
+def test_failed_button_shows_the_reason(run, trainer, monkeypatch):
     def refuse(run, timeout):
         raise RunDirectoryError("no trainer is <alive> here")
 
@@ -107,7 +107,7 @@ def test_a_button_that_fails_says_why(run, trainer, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_stopped_run_is_waited_for_until_it_is_left(run, trainer, shown):
+def test_stopped_run_is_followed_until_it_is_left(run, trainer, shown):
     trainer["state"] = directory.PREEMPTED
     ended = []
     follower = threading.Thread(target=lambda: ended.append(asyncio.run(follow_run.follow_run(run, use_widgets=True))))
@@ -124,23 +124,23 @@ def test_a_stopped_run_is_waited_for_until_it_is_left(run, trainer, shown):
 
 
 @pytest.mark.parametrize("changes", [{}, {"model__attention": "dense"}])
-def test_a_finished_run_leaves_a_picture_and_no_widget(changes, trainer, shown, tmp_path):
+def test_finished_run_leaves_an_image_and_no_widget(changes, trainer, shown, tmp_path):
     run = write_run(tmp_path / "other", make_config(**changes))
     trainer["state"] = directory.DONE
     assert asyncio.run(follow_run.follow_run(run, use_widgets=True)) == directory.DONE
     assert [type(what).__name__ for what in shown] == ["Image", "_PlainText"]
 
 
-def test_headless_one_line_is_all(run, trainer, shown, monkeypatch):
+def test_headless_following_updates_one_line(run, trainer, shown, monkeypatch):
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     trainer["state"] = directory.DONE
     assert asyncio.run(follow_run.follow_run(run)) == directory.DONE
     assert len(shown) == 1 and str(shown[0]).startswith("DONE: step 200/200  bpb")
 
 
-def test_of_a_trainer_that_died_the_end_of_its_log_is_shown(run, trainer, shown, capsys):
+def test_log_tail_of_a_dead_trainer_is_shown(run, trainer, shown, capsys):
     trainer["state"] = "DEAD"
     (run / directory.LOG).write_text("\n".join(f"line {number}" for number in range(1, 31)))
     assert asyncio.run(follow_run.follow_run(run, use_widgets=False)) == "DEAD"
-    said = capsys.readouterr().out.splitlines()
-    assert "without a message" in said[0] and said[1:] == [f"line {number}" for number in range(19, 31)]
+    lines = capsys.readouterr().out.splitlines()
+    assert "without a message" in lines[0] and lines[1:] == [f"line {number}" for number in range(19, 31)]

@@ -1,4 +1,4 @@
-"""Notebook 02's verdicts: what computes the definition passes, and every way of not doing so fails, in each dtype."""
+"""Notebook 02: a correct backend passes, and every kind of error fails, in each dtype."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ HONEST = torch_backend.window_attention
 
 
 def compared(dtype: torch.dtype, length: int = 40) -> dict[str, Comparison]:
-    """The torch backend's rows by part."""
+    """Return the comparisons of the torch backend by part."""
     rows = kernel_parity.compare_backends([length], [dtype], NSA, heads=2, groups=1, head_dim=32)
     return {row.part: row for row in rows if row.backend == "torch"}
 
 
 class Spoilt(torch.autograd.Function):
-    """x forward; backward, `spoil` of the gradient."""
+    """Identity in the forward pass; applies `spoil` to the gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor, spoil: Callable[[Tensor], Tensor]) -> Tensor:
@@ -53,7 +53,7 @@ def one_nan(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", [1, 40])
-def test_every_backend_that_can_run_here_passes(dtype: torch.dtype, length: int) -> None:
+def test_every_usable_backend_passes(dtype: torch.dtype, length: int) -> None:
     names, reasons = kernel_parity.find_usable_backends("cpu", dtype, NSA)
     assert "torch" in names and set(names) | set(reasons) == set(kernel_parity.BACKENDS)
     rows = list(kernel_parity.compare_backends([length], [dtype], NSA, heads=2, groups=1, head_dim=32))
@@ -62,7 +62,7 @@ def test_every_backend_that_can_run_here_passes(dtype: torch.dtype, length: int)
     assert all((row.gradient is None) == (row.part == "selection") for row in rows)
 
 
-def test_each_reason_why_a_backend_cannot_run_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_reason_is_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = {torch.float32: {"flash": "no half precision"}, torch.float64: {"flash": "no half precision"}}
     monkeypatch.setattr(kernel_parity, "find_usable_backends", lambda device, dtype, nsa: (["torch"], reasons[dtype]))
     assert kernel_parity.describe_backends("cpu", list(reasons), NSA).splitlines() == [
@@ -74,7 +74,7 @@ def test_each_reason_why_a_backend_cannot_run_is_said_once(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_window_of_one_key_more_fails(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_with_one_key_more_fails(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_backend, "window_attention", one_key_more)
     rows = compared(dtype)
     assert not rows["window"].ok and not rows["whole"].ok
@@ -85,8 +85,8 @@ def test_a_window_of_one_key_more_fails(dtype: torch.dtype, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_an_output_a_few_roundings_off_fails(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half precision: 3 roundings, of which the limit of 5e-2 that once stood here saw nothing. Wider: past the limit."""
+def test_output_with_a_few_rounding_errors_fails(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In half precision 3 rounding errors, in wider dtypes an error above the limit."""
     off = max(3 * torch.finfo(dtype).eps, 5 * kernel_parity.LIMITS.get(dtype, 0.0))
 
     def coarse(q, k, v, nsa):
@@ -99,7 +99,7 @@ def test_an_output_a_few_roundings_off_fails(dtype: torch.dtype, monkeypatch: py
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("of", ["q", "k", "v"])
-def test_a_gradient_that_is_five_percent_too_long_fails(of, dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_five_percent_too_large_fails(of, dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoilt(q, k, v, nsa):
         inputs = {"q": q, "k": k, "v": v}
         inputs[of] = Spoilt.apply(inputs[of], lambda gradient: gradient * 1.05)
@@ -112,7 +112,7 @@ def test_a_gradient_that_is_five_percent_too_long_fails(of, dtype, monkeypatch: 
 
 @pytest.mark.parametrize("of", ["q", "k", "v"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_number_is_no_agreement(of: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_fails(of: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoilt(q, k, v, nsa):
         inputs = {"q": q, "k": k, "v": v}
         inputs[of] = Spoilt.apply(inputs[of], one_nan)
@@ -128,7 +128,7 @@ def test_no_number_is_no_agreement(of: str, dtype: torch.dtype, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_query_with_another_choice_fails(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_query_with_other_blocks_fails(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = torch_backend.select_blocks
 
     def spoilt(*inputs):
@@ -143,7 +143,7 @@ def test_one_query_with_another_choice_fails(dtype: torch.dtype, monkeypatch: py
     assert row.output.error == 1 / 40 and not row.ok
 
 
-def test_float64_may_choose_nothing_else_at_all() -> None:
+def test_float64_requires_equal_blocks() -> None:
     truth = {"blocks": torch.zeros(1, 2000, 1, 3, dtype=torch.int32)}
     got = {"blocks": truth["blocks"].clone()}
     got["blocks"][0, 0] = 1
@@ -151,7 +151,7 @@ def test_float64_may_choose_nothing_else_at_all() -> None:
     assert kernel_parity._check_part("selection", torch.float32, got, truth, truth)[0].ok
 
 
-def test_allowed_is_a_multiple_of_what_plain_arithmetic_errs_and_of_one_rounding_at_least() -> None:
+def test_limit_is_a_multiple_of_the_plain_error() -> None:
     exact = torch.ones(1000, dtype=torch.float64)
     actual = torch.full((1000,), 1.03125, dtype=torch.bfloat16)
     for rough, allowed in ((1.0625, 2 * 0.0625), (1.0, 2 * torch.finfo(torch.bfloat16).eps)):
@@ -162,14 +162,14 @@ def test_allowed_is_a_multiple_of_what_plain_arithmetic_errs_and_of_one_rounding
     assert not ErrorCheck("output", error, allowed).ok
 
 
-def test_shares_of_nothing_allowed_and_of_no_number() -> None:
+def test_fraction_of_a_zero_limit_and_of_nan() -> None:
     assert ErrorCheck("x", 0.0, 0.0).fraction_of_allowed == 0 and ErrorCheck("x", 0.0, 0.0).ok
     assert ErrorCheck("x", 1e-9, 0.0).fraction_of_allowed == math.inf
     assert ErrorCheck("x", 1.0, 1.0).ok and not ErrorCheck("x", 1.0001, 1.0).ok
     assert not ErrorCheck("x", math.nan, 1.0).ok
 
 
-def test_the_picture_shows_every_error_on_its_side_of_what_is_allowed() -> None:
+def test_plot_of_allowed_errors() -> None:
     def row(length: int, output: float, gradient: float) -> Comparison:
         return Comparison(
             "window", "torch", length, "bfloat16", ErrorCheck("output", output, 2.0), ErrorCheck("dq", gradient, 3.0)

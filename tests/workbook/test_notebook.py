@@ -1,4 +1,4 @@
-"""Parameters of a training notebook to a configuration, and which run it follows."""
+"""Notebook parameters become a configuration, and select the run to follow."""
 
 import json
 
@@ -25,27 +25,27 @@ from nsa_lab.workbook.notebook import Stop, load_configuration
         ("ci", {"train": {"steps": 5}}, "no-such-run", "the configuration of a run is fixed"),
     ],
 )
-def test_a_mistake_is_explained(name, sections, run_dir, message):
+def test_mistakes_are_explained(name, sections, run_dir, message):
     with pytest.raises(Stop, match=message) as caught:
         load_configuration(name, sections, run_dir)
     assert caught.value._render_traceback_() == [str(caught.value)]
 
 
-def test_sections_lie_over_the_file_and_stand_alone_without_one():
-    laid = load_configuration("ci", {"train": {"steps": 7}, "model": {}})
-    assert laid.train.steps == 7 and laid.train.seq_len == RunConfig.from_yaml("params/ci.yaml").train.seq_len
-    alone = load_configuration("of-my-own", {"train": {"steps": 7}})
-    assert alone.name == "of-my-own" and alone.train.seq_len == RunConfig().train.seq_len
+def test_sections_override_the_file_or_are_the_configuration():
+    overridden = load_configuration("ci", {"train": {"steps": 7}, "model": {}})
+    assert overridden.train.steps == 7 and overridden.train.seq_len == RunConfig.from_yaml("params/ci.yaml").train.seq_len
+    without_file = load_configuration("of-my-own", {"train": {"steps": 7}})
+    assert without_file.name == "of-my-own" and without_file.train.seq_len == RunConfig().train.seq_len
 
 
-def test_columns_are_a_table_that_a_page_does_not_break(capsys):
+def test_columns_are_a_table(capsys):
     notebook.print_columns(("", "NSA", "dense", "NSA / dense"), [("training time", "1 h 02 min", None, 0.5)])
     head, row = capsys.readouterr().out.splitlines()
     assert row.split() == ["training", "time", "│", "1", "h", "02", "min", "–", "0.500"]
     assert head.index("│") == row.index("│") == 32 and len(row) == len(head)
 
 
-def test_numbers_that_yaml_reads_as_text_are_numbers():
+def test_numbers_that_yaml_parses_as_text():
     config = load_configuration("ci", {"train": {"lr": "1e-3"}, "data": {"tokenizer": "byte"}})
     assert config.train.lr == 1e-3
 
@@ -57,14 +57,14 @@ def config():
 
 @pytest.fixture
 def started(monkeypatch):
-    """Names of the runs that a trainer would have been started in."""
+    """Return the names of the runs in which a trainer would have been started."""
     names = []
     monkeypatch.setattr(lifecycle, "start", lambda run, **_: names.append(run.name))
     return names
 
 
 def make(config, folder, status, **code):
-    """A run directory in that state, without training."""
+    """Return a run directory with this status, without training."""
     known = collect_environment()
     known = {**known, "config_hash": config.hash(), "code": {**known["code"], **code}}
     run = directory.create_run_dir(
@@ -78,7 +78,7 @@ BEGUN = {"kind": "start", "t": 1.0, "attempt": 1, "step": 0, "from_step": 0}
 
 
 @pytest.mark.parametrize(
-    ("events", "saved", "told"),
+    ("events", "saved", "message"),
     [
         ([], [], "started: "),
         ([BEGUN], [], "started from step 0, because it has no checkpoint: "),
@@ -86,17 +86,17 @@ BEGUN = {"kind": "start", "t": 1.0, "attempt": 1, "step": 0, "from_step": 0}
     ],
     ids=["made before", "killed early", "killed late"],
 )
-def test_only_a_run_that_goes_on_is_called_resumed(config, started, tmp_path, capsys, events, saved, told):
-    """The command line makes the run before the notebook starts it."""
+def test_only_a_continued_run_is_reported_as_resumed(config, started, tmp_path, capsys, events, saved, message):
+    """The command line creates the run before the notebook starts it."""
     run = make(config, tmp_path, directory.PREEMPTED)
     (run / directory.EVENTS).write_text("".join(json.dumps(event) + "\n" for event in events))
     for step in saved:
         (run / directory.CHECKPOINTS / f"step-{step:08d}").mkdir(parents=True)
     assert notebook.start_run(config, outputs=str(tmp_path)) == run and started == [run.name]
-    assert capsys.readouterr().out == f"{told}{run}\n"
+    assert capsys.readouterr().out == f"{message}{run}\n"
 
 
-def test_a_finished_run_is_shown(config, started, tmp_path, capsys):
+def test_finished_run_is_shown(config, started, tmp_path, capsys):
     run = make(config, tmp_path, directory.DONE)
     assert notebook.start_run(config, outputs=str(tmp_path)) == run and not started
     assert "this run is finished" in capsys.readouterr().out
@@ -104,7 +104,7 @@ def test_a_finished_run_is_shown(config, started, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("why", ["asked", "other code", "other configuration", "halted"])
-def test_a_new_run_is_started_where_none_fits(why, config, started, tmp_path, capsys):
+def test_new_run_is_started_if_none_matches(why, config, started, tmp_path, capsys):
     other = config.model_copy(update={"train": config.train.model_copy(update={"steps": 30})})
     old = make(
         other if why == "other configuration" else config,
@@ -116,7 +116,7 @@ def test_a_new_run_is_started_where_none_fits(why, config, started, tmp_path, ca
     assert run != old and started == [run.name] and "new run" in capsys.readouterr().out
 
 
-def test_what_the_reader_can_put_right_is_one_line(config, tmp_path, monkeypatch):
+def test_user_errors_are_one_line(config, tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise MissingPackage("pyarrow is not installed; run: pip install 'nsa-lab[data]'", name="pyarrow")
 
@@ -126,7 +126,7 @@ def test_what_the_reader_can_put_right_is_one_line(config, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("last", [200, 90], ids=["healthy", "failed"])
-def test_below_the_answers_no_verdict_is_printed_again(last, tmp_path, capsys):
+def test_checks_in_the_answers_are_not_printed_again(last, tmp_path, capsys):
     run = write_run(tmp_path, spoil=lambda events: [event for event in events if event["step"] <= last])
     notebook.print_answers(run)
     top = capsys.readouterr().out
@@ -136,7 +136,7 @@ def test_below_the_answers_no_verdict_is_printed_again(last, tmp_path, capsys):
         assert (f"{verdict}\n" in below) != (verdict.text in top and len(verdict.text) > 5), verdict
 
 
-def test_a_halted_run_is_shown_when_named_and_ends_the_notebook_badly(config, started, tmp_path, capsys):
+def test_halted_run_stops_the_notebook(config, started, tmp_path, capsys):
     run = make(config, tmp_path, directory.HALTED)
     assert notebook.start_run(config, str(run)) == run and not started
     assert "halted" in capsys.readouterr().out
@@ -144,7 +144,7 @@ def test_a_halted_run_is_shown_when_named_and_ends_the_notebook_badly(config, st
         notebook.print_final_verdict(run)
 
 
-def test_the_latest_finished_run(config, tmp_path):
+def test_latest_finished_run(config, tmp_path):
     with pytest.raises(Stop, match="nsa-lab run smoke"):
         notebook.find_latest_finished(str(tmp_path))
     run = make(config, tmp_path, directory.DONE)
@@ -152,7 +152,7 @@ def test_the_latest_finished_run(config, tmp_path):
     assert notebook.find_latest_finished(str(tmp_path)) == run
 
 
-def test_records_are_of_the_runs_named_or_of_the_latest_finished(config, tmp_path):
+def test_read_histories(config, tmp_path):
     run, other = make(config, tmp_path, directory.DONE), make(config, tmp_path, directory.PREEMPTED)
     assert [each.run for each in notebook.read_histories(outputs=str(tmp_path))] == [run.name]
     assert [each.run for each in notebook.read_histories(str(other), str(run))] == [other.name, run.name]

@@ -11,7 +11,7 @@ from nsa_lab.workbook.plan_vs_actual import compare_plan_with_run
 
 
 def run_on_gpu(folder, memory, **changes):
-    """A run that says that it was on a GPU and held `memory` bytes."""
+    """Return a run that recorded a GPU and a peak memory of `memory` bytes."""
 
     def spoil(events):
         for event in events:
@@ -22,14 +22,14 @@ def run_on_gpu(folder, memory, **changes):
 
 
 @pytest.mark.parametrize("off, ok", [(-0.14, True), (0.14, True), (-0.16, False), (0.16, False)])
-def test_memory_is_held_against_the_plan(off, ok, tmp_path):
+def test_memory_is_compared_with_the_plan(off, ok, tmp_path):
     planned = estimate_resources(make_config()).memory_bytes
     memory, _ = compare_plan_with_run(run_on_gpu(tmp_path, round((1 + off) * planned))).verdicts
     assert memory.ok is ok and memory.value == pytest.approx(off, abs=1e-6)
 
 
 @pytest.mark.parametrize("off, ok", [(-0.24, True), (0.24, True), (-0.26, False), (0.26, False)])
-def test_the_clock_is_held_against_the_plan(off, ok, tmp_path):
+def test_time_is_compared_with_the_plan(off, ok, tmp_path):
     history = History.read(write_run(tmp_path))
     known = collect_facts(history)
     memory, time = compare_plan_with_run(history, known.tokens * (1 + off) / known.wall_s).verdicts
@@ -37,8 +37,8 @@ def test_the_clock_is_held_against_the_plan(off, ok, tmp_path):
     assert memory.ok is None and "on a CPU" in memory.text
 
 
-def test_a_reader_is_told_what_each_memory_counts(tmp_path):
-    """A process with Python and torch in it is several times the tensors of a small model."""
+def test_memory_note_for_cpu_runs(tmp_path):
+    """A process with Python and torch needs several times the memory of a small model's tensors."""
     cpu, gpu = History.read(write_run(tmp_path / "cpu")), run_on_gpu(tmp_path / "gpu", 2 * 10**9)
     (line,) = (line for line in compare_plan_with_run(cpu).lines if line.startswith("peak memory"))
     assert "tensors only" in line and "the whole process" in line
@@ -47,7 +47,7 @@ def test_a_reader_is_told_what_each_memory_counts(tmp_path):
     assert dict(format_facts(gpu))["peak memory counts"] == "tensors on the GPU"
 
 
-def test_a_plan_without_a_speed_or_a_run_without_an_end_is_not_judged(tmp_path):
+def test_unknown_throughput_or_unfinished_run_is_not_checked(tmp_path):
     history = History.read(write_run(tmp_path / "a"))
     assert "the plan has no throughput" in str(compare_plan_with_run(history))
     gate = History.read(write_run(tmp_path / "b", make_config(train__min_tokens_per_s=2000.0)))
@@ -62,7 +62,7 @@ def test_a_plan_without_a_speed_or_a_run_without_an_end_is_not_judged(tmp_path):
     assert [verdict.ok for verdict in compare_plan_with_run(empty, 8192.0).verdicts[:1]] == [None]
 
 
-def test_the_speed_that_preflight_measured_is_reckoned_with(tmp_path):
+def test_preflight_throughput_is_used(tmp_path):
     def spoil(events):
         events[2]["numbers"] = {"tokens_per_s": 4096.0}
 
@@ -71,7 +71,7 @@ def test_the_speed_that_preflight_measured_is_reckoned_with(tmp_path):
     assert compare_plan_with_run(history, 5000.0).plan.tokens_per_s == 5000.0
 
 
-def test_the_gap_to_the_twin_is_drawn_where_both_were_evaluated(tmp_path):
+def test_validation_gap_plot(tmp_path):
     nsa = write_run(tmp_path / "nsa")
     dense = write_run(tmp_path / "dense", make_config(model__attention="dense", train__eval_every=100))
     figure = figures.plot_validation_gap(nsa, dense)

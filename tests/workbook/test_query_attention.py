@@ -1,4 +1,4 @@
-"""The explorer's one-row reads against the definition, and every attention picture on shapes that strain it."""
+"""The explorer's attention of one query equals the definition. Attention plots work for all shapes."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def example():
 
 @pytest.mark.parametrize("position", [0, 6, 7, 8, 31, 57, 63])
 @pytest.mark.parametrize("group", [0, 1])
-def test_reads_are_the_rows_of_the_definition(example, position, group):
+def test_reads_equal_rows_of_the_definition(example, position, group):
     reads = compute_reads(example, TOY, position, group)
     k_cmp = reference.compress(example.k_cmp, TOY)
     out, lse = reference.compressed_attention(example.q, k_cmp, reference.compress(example.v_cmp, TOY), TOY)
@@ -44,12 +44,12 @@ def test_reads_are_the_rows_of_the_definition(example, position, group):
 
 
 @pytest.mark.parametrize("position, group", [(-1, 0), (64, 0), (0, 2)])
-def test_a_query_that_is_not_there_is_refused(example, position, group):
+def test_invalid_query_is_an_error(example, position, group):
     with pytest.raises(IndexError, match="positions 0 to 63"):
         compute_reads(example, TOY, position, group)
 
 
-def test_the_text_finds_what_reads_alike():
+def test_text_heads_match_similar_passages():
     text = "the cat sat on the mat. " + "x" * 300 + " the cat sat on the mat"
     example = examples.make_text_example(text)
     reads = compute_reads(example, NSAConfig(l=8, d=4, l_sel=8, n_sel=64, w=16), len(text) - 1, group=1)
@@ -59,25 +59,25 @@ def test_the_text_finds_what_reads_alike():
 
 
 @pytest.mark.parametrize("sizes", [{}, {"l": 16, "d": 16, "l_sel": 32}, {"l": 64, "d": 16, "l_sel": 32}, {"l": 8, "d": 2}])
-def test_equation_nine_is_the_overlap_once_its_erratum_is_mended(sizes):
+def test_corrected_equation_nine_is_the_overlap(sizes):
     nsa = NSAConfig(**sizes)
     overlap = geometry.overlap(64, 12, nsa)
     assert torch.equal(compute_equation_nine(64, 12, nsa, as_printed=False), overlap)
     printed = compute_equation_nine(64, 12, nsa, as_printed=True)
     assert not torch.equal(printed, overlap)
-    # As printed, block j = 0 collects the first compressed block alone, once.
+    # With the printed formula, block j = 0 has only the first compressed block, once.
     assert printed[:, 0].nonzero().flatten().tolist() == [0] and printed[0, 0] == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [1, *(pytest.param(length, marks=pytest.mark.slow) for length in (7, 8, 64))])
-def test_pictures_of_any_length_have_a_title(example, length):
+def test_plots_of_any_length_have_a_title(example, length):
     x = examples.make_random_example(length, heads=2, groups=1, head_dim=4)
     k_cmp = reference.compress(x.k_cmp, TOY)
     _, lse = reference.compressed_attention(x.q, k_cmp, k_cmp, TOY)
     importance = reference.block_importance(x.q, k_cmp, lse, TOY)[0, :, 0]
     blocks = reference.select_blocks(x.q, k_cmp, lse, TOY)[0, :, 0]
-    drawn = [
+    plots = [
         figures.plot_block_geometry(length, TOY, length - 1),
         figures.plot_visible_blocks(length, TOY),
         figures.plot_importance(importance, blocks, TOY, "a toy"),
@@ -87,12 +87,12 @@ def test_pictures_of_any_length_have_a_title(example, length):
         figures.plot_architecture(compute_reads(x, TOY, length - 1)),
         figures.plot_branch_masks(blocks, TOY),
     ]
-    for figure in drawn:
+    for figure in plots:
         assert render_png(figure).startswith(b"\x89PNG") and get_title(figure)
 
 
-def test_the_bar_of_a_token_stands_inside_its_block(example):
-    """Blocks, shades and the line of the query go from t to t + 1 for token t, and so do bars."""
+def test_bar_of_a_token_is_inside_its_block(example):
+    """Blocks, shades, bars and the line of the query extend from t to t + 1 for token t."""
     reads = compute_reads(example, TOY, 57)
     selected = [bar for bar in figures.plot_query_attention(reads, "a toy").axes[2].patches if bar.get_height() < 1][
         : reads.count_keys()["sel"]
@@ -101,7 +101,7 @@ def test_the_bar_of_a_token_stands_inside_its_block(example):
     assert lefts == (reads.sel > 0).nonzero().flatten().tolist() and {bar.get_width() for bar in selected} == {1.0}
 
 
-def test_the_masks_count_the_pairs_that_the_formulas_count(example):
+def test_mask_pairs_equal_the_formulas(example):
     k_cmp = reference.compress(example.k_cmp, TOY)
     _, lse = reference.compressed_attention(example.q, k_cmp, k_cmp, TOY)
     blocks = reference.select_blocks(example.q, k_cmp, lse, TOY)[0, :, 0]
@@ -113,36 +113,38 @@ def test_the_masks_count_the_pairs_that_the_formulas_count(example):
     assert counted == [round(64 * read[branch]) for branch in ("dense", "cmp", "sel", "win")]
 
 
-def test_the_architecture_counts_the_keys_of_its_query(example):
+def test_architecture_shows_the_number_of_keys(example):
     (axes,) = figures.plot_architecture(compute_reads(example, TOY, 57, 1)).axes
-    said = [text.get_text() for text in axes.texts]
-    assert [text for text in said if "attention of" in text] == [f"attention of $q_t$\nover {n} keys" for n in (13, 26, 12)]
-    # Chosen by score: one block of the four, beside three that are forced.
+    texts = [text.get_text() for text in axes.texts]
+    assert [text for text in texts if "attention of" in text] == [
+        f"attention of $q_t$\nover {n} keys" for n in (13, 26, 12)
+    ]
+    # One of the four blocks is selected by score; three are forced.
     whole_block = pytest.approx(54 / 58 * 8 - 0.4)
     chosen = [bar.get_facecolor() for bar in axes.patches if isinstance(bar, Rectangle) and bar.get_width() == whole_block]
     assert chosen.count(to_rgba(SEL)) == 1 and chosen.count(to_rgba(FORCED)) == 2
 
 
-def test_the_picture_of_a_border_shows_what_the_mask_takes_away():
-    """Reads of a document in a row are those of the document alone; as one text, some lie in the one before."""
+def test_document_boundary_plot():
+    """With the mask, no read starts in another document; without it, some do."""
     x, bounds = examples.make_random_example(64, heads=2, groups=1, head_dim=4), [0, 26, 64]
-    whole, alone = compute_reads(x, TOY, 41), compute_reads(x.slice_document(26, 64), TOY, 41 - 26)
-    figure = figures.plot_document_boundaries(whole, alone, bounds)
-    one, apart = (axes.get_title(loc="left") for axes in figure.axes)
+    unmasked, masked = compute_reads(x, TOY, 41), compute_reads(x.slice_document(26, 64), TOY, 41 - 26)
+    figure = figures.plot_document_boundaries(unmasked, masked, bounds)
+    unmasked_title, masked_title = (axes.get_title(loc="left") for axes in figure.axes)
     foreign = [
-        sum(i * TOY.d < 26 for i in range(len(whole.cmp))),
-        sum(j * TOY.l_sel < 26 for j in whole.blocks),
+        sum(i * TOY.d < 26 for i in range(len(unmasked.cmp))),
+        sum(j * TOY.l_sel < 26 for j in unmasked.blocks),
         max(26 - (41 - TOY.w + 1), 0),
     ]
-    assert foreign[0] and foreign[1] and f"(cross): {sum(foreign)} reads start in other documents" in one
-    assert "(mask): 0 reads" in apart and "which is token 15 of its document" in get_title(figure)
+    assert foreign[0] and foreign[1] and f"(cross): {sum(foreign)} reads start in other documents" in unmasked_title
+    assert "(mask): 0 reads" in masked_title and "which is token 15 of its document" in get_title(figure)
     starts = [patch.get_x() for patch in figure.axes[1].patches if patch.get_height() < 0.9]
-    read = len(alone.cmp) + len(alone.blocks) + int((alone.win > 0).sum())
+    read = len(masked.cmp) + len(masked.blocks) + int((masked.win > 0).sum())
     assert len(starts) == read and min(starts) == 26 and render_png(figure).startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
-def test_the_explorer_moves_and_explains_an_impossible_geometry(example):
+def test_explorer_updates_and_explains_invalid_sizes(example):
     box = build_query_explorer([example, examples.make_random_example(64, seed=1)], TOY, position=57, answer=40)
     (query, layer, _), sizes, picture, text = (
         box.children[0].children,
@@ -164,7 +166,7 @@ def test_the_explorer_moves_and_explains_an_impossible_geometry(example):
     assert text.value != before and "query 20" in text.value
 
 
-def test_panels_in_a_row_keep_their_numbers_where_they_stand_below_each_other(example):
+def test_all_panels_have_axis_labels(example):
     blocks = torch.zeros(64, 4, dtype=torch.int32)
     for axes in figures.plot_branch_masks(blocks, TOY).axes:
         assert any(label.get_visible() and label.get_text() for label in axes.get_yticklabels()), axes.get_title()

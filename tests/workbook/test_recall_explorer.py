@@ -1,4 +1,4 @@
-"""The explorer of notebook 06 says what the model read: by its own choice, with the answer's place as the task has it."""
+"""The explorer of notebook 06 shows what the model reads, and the position of the answer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model_of(**changes: object):
 @torch.no_grad()
 @pytest.mark.parametrize("indexer", [{}, {"selection_loss": 0.2, "indexer_block": 2}], ids=["compressed", "indexer"])
 @pytest.mark.parametrize("layer", [0, 1])
-def test_a_layer_reads_what_the_model_chooses(layer: int, indexer: dict[str, float]) -> None:
+def test_layer_reads_the_selected_blocks(layer: int, indexer: dict[str, float]) -> None:
     model, (tokens, _) = model_of(**indexer), TASK.make_batch(0, 1)
     if indexer:
         torch.nn.init.normal_(model.blocks[layer].attention.indexer.qk.weight)
@@ -50,8 +50,8 @@ def test_a_layer_reads_what_the_model_chooses(layer: int, indexer: dict[str, flo
             assert compute_reads(example, TINY_NSA, t, group).blocks == [b for b in chosen[0, t, group].tolist() if b >= 0]
 
 
-def test_an_indexer_s_keys_choose_blocks_of_another_length_too() -> None:
-    """What two blocks are worth together is what a block of twice the length is worth."""
+def test_indexer_keys_select_blocks_of_another_length() -> None:
+    """The importance of a block of twice the length is the sum of two blocks."""
     model = model_of(selection_loss=0.2, indexer_block=2)
     torch.nn.init.normal_(model.blocks[1].attention.indexer.qk.weight)
     example = make_layer_example(model, TASK, TASK.make_batch(0, 1)[0], 1)
@@ -60,7 +60,7 @@ def test_an_indexer_s_keys_choose_blocks_of_another_length_too() -> None:
     torch.testing.assert_close(long, short.view(-1, 2).sum(-1))
 
 
-def test_a_model_of_bytes_reads_a_text_as_it_chooses() -> None:
+def test_byte_model_reads_its_selected_blocks() -> None:
     config = ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_groups=1, d_k=8, d_v=8, nsa=TINY_NSA)
     model, text = NSATransformer(config, seed=0).eval(), "caf\u00e9 ".encode() * 12
     layers = make_byte_examples(model, text, "a text")
@@ -71,33 +71,33 @@ def test_a_model_of_bytes_reads_a_text_as_it_chooses() -> None:
     )
 
 
-def test_the_first_question_shown_is_out_of_reach_and_its_answer_is_named() -> None:
+def test_first_question_is_hidden_and_its_answer_is_described() -> None:
     sequence, question = find_hidden_question(TASK, TINY_NSA)
     figure, words = plot_question(model_of(), "NSA", TASK, sequence, question, layer=1, group=0)
     text = format_letters(TASK, TASK.make_batch(sequence, 1, 0, EVAL_STREAM)[0][0])
     key = text[52 + 2 * question]
-    told = text.index(key) + 1
-    assert f"the question is {key!r}, the answer {text[told]!r} is at token {told} in block {told // 8}" in words
-    assert told <= 52 + 2 * question - 16 and told >= 8
-    assert {told + 0.5} <= {line.get_xdata()[0] for line in figure.axes[0].lines}
+    answer = text.index(key) + 1
+    assert f"the question is {key!r}, the answer {text[answer]!r} is at token {answer} in block {answer // 8}" in words
+    assert answer <= 52 + 2 * question - 16 and answer >= 8
+    assert {answer + 0.5} <= {line.get_xdata()[0] for line in figure.axes[0].lines}
 
 
 @pytest.mark.parametrize("w", [1, 15, 17])
-def test_the_question_shown_is_the_first_that_nothing_but_a_choice_reaches(w: int) -> None:
-    """Also where the block before a query's own reaches farther back than its window."""
+def test_hidden_question_is_reachable_by_selection_only(w: int) -> None:
+    """This includes queries whose previous block reaches further back than their window."""
     nsa = TINY_NSA.model_copy(update={"w": w})
     for seed in range(40):
         for sequence, question in itertools.product(range(100), range(TASK.n_far)):
             text = format_letters(TASK, TASK.make_batch(sequence, 1, seed, EVAL_STREAM)[0][0])
             query = 52 + 2 * question
-            told = text.index(text[query]) + 1
-            if 8 <= told < query // 8 * 8 - 8 and told <= query - w:
+            answer = text.index(text[query]) + 1
+            if 8 <= answer < query // 8 * 8 - 8 and answer <= query - w:
                 break
         assert find_hidden_question(TASK, nsa, seed) == (sequence, question)
 
 
-def test_who_read_a_token_is_told_by_every_choice() -> None:
-    """Held against what `reads_of` of each layer and group reads; the token of a block that nobody chose has no reader."""
+def test_find_readers() -> None:
+    """Compared with `compute_reads` of each layer and group. A token in an unselected block has no reader."""
     model, query = model_of(), 63
     tokens = TASK.make_batch(0, 1, 0, EVAL_STREAM)[0]
     for token in range(0, query, 7):
@@ -115,7 +115,7 @@ def test_who_read_a_token_is_told_by_every_choice() -> None:
 
 
 @pytest.mark.slow
-def test_the_explorer_moves() -> None:
+def test_explorer_updates() -> None:
     box = build_recall_explorer(
         {"one": model_of(), "two": model_of(nsa=TINY_NSA.__class__(**{**TINY_NSA.model_dump(), "w": 4}))}, TASK
     )
@@ -130,13 +130,13 @@ def test_the_explorer_moves() -> None:
     assert "two, tiny recall, layer 0" in text.value and "group 1" in text.value
 
 
-def test_without_a_front_end_one_question_of_each_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_front_end_one_question_per_model_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     explore_recall({"one": model_of()}, TASK, use_widgets=False)
-    said = capsys.readouterr().out
-    assert ", read here; the model predicts" in said and "the answer's block is read by layer " in said
+    printed = capsys.readouterr().out
+    assert ", read here; the model predicts" in printed and "the answer's block is read by layer " in printed
 
 
-def test_what_it_cannot_show_is_refused() -> None:
+def test_unsupported_tasks_and_models_are_errors() -> None:
     with pytest.raises(ValueError, match="attention = dense"):
         make_layer_example(build_tiny_model(TASK, attention="dense"), TASK, TASK.make_batch(0, 1)[0], 0)
     with pytest.raises(ValueError, match=r"n_symbols: expected at most 26, .* got 27"):

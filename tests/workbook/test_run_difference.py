@@ -1,4 +1,4 @@
-"""Pictures of a difference and of what an answer costs: what is drawn is the difference, and what is not there is said."""
+"""Plots of the loss difference of two runs, and of the benefit of selection."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def said(figure: Figure) -> str:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
-    """An NSA run whose losses lie .5 above its twin's up to step 50, and .01 below after."""
+    """Return an NSA run whose loss is 0.5 above its dense baseline up to step 50, and 0.01 below it after."""
 
     def spoil(events: list[Event]) -> None:
         for event in events:
@@ -30,29 +30,29 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     return write_run(tmp_path / "nsa", make_config(**often), spoil), dense
 
 
-def test_the_difference_is_drawn_and_its_beginning_told(pair: tuple[Path, Path]) -> None:
+def test_loss_difference_plot(pair: tuple[Path, Path]) -> None:
     figure = plot_loss_difference(*pair)
     (axes,) = figure.axes
-    drawn = {line.get_label(): np.asarray(line.get_ydata()) for line in axes.lines}
-    assert np.allclose(drawn["validation, each evaluation"], -0.01)
+    curves = {line.get_label(): np.asarray(line.get_ydata()) for line in axes.lines}
+    assert np.allclose(curves["validation, each evaluation"], -0.01)
     (stretches,) = axes.containers
     assert np.allclose(np.asarray(stretches[0].get_ydata()), -0.01), "the first tenth is left out"
     assert "+0.50 at step 50" in said(figure)
 
 
-def test_few_batches_are_no_picture(tmp_path: Path) -> None:
+def test_too_few_batches(tmp_path: Path) -> None:
     run = write_run(tmp_path, make_config())
     assert "too few batches" in said(plot_loss_difference(run, run))
 
 
-def test_what_answers_cost_is_drawn_by_what_replaces_the_choice(tmp_path: Path) -> None:
+def test_selection_benefit_plot(tmp_path: Path) -> None:
     figure = plot_selection_benefit(write_run(tmp_path, make_config()))
     labels = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
     assert set(labels) == {"selected blocks", "random blocks", "nearest blocks", "no selected branch"}
     assert labels["selected blocks"] == [0.2] * 4 and labels["no selected branch"] == [4.0] * 4
 
 
-def test_an_older_run_says_that_it_was_not_asked(tmp_path: Path) -> None:
+def test_selection_benefit_of_an_older_run(tmp_path: Path) -> None:
     def older(events: list[Event]) -> list[Event]:
         return [event for event in events if event["kind"] != "reach"]
 

@@ -1,4 +1,4 @@
-"""Views of runs beside each other, as functions and as widgets; runs are records without checkpoints."""
+"""Comparisons of runs as functions and as widgets, on records without checkpoints."""
 
 import re
 
@@ -14,31 +14,31 @@ from nsa_lab.workbook.run_explorer import GATES, LOSS, MAP, VIEWS, plot_view
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """An NSA run and its dense twin."""
+    """Return an NSA run and its dense baseline."""
     folder = tmp_path_factory.mktemp("runs")
-    twin = write_run(folder / "dense", make_config(model__attention="dense"))
-    return [write_run(folder / "nsa"), twin.rename(twin.with_name("fake-dense"))]
+    dense = write_run(folder / "dense", make_config(model__attention="dense"))
+    return [write_run(folder / "nsa"), dense.rename(dense.with_name("fake-dense"))]
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_every_view_takes_runs_of_both_kinds(view, pair):
-    drawn, problems = plot_view(pair, view, 1, 0, 100)
-    assert all(get_title(figure) for figure in drawn)
-    assert (len(drawn), len(problems)) == ((0, 2) if view == MAP else (1, 0))
+def test_every_view_accepts_nsa_and_dense_runs(view, pair):
+    plots, problems = plot_view(pair, view, 1, 0, 100)
+    assert all(get_title(figure) for figure in plots)
+    assert (len(plots), len(problems)) == ((0, 2) if view == MAP else (1, 0))
 
 
-def test_numbers_are_those_of_the_last_reading_before_the_step(pair):
-    told = run_comparison.format_numbers_at(pair, 1, 110)
-    rows = {name.strip(): values.split() for name, _, values in (line.partition("│") for line in told.splitlines())}
+def test_numbers_are_the_last_ones_before_the_step(pair):
+    text = run_comparison.format_numbers_at(pair, 1, 110)
+    rows = {name.strip(): values.split() for name, _, values in (line.partition("│") for line in text.splitlines())}
     assert rows["step"] == ["110", "110"] and rows["gates and selection: layer 1"] == ["[1]", "[2]"]
-    assert max(map(len, told.splitlines())) <= 80, "columns that a page would wrap"
+    assert max(map(len, text.splitlines())) <= 80, "columns that a page would wrap"
     assert rows["gate share, compressed"] == ["0.350", "–"]
     assert rows["validation, bits per byte"][0] == f"{History.read(pair[0]).evaluations[2]['bpb']:.3f}"
     assert set(run_comparison.format_numbers_at(pair, 1, -1).split()) >= {"–"}
 
 
-def test_numbers_are_those_of_the_layer_and_none_where_a_run_has_no_such_layer(tmp_path):
-    """Runs of unlike depth stand beside each other."""
+def test_numbers_of_one_layer(tmp_path):
+    """Runs of different depth are compared."""
 
     def unlike(events):
         for event in events:
@@ -46,16 +46,16 @@ def test_numbers_are_those_of_the_layer_and_none_where_a_run_has_no_such_layer(t
                 event["gate_entropy"] = [0.5, 0.6, 0.7]
 
     run = write_run(tmp_path, spoil=unlike)
-    for layer, told in enumerate(["0.500", "0.600", "0.700", "–"]):
+    for layer, value in enumerate(["0.500", "0.600", "0.700", "–"]):
         (line,) = [
             row
             for row in run_comparison.format_numbers_at([run], layer, 110).splitlines()
             if row.startswith("gate entropy")
         ]
-        assert line.split()[-1].lstrip("│") == told
+        assert line.split()[-1].lstrip("│") == value
 
 
-def test_what_cannot_be_drawn_is_explained(pair):
+def test_missing_selection_map_is_explained(pair):
     with pytest.raises(NoCheckpoint, match="no checkpoint found"):
         run_comparison.plot_selection_map(pair[0], 0, 0)
     with pytest.raises(ValueError, match="layers 0 to 2"):
@@ -64,14 +64,14 @@ def test_what_cannot_be_drawn_is_explained(pair):
         run_comparison.plot_selection_map(pair[1], 0, 0)
 
 
-def test_without_a_front_end_no_widget_is_made(pair, monkeypatch, capsys):
+def test_no_widget_without_a_front_end(pair, monkeypatch, capsys):
     shown = []
     monkeypatch.setattr(run_explorer, "show_figure", shown.append)
     monkeypatch.setattr(run_explorer, "build_run_explorer", None)
     run_explorer.explore_runs(pair, use_widgets=False)
     assert len(shown) == 1
-    said = capsys.readouterr().out
-    assert re.search(r"validation, bits per byte +│ +2\.\d+ +2\.\d+", said) and "no map" in said
+    printed = capsys.readouterr().out
+    assert re.search(r"validation, bits per byte +│ +2\.\d+ +2\.\d+", printed) and "no map" in printed
 
 
 @pytest.mark.slow
@@ -96,8 +96,8 @@ def test_controls_redraw(pair):
     assert list(heads.options) == [0]
 
 
-def test_controls_offer_what_the_chosen_runs_have(pair, tmp_path, monkeypatch):
-    """A shipped run of 12 layers and 50 000 steps beside it must not make a small run a speck at step 0."""
+def test_controls_have_the_ranges_of_the_selected_runs(pair, tmp_path, monkeypatch):
+    """A large run that is not selected must not change the step range of a small one."""
     monkeypatch.setattr(run_explorer, "render_png", lambda figure: get_title(figure).encode())
     long = make_config(
         train__steps=5000, train__log_every=500, train__eval_every=5000, train__save_every=0, train__stats_every=500
@@ -128,7 +128,7 @@ def test_controls_offer_what_the_chosen_runs_have(pair, tmp_path, monkeypatch):
     assert (len(depth.options), step.max) == (3, 200)
 
 
-def test_no_run_is_left_out_of_a_picture_however_many_there_are(pair):
+def test_plots_include_all_runs(pair):
     many = [pair[0]] * 9
     (gates,), (reuse,) = plot_view(many, GATES, 0, 0, 100)[0], plot_view(many, "sel_reuse", 0, 0, 100)[0]
     mark = 1  # the line at the chosen step

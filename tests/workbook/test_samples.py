@@ -22,33 +22,33 @@ LINES = [f"line {n} of the text\n" for n in range(400)]
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
-    """A run on sixty documents of one folder, with a cache of its own."""
+    """Return the configuration of a run on 60 documents, with a separate cache."""
     monkeypatch.setattr(dataset, "get_cache_folder", lambda: tmp_path / "cache")
     for number in range(60):
         (tmp_path / f"{number}.txt").write_text(f"document {number}\n" + "".join(LINES))
     return make_config(data__source="local", data__path=str(tmp_path / "*.txt"), data__val_fraction=0.1)
 
 
-def test_the_text_is_what_validation_reads_from_a_line_on(config: RunConfig, tmp_path: Path) -> None:
+def test_held_out_text_starts_at_a_line(config: RunConfig, tmp_path: Path) -> None:
     prepare(config.data)
-    told = read_held_out_text(write_run(tmp_path / "run", config), 60)
-    assert len(told) == 60 and (told.splitlines(keepends=True)[0] in LINES or told.startswith("document"))
+    text = read_held_out_text(write_run(tmp_path / "run", config), 60)
+    assert len(text) == 60 and (text.splitlines(keepends=True)[0] in LINES or text.startswith("document"))
 
 
-def test_the_text_is_from_the_middle(config: RunConfig, tmp_path: Path) -> None:
-    found = prepare(config.data)
-    middle = len(found.validation) // 2
-    text = found.tokenizer.decode(found.validation.read(middle, 200).tolist())
+def test_held_out_text_is_from_the_middle(config: RunConfig, tmp_path: Path) -> None:
+    dataset = prepare(config.data)
+    middle = len(dataset.validation) // 2
+    text = dataset.tokenizer.decode(dataset.validation.read(middle, 200).tolist())
     assert read_held_out_text(write_run(tmp_path / "run", config), 60) == text.partition("\n")[2][:60]
 
 
-def test_nothing_is_filled_for_it(config: RunConfig, tmp_path: Path) -> None:
+def test_held_out_text_builds_nothing(config: RunConfig, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", config)
     for _ in range(2):
         assert read_held_out_text(run, 60) == "not shown: the run's text is not in this machine's cache"
 
 
-def test_columns_are_markup_of_their_own_and_text_in_a_terminal() -> None:
+def test_text_columns() -> None:
     columns = TextColumns({"before <step>": "<b>&", "after": "words"})
     assert "&lt;b&gt;&amp;</pre>" in columns._repr_html_() and "before &lt;step&gt;" in columns._repr_html_()
     assert repr(columns) == "before <step>\n-------------\n<b>&\n\nafter\n-----\nwords"
@@ -56,19 +56,19 @@ def test_columns_are_markup_of_their_own_and_text_in_a_terminal() -> None:
 
 @pytest.fixture
 def with_checkpoint(tmp_path):
-    """A run with weights that nobody trained."""
+    """Return a run with untrained weights."""
     run = write_run(tmp_path, make_config(**SMALL))
     model = NSATransformer(make_config(**SMALL).model, seed=3)
     write_checkpoint(run, 200, save({name: value.contiguous() for name, value in model.state_dict().items()}))
     return run
 
 
-def test_decoding_is_the_model(with_checkpoint):
+def test_cached_decoding_is_exact(with_checkpoint):
     verdict = samples.check_decoding(with_checkpoint)
     assert verdict.ok is True and verdict.value < 1e-12 and "32 tokens at once, 32 one by one" in verdict.text
 
 
-def test_decoding_that_is_not_the_model_is_found(with_checkpoint, monkeypatch):
+def test_wrong_decoding_fails(with_checkpoint, monkeypatch):
     right = attention_cache.cached_attention
 
     def a_token_late(q, gates, layer, lengths, nsa, **index):
@@ -78,7 +78,7 @@ def test_decoding_that_is_not_the_model_is_found(with_checkpoint, monkeypatch):
     assert samples.check_decoding(with_checkpoint).ok is False
 
 
-def test_without_a_checkpoint_decoding_is_not_judged(tmp_path):
+def test_decoding_without_a_checkpoint_is_unknown(tmp_path):
     run = write_run(tmp_path)
     assert samples.check_decoding(run).ok is None
     with pytest.raises(NoCheckpoint):

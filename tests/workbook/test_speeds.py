@@ -1,4 +1,4 @@
-"""Notebook 02's speeds: what a benchmark wrote is what is drawn, told and folded away."""
+"""Speeds in notebook 02: benchmark rows, plots and tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS = [
 ]
 
 
-def test_nsa_is_faster_only_where_it_beats_every_dense_contender() -> None:
+def test_nsa_must_be_faster_than_every_dense_baseline() -> None:
     assert speeds.describe_crossover(ROWS).splitlines() == [
         "T =  1,000: 0.75 of SDPA flash, 1.50 of SDPA cuDNN",
         "T =  4,000: 0.25 of SDPA flash, 0.50 of SDPA cuDNN",
@@ -35,7 +35,7 @@ def test_nsa_is_faster_only_where_it_beats_every_dense_contender() -> None:
     assert "was not measured" in speeds.describe_crossover(ROWS[:2])
 
 
-def test_curves_are_nanoseconds_per_token_of_what_was_timed() -> None:
+def test_curves_are_nanoseconds_per_token() -> None:
     curves = speeds.build_curves(ROWS)
     assert [length for length, _ in curves["whole", "triton"]] == [1000, 4000]
     assert [ns for _, ns in curves["whole", "triton"]] == pytest.approx([1500.0, 1250.0])
@@ -43,7 +43,7 @@ def test_curves_are_nanoseconds_per_token_of_what_was_timed() -> None:
     assert "parity failed" in speeds.format_table(ROWS) and "537" in speeds.format_table(ROWS)  # 512.25 MiB in MB
 
 
-def test_a_record_is_read_back_whatever_else_it_says(tmp_path: Path) -> None:
+def test_record_with_unknown_fields(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     rows = [{**asdict(row), "younger": 1} for row in ROWS]
     machine = {"gpu": "NVIDIA H200", "device": "cuda"}
@@ -51,7 +51,7 @@ def test_a_record_is_read_back_whatever_else_it_says(tmp_path: Path) -> None:
     assert speeds.read_record(record) == (ROWS, "NVIDIA H200, 2026-11-22")
 
 
-def test_without_a_gpu_the_committed_record_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+def test_committed_record_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     shown, folded = [], []
     monkeypatch.setattr(speeds, "show_figure", shown.append)
     monkeypatch.setattr(speeds, "show_folded", lambda summary, text: folded.append(text))
@@ -63,16 +63,14 @@ def test_without_a_gpu_the_committed_record_is_shown(capsys: pytest.CaptureFixtu
     assert "there is no record no/record.json" in capsys.readouterr().out and len(shown) == 1
 
 
-def test_decoding_is_told_in_lines_and_drawn_as_tokens_per_second(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_decoding_speeds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [StepTime("model", by, length, 1, ms, 0) for length in (1024, 4096) for by, ms in (("nsa", 2.0), ("dense", 4.0))]
-    drawn = []
+    plots = []
     monkeypatch.setattr(speeds, "time_models", lambda config, lengths: rows)
-    monkeypatch.setattr(speeds, "show_figure", drawn.append)
+    monkeypatch.setattr(speeds, "show_figure", plots.append)
     speeds.show_decoding_speeds(ModelConfig(n_layers=3), [1024, 4096])
-    told = capsys.readouterr().out.splitlines()
-    assert told[1] == "  1,024 tokens of context, dense: 4.0 ms, 250 tokens/s" and len(told) == 4
-    nsa, dense = drawn[0].axes[0].lines
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "  1,024 tokens of context, dense: 4.0 ms, 250 tokens/s" and len(lines) == 4
+    nsa, dense = plots[0].axes[0].lines
     assert list(nsa.get_ydata()) == [500.0, 500.0] and list(dense.get_xdata()) == [1024, 4096]
-    assert "3 layers" in get_title(drawn[0])
+    assert "3 layers" in get_title(plots[0])

@@ -1,4 +1,4 @@
-"""The floor of a step is arithmetic that can be done by hand, and the record's parts add up to its step."""
+"""Floors of a training step equal hand calculations, and the recorded parts add up to the step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_parts_add_up_to_the_measured_step(report: dict) -> None:
             assert sum(parts.values()) * row[kind]["tokens_per_s"] == pytest.approx(1e9)
 
 
-def test_floors_are_flops_over_rates(report: dict) -> None:
+def test_floors_are_flops_divided_by_rates(report: dict) -> None:
     model = ModelConfig.model_validate(report["model"])
     least = step_time.compute_floors({"seq_len": 2048}, model, 800e12)
     # 12 layers x 12 heads; q k and p v are 64 wide, a product is two FLOPs, and the backward pass 2.5 times that.
@@ -40,7 +40,7 @@ def test_floors_are_flops_over_rates(report: dict) -> None:
     assert least["nsa"]["gemm"] == pytest.approx(6 * (78_600_960 - 256 * 768) / 800e12 * 1e9)
 
 
-def test_nothing_recorded_is_faster_than_its_floor(report: dict) -> None:
+def test_no_part_is_faster_than_its_floor(report: dict) -> None:
     model = ModelConfig.model_validate(report["model"])
     for row in report["rows"]:
         for kind, least in step_time.compute_floors(row, model, report["gemm_flops_per_s"]).items():
@@ -49,7 +49,7 @@ def test_nothing_recorded_is_faster_than_its_floor(report: dict) -> None:
 
 
 @pytest.mark.slow
-def test_the_picture_and_the_table_name_every_part(report: dict) -> None:
+def test_plot_and_table_have_every_part(report: dict) -> None:
     figure = step_time.plot_report(report)
     assert len(figure.axes) == len(report["rows"])
     text = step_time.format_table(report)

@@ -1,4 +1,4 @@
-"""What the training notebooks show of a run beside another."""
+"""The training notebooks compare a run with a reference run."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list:
 
 
 def of(run: Path, reference: str, config: RunConfig | None = None) -> training_session.TrainingSession:
-    made = training_session.TrainingSession(config or make_config(), str(run), "", False, "x", 4, reference)
-    made._run = run
-    return made
+    session = training_session.TrainingSession(config or make_config(), str(run), "", False, "x", 4, reference)
+    session._run = run
+    return session
 
 
-def test_both_validations_are_drawn_over_tokens_and_seconds(tmp_path: Path, shown: list) -> None:
-    ours, theirs = write_run(tmp_path / "a", name="ours"), write_run(tmp_path / "b", name="theirs")
-    of(ours, str(theirs)).show_reference()
+def test_reference_plot_has_tokens_and_step_time(tmp_path: Path, shown: list) -> None:
+    run_dir, reference_dir = write_run(tmp_path / "a", name="ours"), write_run(tmp_path / "b", name="theirs")
+    of(run_dir, str(reference_dir)).show_reference()
     (figure,) = shown
     tokens, seconds = figure.axes
-    for run, over_tokens, over_seconds in zip((ours, theirs), tokens.lines, seconds.lines, strict=True):
+    for run, over_tokens, over_seconds in zip((run_dir, reference_dir), tokens.lines, seconds.lines, strict=True):
         history = History.read(run)
         curve = compute_curve(history.run, [history])
         steps, values = history.validation()
@@ -44,21 +44,21 @@ def test_both_validations_are_drawn_over_tokens_and_seconds(tmp_path: Path, show
         assert list(over_tokens.get_xdata()) == [history.config.train.tokens_until(int(step)) for step in steps if step]
 
 
-def test_what_cannot_be_drawn_beside_is_said(tmp_path: Path, shown: list, capsys: pytest.CaptureFixture[str]) -> None:
-    ours = write_run(tmp_path / "a", name="ours")
+def test_runs_that_cannot_be_compared(tmp_path: Path, shown: list, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path / "a", name="ours")
 
     def elsewhere(events: list[dict]) -> None:
         for event in events:
             if event["kind"] == "eval":
                 event["text"] = "another"
 
-    of(ours, "").show_reference()
-    of(ours, str(write_run(tmp_path / "b", spoil=elsewhere, name="apart"))).show_reference()
+    of(run_dir, "").show_reference()
+    of(run_dir, str(write_run(tmp_path / "b", spoil=elsewhere, name="apart"))).show_reference()
     without = write_run(tmp_path / "c", spoil=lambda events: [e for e in events if e["kind"] != "eval"], name="unread")
-    of(ours, str(without)).show_reference()
-    none, apart, unread = capsys.readouterr().out.splitlines()
-    assert 'reference = "RUN"' in none and "not compared" in apart and "apart-" in apart
-    assert "not plotted" in unread and "unread-" in unread
+    of(run_dir, str(without)).show_reference()
+    no_reference, other_text, unevaluated = capsys.readouterr().out.splitlines()
+    assert 'reference = "RUN"' in no_reference and "not compared" in other_text and "apart-" in other_text
+    assert "not plotted" in unevaluated and "unread-" in unevaluated
     with pytest.raises(Stop, match="no such run"):
-        of(ours, "no-such-run").show_reference()
+        of(run_dir, "no-such-run").show_reference()
     assert not shown
