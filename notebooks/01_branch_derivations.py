@@ -25,9 +25,9 @@
 # At the end you have NSA in 40 lines, equal to the library's layer in float64. The last part goes beyond the paper: it
 # trains the block selection with its own loss.
 #
-# The sections follow equations 1 to 12 of the paper. Six times you are asked to **predict** what the next cell prints:
-# write down your guess, run the cell, then open the answer. Cells marked `NBVAL_CHECK_OUTPUT` print exact results,
-# which continuous integration compares character by character. The notebook runs in less than a minute on a CPU.
+# The sections follow equations 1 to 12 of the paper. Six times, **predict** the output of the next cell: write down
+# your guess, run the cell, then open the answer. Cells marked `NBVAL_CHECK_OUTPUT` print exact results, which
+# continuous integration compares character by character. The notebook runs in less than a minute on a CPU.
 
 # %% tags=["parameters"]
 length: int = 2048  # tokens (characters) of the real text, at most 2,048
@@ -93,7 +93,7 @@ show_figure(figures.plot_reads_by_length([2**k for k in range(5, 17)], default_n
 # **What to notice.** NSA (black) reads fewer keys than dense attention (dashed) from about 1,600 tokens on. In shorter
 # texts it reads *more*; it is designed for long ones. Beyond that length only the compressed branch (blue) grows, by
 # one key per 16 tokens. The cache does not shrink: a later query may select any block, so the cache holds all tokens.
-# NSA reduces what is *read*.
+# NSA reduces only the number of keys that are *read*.
 #
 # ## 2 · NSA in one picture
 #
@@ -119,7 +119,7 @@ show_figure(figures.plot_architecture(compute_reads(example, toy, position=57, g
 # is, always selected: the first block, the query's own block and the one before it. In this toy only one block is
 # selected by its score.
 #
-# **Symbols** are those of the paper where it has one. Positions $t$, $s$ and block indices $i$, $j$ start at 0.
+# **Symbols** follow the paper. Positions $t$, $s$ and block indices $i$, $j$ start at 0.
 #
 # | symbol | meaning | in the toy | default |
 # |---|---|---|---|
@@ -209,9 +209,9 @@ print("two halves, weighted by exp(LSE of the half - LSE), sum to the whole outp
 #
 # $$g_t = \sigma(W_g\, x_t)$$
 #
-# Here $x_t$ is the token's input to the layer and $\sigma$ the sigmoid. Each head has three gates of its own. Sigmoid
+# Here $x_t$ is the token's input to the layer and $\sigma$ the sigmoid. Each head has its own three gates. Sigmoid
 # gates do not compete: all three may be open, or all closed. (With `gate: softmax` they sum to 1.) Equation 6 counts
-# the keys: those of the three branches together should be far fewer than $t$.
+# the keys: the three branches together should read far fewer than $t$.
 #
 # The paper computes the gates with an MLP and a sigmoid, and does not give the size of the MLP. This library uses **one
 # linear layer** and a sigmoid. Its gates depend on the token, and it has no hidden layer that could start with zero
@@ -636,8 +636,8 @@ show_folded("Answer", "\n".join(lines))
 #
 # A training sequence contains several documents, one after another. Without a document mask, a query near the start of
 # a document attends to the previous document in all three branches. With the mask (`data.documents: mask`, in the
-# library `Span.packed`), positions, blocks and window start at 0 in each document. A query then reads exactly what it
-# would read if its document were the whole sequence.
+# library `Span.packed`), positions, blocks and window start at 0 in each document. A query then reads the same keys as
+# if its document were the whole sequence.
 
 # %%
 boundary, t = 26, 36
@@ -1000,7 +1000,7 @@ print(f"untrained, the head at the last {sentence[-1]!r} attends to {attended!r}
 #
 # ## 18 · Summary
 #
-# | step | equation | what it does | typical bug |
+# | step | equation | function | typical bug |
 # |---|---|---|---|
 # | compression | 7 | one compressed key per $d$ tokens | an incomplete block is read |
 # | compressed attention | 8 | an overview, and the weights $p$ | future blocks in the denominator |

@@ -30,7 +30,7 @@
 
 # %% tags=["parameters"]
 name: str = "smoke"  # base configuration, params/NAME.yaml
-model: dict = {}  # values that replace those of its section model, for example {"dim": 256}
+model: dict = {}  # new values for its section model, for example {"dim": 256}
 nsa: dict = {}  # of its section nsa: l, d, l_sel, n_sel, w, phi, gate
 runtime: dict = {}  # of its section runtime: device, precision, backend, compile
 train: dict = {}  # of its section train: steps, seq_len, batch_size, lr, seed

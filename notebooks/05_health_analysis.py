@@ -62,7 +62,7 @@ Markdown(notebook.format_facts_table(history))
 # %% [markdown]
 # # One run
 #
-# ## Did the model learn?
+# ## Learning
 #
 # The loss is in bits per byte, which is loss / ln 2 for bytes. A model that predicts all bytes equally has 8.
 # Compression programs such as zip or xz reach 2 to 3 on such text. *What to notice:* compare held-out text (dashed)
@@ -82,7 +82,7 @@ print(samples.sample_run(history.run_dir, prompt, sample_tokens))
 print(samples.check_decoding(history.run_dir))
 
 # %% [markdown]
-# ## Was training stable?
+# ## Stability
 #
 # *What to notice:* the gradient norm (before clipping) becomes stable. Single spikes are unusual batches, and clipping
 # limits their effect. A norm that keeps growing is a sign of divergence.
@@ -119,7 +119,7 @@ for run in runs:
 print(plan_vs_actual.compare_plan_with_run(history, planned_tokens_per_s or None))
 
 # %% [markdown]
-# ## What do the branches do?
+# ## Branches
 #
 # Gates weight the three branches, separately for every query and head. *What to notice:* the shares leave one third
 # (dotted). If the entropy stays at ln 3 = 1.0986, the gate has not learned. If it is near 0, the layer has lost two
@@ -135,7 +135,7 @@ else:
     print("a dense model has no gates")
 
 # %% [markdown]
-# ## Does selection find facts?
+# ## Selection
 #
 # First, four statistics of the selection; dotted lines are the values for random selection:
 #
@@ -172,7 +172,7 @@ else:
 # %% [markdown]
 # # Two runs
 #
-# ## As good as dense attention?
+# ## Comparison with the dense baseline
 #
 # The dense baseline has the same training as NSA in everything but attention. Its MLP is wider, so that both models
 # have the same number of parameters (`nsa-lab plan NAME --twin`). The check passes if NSA is within 1% of the
@@ -217,7 +217,7 @@ for run in runs[1:]:
 #
 # ## Explorer
 #
-# Select runs, a figure, a layer, a head group and a step. Layers and steps are those of the selected runs. In a
+# Select runs, a figure, a layer, a head group and a step. The selected runs determine the layers and steps. In a
 # headless run, the notebook shows the gates and the selection of one layer. The same figures are functions of
 # `nsa_lab.workbook.run_comparison`. `nsa-lab report RUN RUN ...` writes a page that compares runs, with intervals over
 # seeds if there are several.
@@ -229,8 +229,8 @@ run_explorer.explore_runs(runs, notebook.list_other_runs(runs, outputs), layer=l
 # ## Three numbers that can be derived
 #
 # Some statistics follow from the code and need no measurement. The following three were in the logs of an earlier NSA
-# implementation, and each reveals a bug. For this reason, the health checks compare a value with what it *must* be, not
-# with what it was last time.
+# implementation, and each reveals a bug. For this reason, the health checks compare a value with the *correct* one, not
+# with the previous one.
 #
 # **Gate entropy 1.098.** Three equal gates have the entropy $\ln 3 = 1.0986$. The same value at every logged step means
 # that the gate never changed: it did not learn.

@@ -111,11 +111,11 @@ for name, changes in kinds.items():
 show_figure(figures.plot_recall_accuracy(curves, chance=1 / task.n_symbols))
 
 # %% [markdown]
-# There are two ways to be slow at this task. If a curve stays near zero, the model has not learned to *copy*: to find
+# Two problems slow down learning this task. If a curve stays near zero, the model has not learned to *copy*: to find
 # the earlier occurrence of a key and read the value after it. If a curve rises and then stays flat, the model copies
-# what it reads but does not *read* the right block. The next section distinguishes the two.
+# from the blocks that it reads but does not *read* the right block. The next section distinguishes the two.
 #
-# ## How useful is the selection?
+# ## Benefit of the selection
 #
 # The trained weights stay the same, and the block selection is replaced in every layer (an *ablation*). The sequences
 # are new, so the accuracy of `chosen`, the model's own selection, may differ slightly from the last point of its curve.
@@ -168,7 +168,7 @@ explore_recall(sparse, task, seed=seed, use_widgets=use_widgets)
 #
 # The models above have an alphabet of 64 symbols. `needle-8m`, which ships with the library, was trained with the same
 # recipe on software manuals with inserted facts, on texts of up to 16,384 bytes. Its
-# [model card](../nsa_lab/models/needle-8m/README.md) states what it finds and what it is not for.
+# [model card](../nsa_lab/models/needle-8m/README.md) states its retrieval results and its limits.
 #
 # The next cell inserts a fact into the source code of Python's `argparse`, which was not in its training data. The
 # question is at the end of the text, far beyond the window. In the figure, the dashed line marks the first digit of the
@@ -213,7 +213,7 @@ explore_query(layers, shipped.config.nsa, query, group, layer=layer, answer=fact
 # | the same, parameter-matched to NSA | 100% | 1.406 |
 #
 # The last four rows were trained on other text (all four files of the corpus instead of two, the same number of bytes).
-# Their text loss must not be compared with that of the rows above.
+# Do not compare their text loss with the rows above.
 #
 # At 65,536 bytes, twice the longest training length, the last four NSA models find 39 or 40 of 40 facts; their dense
 # baselines find 39 and 35. (The first baseline has 72.4 M parameters and NSA 79.8 M. Both baselines are one seed.)
@@ -240,5 +240,5 @@ explore_query(layers, shipped.config.nsa, query, group, layer=layer, answer=fact
 # **Next:** `07_decoding` shows what selection saves during generation. `08_long_texts` evaluates large trained models.
 #
 # [1]: ../docs/science/retrieval.md
-# [2]: ../docs/log/retrieval.md
+# [2]: ../docs/science/retrieval_log.md
 # [3]: ../docs/science/tiny_recall.md

@@ -50,7 +50,7 @@ config = ModelConfig()  # as in the production run: 12 layers, 12 heads in 2 gro
 nsa = config.nsa
 
 # %% [markdown]
-# ## What one step reads
+# ## Reads of one step
 #
 # The figure shows the last of 2,048 tokens in one head group. The bars of each lane are the attention weights of a
 # branch. The text is real. The queries and keys are computed from it by hand-made heads, not by a trained model.
@@ -80,8 +80,8 @@ show_figure(figures.plot_decode_speed(curves, "MB read per token", "12 layers, b
 # %% [markdown]
 # ### Predict
 #
-# Consider a very long text. What fraction of the bytes of a dense step does an NSA step read? What is the fraction with
-# an indexer that has one key per token, as wide as the key of a head?
+# Consider a very long text. Which fraction of the bytes of a dense step does an NSA step read? And with an indexer that
+# has one key per token, as wide as the key of a head?
 
 # %%
 length = 10**9
@@ -97,7 +97,7 @@ for title, kind_config in {"Answer": config, "Answer with one index key per toke
 # dense attention reads. Together with the compressed keys this is $1/2 + 1/16 = 0.5625$.</p>
 # </details>
 #
-# ## What the cache stores
+# ## Contents of the cache
 #
 # For each layer, the cache stores:
 #

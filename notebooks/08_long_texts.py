@@ -73,8 +73,8 @@ evaluation = load_evaluated_models(runs, baseline, outputs)
 # %% [markdown]
 # ## Training and its cost
 #
-# There is one row per model, with its seeds in order. *What to notice:* compare the step time (optimizer steps only)
-# and the total time with those of the dense baseline. The total includes compilation, evaluations and checkpoints.
+# Each row is a model, with its seeds in order. *What to notice:* compare the step time (optimizer steps only) and the
+# total time with the dense baseline. The total includes compilation, evaluations and checkpoints.
 
 # %%
 evaluation.show_costs()
@@ -107,7 +107,7 @@ evaluation.show_needles()
 # window. *What to notice:* not the mean, but whether the difference grows with the position. If it does, the selection
 # loses distant information, as it does with one index key per 8 bytes. The dashed line is the target of the protocol.
 #
-# There are two intervals because two things vary: the texts (interval over windows) and the seeds. With three seeds,
+# Two intervals are shown because two things vary: the texts (interval over windows) and the seeds. With three seeds,
 # the second interval is wide: 4.3 standard errors.
 
 # %%
@@ -132,7 +132,7 @@ evaluation.show_text("heldout")
 # * Needles with random blocks: if the model still found them, the task would not measure selection.
 # * Text with `oracle`: the improvement that a better selection of the same number of blocks could still bring.
 #
-# If no table follows, these runs were not evaluated in this way. The next section lists what is missing.
+# If no table follows, these runs were not evaluated in this way. The next section lists missing results.
 #
 # [1]: 06_does_selection_find.ipynb
 
@@ -140,7 +140,7 @@ evaluation.show_text("heldout")
 evaluation.show_ablations()
 
 # %% [markdown]
-# ## What the tables omit
+# ## Missing results
 #
 # Runs that did not finish or were not evaluated, and tasks that differ between the runs:
 
@@ -151,9 +151,9 @@ evaluation.show_excluded()
 # ## Try it
 #
 # `needle-8m` ships with the library. It was trained with the recipe of notebook 06, with one index key per 8 bytes, on
-# texts of up to 16,384 bytes; its [model card](../nsa_lab/models/needle-8m/README.md) states what it finds. The next
-# cell inserts facts into a module of Python's standard library, and replaces the model's block selection as above, now
-# and on this machine.
+# texts of up to 16,384 bytes; its [model card](../nsa_lab/models/needle-8m/README.md) states its retrieval results. The
+# next cell inserts facts into a module of Python's standard library, and replaces the model's block selection as above,
+# now and on this machine.
 
 # %%
 shipped = load_model("needle-8m")

@@ -69,7 +69,7 @@ def build(source: Path, target: Path, *, fresh: bool = False) -> tuple[NotebookN
         fresh = fresh or get_code(previous) != get_code(notebook)
         notebook = combine_inputs_with_outputs(notebook, previous)
     notebook.metadata["kernelspec"] = KERNEL
-    # As JupyterLab saves it: only the .py has the text representation.
+    # JupyterLab writes the text representation only into the .py.
     notebook.metadata["jupytext"].pop("text_representation", None)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     complete, n_code_cells = True, 0

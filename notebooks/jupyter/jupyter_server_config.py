@@ -1,14 +1,14 @@
-"""JupyterLab as `make lab` opens it: pairs as notebooks, this environment's kernel, the landing notebook first."""
+"""Settings of JupyterLab under `make lab`: paired notebooks, the kernel of this environment, and the start notebook."""
 
 import os
 
 c = get_config()  # noqa: F821  (Jupyter defines it)
 
-# What is saved in a notebook is written to its .py too, and an edited .py is what its notebook opens with.
+# Saving a notebook also writes its .py, and opening a notebook reads its edited .py.
 c.ServerApp.contents_manager_class = "jupytext.TextFileContentsManager"
 c.LabApp.default_url = "/lab/tree/notebooks/00_start_here.ipynb"
-# The kernel of the environment that Lab was started from, and no other of the same user's.
+# Only the kernel of this environment, not other kernels of the same user.
 c.MultiKernelManager.default_kernel_name = "python3"
 c.KernelSpecManager.allowed_kernelspecs = {"python3"}
-# In a container one is often root, and Jupyter would refuse to start.
+# Containers often run as root, where Jupyter refuses to start otherwise.
 c.ServerApp.allow_root = os.geteuid() == 0

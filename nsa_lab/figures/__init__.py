@@ -1,6 +1,6 @@
 """Plots for reports and notebooks: each function takes data and returns a matplotlib Figure with title, units and legends.
 
-The functions neither show nor save the figure, and they compute nothing beyond what they draw. Plots of runs take a run
+The functions neither show nor save the figure, and they only draw the given data. Plots of runs take a run
 directory or a `History` that is already loaded. Colours are colour-blind-safe, with the same colour per branch in all
 figures, and resumed attempts are marked.
 """

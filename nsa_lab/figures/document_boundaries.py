@@ -1,4 +1,4 @@
-"""Plot what a query reads near the boundary of two packed documents, without and with a document mask."""
+"""Plot the attention of a query near the boundary of two packed documents, without and with a document mask."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def plot_retrieval_grid(cells: Mapping[str, Sequence[dict[str, Any]]], tasks: Se
 
 
 def plot_difference_by_position(text: TextDifference, target: float | None = None) -> Figure:
-    """Plot the bits per byte of a model minus those of the baseline in each position range, with 95% intervals.
+    """Plot the difference in bits per byte between a model and the baseline in each position range, with 95% intervals.
 
     `target` is drawn as a horizontal line. The y axis covers the intervals over windows. Intervals over two or three
     seeds may be many times longer; they are clipped.

@@ -5,7 +5,7 @@ Invariants
 * The verdict comes from the files of the run, never from papermill's status of the notebook.
 * Neither the page nor the executed notebook in a run directory contains a path of the machine.
 * A table of box characters keeps its lines, however long. All other output wraps.
-* A notebook that failed gives a page of what it did, with the error at the top.
+* A failed notebook gives a page of its cells so far, with the error at the top.
 """
 
 from __future__ import annotations

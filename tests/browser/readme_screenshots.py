@@ -27,7 +27,7 @@ PICTURES, PAGES = ROOT / "docs" / "pictures", ROOT / "docs" / "pages"
 PRODUCTION = ROOT / "outputs" / "production_50k-20261121T141448Z-afd3" / "report.html"
 DESK, PHONE = (1400, 1000), (390, 1600)
 COLOURS = 256
-# As GitHub shows it, without its frame: pictures within the column, code on grey.
+# The style of GitHub, without its frame: pictures within the column, code on grey.
 README_STYLE = """body { font: 16px/1.5 system-ui, sans-serif; max-width: 980px; margin: 2rem auto; padding: 0 1rem }
 img { max-width: 100% } pre { background: #f2f2f2; padding: .8rem; font-size: .8rem; overflow-x: auto }"""
 HEADING = """const headings = [...document.querySelectorAll("h1, h2, h3")];

@@ -19,7 +19,7 @@ from .conftest import NOTEBOOKS, ROOT
 TRAINING = ("03_smoke_training", "04_production_run")
 
 
-@pytest.mark.slow  # a fast check of its own: make check-notebooks
+@pytest.mark.slow  # also run separately: make check-notebooks
 def test_pairs_are_in_sync():
     completed = subprocess.run(
         [sys.executable, ROOT / "notebooks" / "build.py", "--check"], capture_output=True, text=True, check=False

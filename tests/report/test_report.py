@@ -39,7 +39,7 @@ A price of $5 and `$x$` in code stay as they are. ![far](https://example.org/pic
 
 
 class Page(HTMLParser):
-    """What a browser would load from a page, and its pictures."""
+    """External loads and pictures of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

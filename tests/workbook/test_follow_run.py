@@ -22,7 +22,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def shown(monkeypatch):
-    """Return what is displayed, in order. An update replaces the content of its handle."""
+    """Return the displayed objects, in order. An update replaces the content of its handle."""
     displayed = []
 
     class Handle:

@@ -53,7 +53,7 @@ def test_text_heads_match_similar_passages():
     text = "the cat sat on the mat. " + "x" * 300 + " the cat sat on the mat"
     example = examples.make_text_example(text)
     reads = compute_reads(example, NSAConfig(l=8, d=4, l_sel=8, n_sel=64, w=16), len(text) - 1, group=1)
-    # What came after the same passage is read hardest: the full stop.
+    # The token after the equal passage, the full stop, has the largest weight.
     assert text[int(reads.sel.argmax())] == "."
     assert "'the cat" in describe_selected_blocks(reads, text) and "forced" in describe_selected_blocks(reads, text)
 
