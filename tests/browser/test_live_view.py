@@ -59,7 +59,7 @@ def test_watch_stop_resume_finish(runs, browser, lab, screenshots):
     find_button(browser, "Resume").click()
     wait_until(lambda: step_shown(browser) > stopped, "the run goes on")
     wait_until(lambda: status(runs) == "DONE", "the run finishes", 240)
-    wait_until(lambda: "none lost, none doubled" in page_text(browser), "the notebook goes on to its verdict")
+    wait_until(lambda: "none missing, none duplicated" in page_text(browser), "the notebook goes on to its verdict")
     wait_until_idle()
     assert find_visible(browser, ".widget-image") is None  # replaced by a static image
     final = wait_until(lambda: followed_cell(browser).find_elements("css selector", ".jp-RenderedImage img"), "a picture")[

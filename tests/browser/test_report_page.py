@@ -136,9 +136,9 @@ def test_first_screen_of_a_failed_run_has_advice(browser, tmp_path, screenshots)
     for words in (
         "NOT healthy",
         "step 2: the loss is nan",
-        "The weights are those of step 1, the last good one.",
+        "The weights are those of step 1, the last good step.",
         f"nsa-lab resume {page.parent.name}",
-        "Suspect: the learning rate.",
+        "Likely cause: the learning rate.",
         "nsa-lab run ci -p train.lr=0.001",
         "The notebook itself has no error",
     ):

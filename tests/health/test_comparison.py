@@ -485,7 +485,7 @@ def test_baseline_must_be_named_among_two_dense_models(tmp_path: Path) -> None:
     make_run = make_run_factory(tmp_path)
     runs = [
         make_run("long", 0),
-        make_run("twin", 0, model__attention="dense"),
+        make_run("second", 0, model__attention="dense"),
         make_run("other", 0, model__attention="dense"),
     ]
     with pytest.raises(ConfigError, match="got 2 of 3 models"):

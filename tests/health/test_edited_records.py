@@ -1,4 +1,4 @@
-"""The record of a healthy production run with one simulated fault: the right check fails.
+"""The record of a healthy production run with one simulated fault fails the right check.
 
 Each edit must fail the named check, and may fail only the other checks listed with it. The record is that of a run in
 outputs/ with fewer readings, so that a case takes milliseconds.
@@ -38,7 +38,7 @@ def load_thinned() -> History:
             history = History.read(run)
             config = config.model_copy(update={"train": config.train.model_copy(update={"log_every": EVERY})})
             events = [e for e in history.events if e["kind"] != "step" or e["step"] == 1 or e["step"] % EVERY == 0]
-            # As if both attempts had used this configuration.
+            # Pretend that both attempts used this configuration.
             events = [e | ({"config_hash": config.hash()} if "config_hash" in e else {}) for e in events]
             return with_events(replace(history, config=config), events)
     raise AssertionError(f"outputs/ holds no NSA run of {STEPS} steps with statistics every {EVERY}")

@@ -1,4 +1,4 @@
-"""Paired differences of runs: coverage of the interval, what can be paired, and messages if nothing can."""
+"""Paired differences of runs: coverage of the interval, what can be paired, and messages otherwise."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Make:
-    """run(offset, windows, **config): write a run with losses `offset` bits per byte above those of a healthy one."""
+    """run(offset, windows, **config): write a healthy run with `offset` added to its losses in bits per byte."""
     run_dirs: list[Path] = []
 
     def make(offset: float = 0.0, windows: list[float | None] | None = None, **changes: Any) -> History:

@@ -239,7 +239,7 @@ def even_gates_in_layer_1(events: list[Event]) -> None:
 
 
 def test_gate_shares_and_entropy_are_reported_separately(tmp_path: Path) -> None:
-    """Regression: the range of the entropy was once reported as that of the shares."""
+    """Regression: the text gave the range of the entropy for the shares."""
     verdict = get_verdict(list_verdicts(write_run(tmp_path, spoil=even_gates_in_layer_1)), "gates moved")
     assert verdict.ok
     assert verdict.text == (
