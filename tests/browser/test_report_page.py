@@ -117,7 +117,7 @@ def test_report_of_a_run_through_its_notebook(browser, tmp_path):
         "Did it work? ok",
         "step 20 of 20",
         "bits per byte on held-out text",
-        "the compressor xz on the same text",
+        "compressor xz on the same text",
     ):
         assert words in seen, words
     browser.find_element("link text", "all runs").click()
