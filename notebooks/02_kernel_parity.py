@@ -32,7 +32,7 @@
 # on two CPU cores.
 
 # %% tags=["parameters"]
-lengths: list = [1, 33, 65, 512, 1025]  # sequence lengths in tokens: below one block, odd, and above n_sel * l_sel = 1,024
+lengths: list = [1, 33, 65, 512, 1025]  # sequence lengths in tokens: below one block, odd, and above n_sel * l_sel (1,024)
 heads: int = 4  # query heads H on a CPU; on a GPU there are 12 in 2 groups
 measure_speed: bool = True  # measure speed too if there is a CUDA device
 

@@ -101,9 +101,10 @@ class TestEachNotebook:
 
     def test_parameters_are_tagged_typed_and_explained(self, path):
         cells = nbformat.read(path, as_version=4).cells
-        assert sum("parameters" in cell.metadata.get("tags", []) for cell in cells) == 1
+        (cell,) = (cell for cell in cells if "parameters" in cell.metadata.get("tags", []))
         parameters = papermill.inspect_notebook(str(path))
-        assert parameters
+        # papermill omits a line that it cannot parse, for example one with "=" in its comment.
+        assert len(parameters) == len(cell.source.splitlines())
         for name, parameter in parameters.items():
             assert parameter["inferred_type_name"] not in ("", "None"), name
             assert parameter["help"], name
