@@ -68,7 +68,7 @@ class NeedleResult:
 
 
 @dataclass(frozen=True)
-class AblationResult:
+class AblationSummary:
     """Needles found under an ablation. `d_text`: its text loss minus that with selected blocks, bits per byte."""
 
     model: str
@@ -88,7 +88,7 @@ class ModelComparison:
     costs: list[ModelCost]
     needles: list[NeedleResult]
     texts: list[TextDifference]
-    interventions: list[AblationResult]
+    interventions: list[AblationSummary]
     not_compared: list[str]
 
 
@@ -187,7 +187,7 @@ def _compute_proportion(cells: Iterable[dict[str, Any]], correct_key: str, total
     return Proportion.from_counts(sum(n_correct for n_correct, _ in counts), sum(n_total for _, n_total in counts))
 
 
-def collect_ablation_results(model: ModelRuns) -> list[AblationResult]:
+def collect_ablation_results(model: ModelRuns) -> list[AblationSummary]:
     """Return the results of every length and ablation that a run of the model was evaluated with, in order."""
     parts = {
         (seed, part["length"], effect["name"]): (part, effect)
@@ -200,7 +200,7 @@ def collect_ablation_results(model: ModelRuns) -> list[AblationResult]:
     ]
 
 
-def _build_ablation_result(model: ModelRuns, length: int, name: str, parts: dict[Any, Any]) -> AblationResult:
+def _build_ablation_result(model: ModelRuns, length: int, name: str, parts: dict[Any, Any]) -> AblationSummary:
     own = {seed: parts[seed, length, name] for seed in model.evaluated if (seed, length, name) in parts}
     # One answer per sequence.
     by_seed = {
@@ -208,7 +208,7 @@ def _build_ablation_result(model: ModelRuns, length: int, name: str, parts: dict
     }
     far = [right for seed, (p, e) in own.items() for right in _list_far_results(p, e, _get_nsa_config(model, seed))]
     text = SeedMean.from_values([effect["d_loss"] / math.log(2) for _, effect in own.values()])
-    return AblationResult(
+    return AblationSummary(
         model.name,
         length,
         name,

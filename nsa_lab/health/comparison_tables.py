@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from nsa_lab.health.comparison import AblationResult, ModelComparison, ModelCost, NeedleResult, RunCost
+from nsa_lab.health.comparison import AblationSummary, ModelComparison, ModelCost, NeedleResult, RunCost
 from nsa_lab.health.paired_text_loss import RangeDifference, TextDifference
 from nsa_lab.health.proportions import Proportion
 from nsa_lab.health.sweep_results import SeedMean
@@ -153,7 +153,7 @@ def _format_ablation_lines(comparison: ModelComparison) -> Iterator[str]:
         )
 
 
-def _format_ablation_row(result: AblationResult) -> list[str]:
+def _format_ablation_row(result: AblationSummary) -> list[str]:
     return [
         f"{result.length:,}",
         result.name,

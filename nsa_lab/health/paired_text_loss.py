@@ -36,7 +36,7 @@ class RangeLoss:
 
 
 @dataclass(frozen=True)
-class TextLoss:
+class RunTextLoss:
     """Losses of one run on a text. `conditions`: by name, what two runs must share to be comparable."""
 
     conditions: dict[str, Any]
@@ -96,14 +96,14 @@ def compare_texts(model: ModelRuns, baseline: ModelRuns, add_note: AddNote) -> l
     return differences
 
 
-def collect_text_losses(evaluation: dict[str, Any]) -> dict[str, TextLoss]:
+def collect_text_losses(evaluation: dict[str, Any]) -> dict[str, RunTextLoss]:
     """Return the losses of an evaluation by text: the texts given to it by name, and the run's held-out text."""
     losses = {name: _read_text(text) for name, text in evaluation.get("texts", {}).items()}
     heldout = evaluation.get("positions")
     return {**losses, HELDOUT_TEXT: _read_heldout_text(evaluation, heldout)} if heldout else losses
 
 
-def _read_text(text: dict[str, Any]) -> TextLoss:
+def _read_text(text: dict[str, Any]) -> RunTextLoss:
     rows = np.array(text["rows"], dtype=np.float64).reshape(-1, 2)
     windows = np.array(text["windows"], dtype=np.float64).reshape(-1, len(text["octaves"]))
     conditions = {
@@ -114,12 +114,12 @@ def _read_text(text: dict[str, Any]) -> TextLoss:
         "windows": text["window_documents"],
     }
     whole = RangeLoss(_to_bits(text["loss"]), _to_bits(rows[:, 1]), rows[:, 0])
-    return TextLoss(
+    return RunTextLoss(
         conditions, {WHOLE_DOCUMENTS: whole, **(_split_by_range(text["octaves"], windows) if len(windows) else {})}
     )
 
 
-def _read_heldout_text(evaluation: dict[str, Any], heldout: dict[str, Any]) -> TextLoss:
+def _read_heldout_text(evaluation: dict[str, Any], heldout: dict[str, Any]) -> RunTextLoss:
     edges = [(row["first"], row["last"]) for row in heldout["octaves"]]
     conditions = {
         "bytes": evaluation["data_identity"],
@@ -128,9 +128,9 @@ def _read_heldout_text(evaluation: dict[str, Any], heldout: dict[str, Any]) -> T
         "windows": heldout["windows"],
     }
     if all("windows" in row for row in heldout["octaves"]):
-        return TextLoss(conditions, _split_by_range(edges, np.array([row["windows"] for row in heldout["octaves"]]).T))
+        return RunTextLoss(conditions, _split_by_range(edges, np.array([row["windows"] for row in heldout["octaves"]]).T))
     means = _split_by_range(edges, np.array([[row["loss"] for row in heldout["octaves"]]]))
-    return TextLoss(conditions, {label: RangeLoss(loss.mean) for label, loss in means.items()})
+    return RunTextLoss(conditions, {label: RangeLoss(loss.mean) for label, loss in means.items()})
 
 
 def _split_by_range(edges: Sequence[Sequence[int]], windows: np.ndarray) -> dict[str, RangeLoss]:
@@ -148,7 +148,7 @@ def _to_bits(nats: Any) -> Any:
     return nats / math.log(2)
 
 
-def _explain_mismatch(text: str, losses_by_run: dict[str, dict[str, TextLoss]]) -> str | None:
+def _explain_mismatch(text: str, losses_by_run: dict[str, dict[str, RunTextLoss]]) -> str | None:
     """Return why the losses of these runs on a text cannot be paired; None if they can."""
     if missing := [name for name, texts in losses_by_run.items() if text not in texts]:
         return (
