@@ -81,7 +81,7 @@ def plot_sweep(curves: Sequence[Curve], *, title: str = "Sweep") -> Figure:
             axes.fill_between(x, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
             axes.plot(x, curve.mean, color=colour, marker="o", markersize=3.5, linewidth=1.2, label=label)
         axes.xaxis.set_major_locator(MaxNLocator(5))
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.9g}"))
         axes.grid(alpha=0.25, linewidth=0.5)
         axes.set_ylabel("validation, bits per byte")
     panels["tokens"].set_xlabel("tokens")
