@@ -32,13 +32,18 @@ def status(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: one object, or a list with one object per run")
     ] = False,
+    recorded: Annotated[bool, typer.Option("--recorded", help="List the recorded runs instead of your own")] = False,
 ) -> None:
-    """Show progress, loss, speed and verdict of one run, or of every run in a table."""
+    """Show progress, loss, speed and verdict of one run, or of all your runs in a table, newest first."""
     from nsa_lab.cli import status_table
 
     folder = resolve.get_outputs_dir(outputs)
     if as_json:
-        summary = status_table.summarize_run(resolve.find_run(run, folder)) if run else status_table.summarize_runs(folder)
+        summary = (
+            status_table.summarize_run(resolve.find_run(run, folder))
+            if run
+            else status_table.summarize_runs(folder, recorded=recorded)
+        )
         typer.echo(json.dumps(summary, indent=1, ensure_ascii=False))
         return
     console = Console()
@@ -48,8 +53,8 @@ def status(
         for line in advice:
             typer.echo(line)  # not wrapped, so that commands can be copied
         return
-    console.width = max(console.width, status_table.MIN_TABLE_WIDTH)
-    console.print(*status_table.render_runs(folder))
+    lines, console.width = status_table.render_runs(folder, console.width, recorded=recorded)
+    console.print(*lines, sep="\n", soft_wrap=False)
 
 
 @app.command()

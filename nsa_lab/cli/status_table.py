@@ -5,7 +5,6 @@ The verdict is the one recorded by the last report. A run that continued after t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,13 @@ from rich.text import Text
 from nsa_lab.config import ConfigError
 from nsa_lab.health import read_verdict
 from nsa_lab.health.next_actions import list_advice
-from nsa_lab.runs import lifecycle, resolve
+from nsa_lab.runs import directory, lifecycle, resolve
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.history import History, collect_facts
 from nsa_lab.runs.summary import format_facts, format_speed
 
-MIN_TABLE_WIDTH = 120  # do not truncate run names; a narrower terminal wraps the line
+COLUMNS_WIDTH = 38  # of the columns after the run's id, without the speed
+SPEED_WIDTH = 11
 READ_ERRORS = (RunDirectoryError, ConfigError, OSError)
 
 
@@ -37,10 +37,16 @@ def summarize_run(run_dir: Path) -> dict[str, Any]:
     return {**asdict(collect_facts(history)), **state, "verdict": verdict_summary, "folder": str(run_dir)}
 
 
-def summarize_runs(folder: Path) -> list[dict[str, Any]]:
-    """Return `summarize_run` of each run in `folder`, oldest first; name, directory and problem if unreadable."""
+def list_runs(folder: Path, recorded: bool) -> list[Path]:
+    """Return the user's runs or the recorded ones, newest first."""
+    return [path for path in reversed(resolve.list_run_dirs(folder)) if directory.is_recorded(path) == recorded]
+
+
+def summarize_runs(folder: Path, *, recorded: bool = False) -> list[dict[str, Any]]:
+    """Return `summarize_run` of the user's or the recorded runs in `folder`, newest first; of an unreadable run its name,
+    directory and problem."""
     summaries = []
-    for run_dir in resolve.list_run_dirs(folder):
+    for run_dir in list_runs(folder, recorded):
         try:
             summaries.append(summarize_run(run_dir))
         except READ_ERRORS as error:
@@ -64,25 +70,36 @@ def build_run_table(run_dir: Path) -> tuple[Table, list[str]]:
     return table, advice
 
 
-def render_runs(folder: Path) -> Iterator[Any]:
-    """Yield a table with one row per run, then the problem of each unreadable run."""
-    table, problems = Table("run", "state", "step", "bits per byte", "tokens/s", "verdict", box=None), []
-    for run_dir in resolve.list_run_dirs(folder):
+def render_runs(folder: Path, width: int, *, recorded: bool = False) -> tuple[list[Any], int]:
+    """Return what `nsa-lab status` prints of the user's or the recorded runs, newest first, and the width that it needs.
+
+    One line per run; ids are never truncated. The speed is left out if it does not fit into `width` columns.
+    """
+    run_dirs = list_runs(folder, recorded)
+    needed = max((len(run_dir.name) for run_dir in run_dirs), default=0) + COLUMNS_WIDTH
+    show_speed = needed + SPEED_WIDTH <= width
+    table, problems = Table(box=None, pad_edge=False), []
+    for name in ("run", "state", "step", "bpb", *(("tokens/s",) if show_speed else ()), "verdict"):
+        table.add_column(name, no_wrap=True, justify="right" if name in ("step", "bpb", "tokens/s") else "left")
+    for run_dir in run_dirs:
         try:
-            table.add_row(run_dir.name, *_format_row(run_dir))
+            table.add_row(run_dir.name, *_format_row(run_dir, show_speed))
         except READ_ERRORS as error:
             table.add_row(run_dir.name, "?")
-            problems.append(Text(str(error), style="yellow", overflow="fold"))
-    yield table if table.row_count else f"no runs in {folder}; start one with nsa-lab run smoke"
-    yield from problems
+            problems.append(Text(f"{run_dir.name}: {error}", style="yellow", overflow="fold"))
+    lines: list[Any] = [table] if run_dirs else [f"no runs in {folder}; start one with nsa-lab run smoke"]
+    if not recorded and (count := len(list_runs(folder, recorded=True))):
+        lines.append(f"{count} recorded runs; list them with nsa-lab status --recorded")
+    return [*lines, *problems], max(needed, width)
 
 
-def _format_row(run_dir: Path) -> list[str]:
+def _format_row(run_dir: Path, show_speed: bool) -> list[str]:
     state, history = lifecycle.get_state(run_dir), History.read(run_dir)
     bpb = collect_facts(history).last_validation_bpb
     loss = "–" if bpb is None else f"{bpb:.3f}"
     verdict = format_verdict(history).partition(":")[0]
-    return [state, f"{history.last_step:,}", loss, format_speed(history) or "–", verdict]
+    speed = [(format_speed(history) or "–").split(",  then")[0]] if show_speed else []
+    return [state, f"{history.last_step:,}", loss, *speed, verdict]
 
 
 def format_verdict(history: History) -> str:

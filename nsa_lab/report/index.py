@@ -30,7 +30,7 @@ def write_index(outputs: str | Path) -> Path:
     folder = Path(outputs)
     templates = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
     style = (TEMPLATES / "run" / "style.css").read_text(encoding="utf-8")
-    rows = [_summarize_run(run) for run in reversed(resolve.list_run_dirs(folder))]
+    rows = [_summarize_run(run) for run in reversed(resolve.list_own_run_dirs(folder))]
     page = folder / INDEX
     write_text(page, templates.get_template("runs.html.j2").render(rows=rows, style=style, policy=POLICY))
     return page

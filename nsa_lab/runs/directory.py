@@ -30,6 +30,7 @@ EXIT_DONE, EXIT_BUG, EXIT_USAGE, EXIT_HALTED, EXIT_STOPPED = 0, 1, 2, 3, 75
 
 CONFIG, ENVIRONMENT, STATUS, EVENTS = "config.yaml", "environment.json", "status.json", "events.jsonl"
 VERDICT = "verdict.json"
+RECORDED = "RECORDED"
 LOG, LOCK, CHECKPOINTS, TENSORBOARD = "trainer.log", "trainer.lock", "checkpoints", "tensorboard"
 
 
@@ -39,6 +40,11 @@ _STATUS_TYPES = {"run": str, "status": str, "attempt": int, "step": int, "tokens
 
 class RunDirectoryError(UsageError, RuntimeError):
     """Raised if a run directory is missing, invalid, of another run, or in use. The message states the remedy."""
+
+
+def is_recorded(run_dir: Path) -> bool:
+    """Return True for a recorded run: one that came with the repository or from its archive (tools/records.py)."""
+    return (run_dir / RECORDED).is_file()
 
 
 def make_run_id(name: str) -> str:

@@ -85,13 +85,24 @@ def list_run_dirs(outputs: Path) -> list[Path]:
     return sorted(run_dirs, key=lambda path: (directory.get_creation_time(path), path.name))
 
 
+def list_own_run_dirs(outputs: Path) -> list[Path]:
+    """Return the run directories in the folder without the recorded ones, oldest first."""
+    return [run_dir for run_dir in list_run_dirs(outputs) if not directory.is_recorded(run_dir)]
+
+
 def find_run(run: str, outputs: Path) -> Path:
-    """Return the run directory for a path, a run id, a unique prefix of one, or `latest`. Raises `RunDirectoryError`."""
+    """Return the run directory for a path, a run id, a unique prefix of one, or `latest`. Raises `RunDirectoryError`.
+
+    `latest` is the newest run of the user, never a recorded run.
+    """
     if run_dir := _find_run_dir(run, Path(), outputs):
         return run_dir
     run_dirs = list_run_dirs(outputs)
-    if run == LATEST and run_dirs:
-        return run_dirs[-1]
+    if run == LATEST:
+        if own := list_own_run_dirs(outputs):
+            return own[-1]
+        recorded = f" or name a recorded one: {_format_names([path.name for path in run_dirs])}" if run_dirs else ""
+        raise RunDirectoryError(f"latest: no runs yet in {outputs}; start one: nsa-lab run smoke{recorded}")
     matching = [path for path in run_dirs if path.name.startswith(run)]
     if len(matching) == 1:
         return matching[0]

@@ -154,9 +154,10 @@ def read_log_tail(run: Path) -> str:
 
 
 def find_latest_finished(outputs: str = "") -> Path:
-    """Return the newest run directory with status DONE. Raises `Stop` if there is none."""
+    """Return the newest run directory with status DONE, of the user if there is one. Raises `Stop` if there is none."""
     folder = resolve.get_root() / outputs if outputs else resolve.get_outputs_dir()
-    for run in reversed(resolve.list_run_dirs(folder)):
+    newest_first = list(reversed(resolve.list_run_dirs(folder)))
+    for run in sorted(newest_first, key=directory.is_recorded):
         if directory.read_status(run).get("status") == directory.DONE:
             return run
     raise Stop(f"no finished run in {folder}; make one with: nsa-lab run smoke")
@@ -184,7 +185,7 @@ def list_other_runs(runs: list[History], outputs: str = "") -> list[Path]:
 def _find_finished(config: RunConfig, folder: Path) -> Path | None:
     """Return the latest finished run with exactly this configuration and the same source code, or None."""
     source = get_code_identity()["source"]
-    for run in reversed(resolve.list_run_dirs(folder)):
+    for run in reversed(resolve.list_own_run_dirs(folder)):
         if directory.read_status(run).get("status") != directory.DONE:
             continue
         environment = read_json(run / directory.ENVIRONMENT)

@@ -6,10 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+from fake_run import write_run
 
+from nsa_lab.cli import app
 from nsa_lab.runs import directory
 from nsa_lab.runs.directory import RunDirectoryError
-from nsa_lab.runs.resolve import find_run, list_run_dirs
+from nsa_lab.runs.resolve import find_run, list_own_run_dirs, list_run_dirs
 
 SECOND = 1_700_000_000  # 14 November 2023, 22:13:20 UTC
 
@@ -50,3 +52,19 @@ def test_error_lists_the_last_runs_and_the_number_of_others(runs: int, suffix: s
         find_run("qqq", tmp_path)
     with pytest.raises(RunDirectoryError, match=f"matches {runs} runs; give one of: {last}$"):
         find_run("smoke", tmp_path)
+
+
+def test_recorded_runs_are_never_the_latest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`latest` and `nsa-lab status` are about the user's runs; recorded ones are counted, and listed by --recorded."""
+    own, recorded = write_run(tmp_path, name="own"), write_run(tmp_path, name="archived")
+    (recorded / "RECORDED").touch()
+    assert find_run("latest", tmp_path) == own and find_run("archived", tmp_path) == recorded
+    assert list_run_dirs(tmp_path) != list_own_run_dirs(tmp_path) == [own]
+    for arguments, listed in (([], own), (["--recorded"], recorded)):
+        app(["status", "--outputs", str(tmp_path), *arguments], standalone_mode=False)
+        printed = capsys.readouterr().out
+        names = [line.split()[0] for line in printed.splitlines() if line.startswith(("own-", "archived-"))]
+        assert names == [listed.name]
+    (own / "RECORDED").touch()
+    with pytest.raises(RunDirectoryError, match="no runs yet"):
+        find_run("latest", tmp_path)
