@@ -1,6 +1,9 @@
-"""Print the tables of learning_rates_and_parts.md from run directories: python learning_rates_and_parts.py FOLDER [CONTROLS].
+"""Print the tables of learning_rates_and_parts.md from run directories.
 
-FOLDER holds the runs of the sweeps long_64k_rates, long_64k_parts and fast_rates_dense; CONTROLS the runs of long_64k at seeds 1 and 2.
+    python docs/science/learning_rates_and_parts.py FOLDER [CONTROLS]
+
+FOLDER holds the runs of the sweeps long_64k_rates, long_64k_parts and fast_rates_dense; CONTROLS the runs of long_64k at
+seeds 1 and 2.
 """
 
 import json
@@ -10,7 +13,27 @@ import sys
 from pathlib import Path
 
 # Quantile 0.975 of Student's t for 1 to 19 degrees of freedom, as in nsa_lab/health/paired.py.
-T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093)
+T = (
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+    2.120,
+    2.110,
+    2.101,
+    2.093,
+)
 STRETCHES = 20
 BIT = math.log(2)
 TEXTS = ("heldout", "validation", "long")
@@ -54,7 +77,9 @@ def pairs(first: Run, second: Run, text: str, position: int | None) -> tuple[lis
     assert a["identity"] == b["identity"] and a["length"] == b["length"]
     if position is None:
         return [(x[1] - y[1]) / BIT for x, y in zip(a["rows"], b["rows"], strict=True)], [row[0] for row in a["rows"]]
-    return [(x[position] - y[position]) / BIT for x, y in zip(a["windows"], b["windows"], strict=True)], [1.0] * len(a["windows"])
+    return [(x[position] - y[position]) / BIT for x, y in zip(a["windows"], b["windows"], strict=True)], [1.0] * len(
+        a["windows"]
+    )
 
 
 def difference(first: Run, second: Run, text: str, position: int | None = None) -> str:
@@ -67,9 +92,11 @@ def difference(first: Run, second: Run, text: str, position: int | None = None) 
     means, start = [], 0
     for k in range(count):
         end = start + size + (k < extra)
-        means.append(sum(v * w for v, w in zip(values[start:end], weights[start:end])) / sum(weights[start:end]))
+        means.append(
+            sum(v * w for v, w in zip(values[start:end], weights[start:end], strict=True)) / sum(weights[start:end])
+        )
         start = end
-    mean = sum(v * w for v, w in zip(values, weights)) / sum(weights)
+    mean = sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
     half = T[count - 2] * statistics.stdev(means) / math.sqrt(count)
     return f"{mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}]"
 
@@ -90,12 +117,22 @@ def rates(runs: dict[str, Run], sweep: str, seed: int) -> None:
     for arm in ("nsa", "dense"):
         for rate in ("0007", "0014", "0028"):
             run = runs[f"{sweep}.{arm}_{rate}.s{seed}"]
-            rows.append(["NSA" if arm == "nsa" else "dense", f"{int(rate) / 10:.1f}e-3", number(run.validation), *(number(run.bits(t)) for t in TEXTS)])
+            rows.append(
+                [
+                    "NSA" if arm == "nsa" else "dense",
+                    f"{int(rate) / 10:.1f}e-3",
+                    number(run.validation),
+                    *(number(run.bits(t)) for t in TEXTS),
+                ]
+            )
     table(["arm", "rate", "own validation", *(f"`{text}`" for text in TEXTS)], rows)
     table(
         ["NSA minus dense", *(f"`{text}`" for text in TEXTS)],
         [
-            [f"both at {int(rate) / 10:.1f}e-3", *(difference(runs[f"{sweep}.nsa_{rate}.s{seed}"], runs[f"{sweep}.dense_{rate}.s{seed}"], t) for t in TEXTS)]
+            [
+                f"both at {int(rate) / 10:.1f}e-3",
+                *(difference(runs[f"{sweep}.nsa_{rate}.s{seed}"], runs[f"{sweep}.dense_{rate}.s{seed}"], t) for t in TEXTS),
+            ]
             for rate in ("0007", "0014", "0028")
         ],
     )
@@ -116,7 +153,10 @@ def main() -> None:
         [
             [
                 f"{first:,} to {last - 1:,}",
-                *(difference(runs[f"long_64k_rates.nsa_{rate}.s0"], runs[f"long_64k_rates.dense_{rate}.s0"], "long", k) for rate in ("0007", "0014", "0028")),
+                *(
+                    difference(runs[f"long_64k_rates.nsa_{rate}.s0"], runs[f"long_64k_rates.dense_{rate}.s0"], "long", k)
+                    for rate in ("0007", "0014", "0028")
+                ),
             ]
             for k, (first, last) in enumerate(spans)
         ],
@@ -125,9 +165,20 @@ def main() -> None:
     names = sorted(name for name in long if "_parts." in name)
     table(
         ["run", "own validation", "`heldout`", "`validation`", "`long`", "`long`, 32,768 to 65,535"],
-        [["control", *map(number, [control.validation, *(control.bits(t) for t in TEXTS)]), number(statistics.mean(w[chosen[-1]] for w in control.texts["long"]["windows"]) / BIT)]]
+        [
+            [
+                "control",
+                *map(number, [control.validation, *(control.bits(t) for t in TEXTS)]),
+                number(statistics.mean(w[chosen[-1]] for w in control.texts["long"]["windows"]) / BIT),
+            ]
+        ]
         + [
-            [f"`{name.split('.')[1]}`", f"{runs[name].validation - control.validation:+.4f}", *(difference(runs[name], control, t) for t in TEXTS), difference(runs[name], control, "long", chosen[-1])]
+            [
+                f"`{name.split('.')[1]}`",
+                f"{runs[name].validation - control.validation:+.4f}",
+                *(difference(runs[name], control, t) for t in TEXTS),
+                difference(runs[name], control, "long", chosen[-1]),
+            ]
             for name in names
         ],
     )
@@ -135,7 +186,14 @@ def main() -> None:
     tasks = ("needle", "multi_key", "multi_query")
     table(
         ["run", *(f"{task}, {length:,}" for length in (4096, 65536) for task in tasks)],
-        [[f"`{name.split('.')[1]}`, seed {name[-1]}", *(runs[name].answers(task, length) for length in (4096, 65536) for task in tasks)] for name in sorted(runs) if runs[name].cells],
+        [
+            [
+                f"`{name.split('.')[1]}`, seed {name[-1]}",
+                *(runs[name].answers(task, length) for length in (4096, 65536) for task in tasks),
+            ]
+            for name in sorted(runs)
+            if runs[name].cells
+        ],
     )
     print("## C\n")
     rates(runs, "fast_rates_dense", 1337)
@@ -143,10 +201,19 @@ def main() -> None:
         print("## No compressed branch, minus long_64k of the same seed\n")
         rows = []
         for path in sorted(Path(sys.argv[2]).glob("long_64k-*")):
-            seed = next(line.split()[1] for line in (path / "config.yaml").read_text().splitlines() if line.startswith("  seed:"))
+            seed = next(
+                line.split()[1] for line in (path / "config.yaml").read_text().splitlines() if line.startswith("  seed:")
+            )
             if (name := f"long_64k_parts.no_compressed_branch.s{seed}") in runs:
                 other = Run(path)
-                rows.append([seed, f"{runs[name].validation - other.validation:+.4f}", *(difference(runs[name], other, t) for t in TEXTS), difference(runs[name], other, "long", chosen[-1])])
+                rows.append(
+                    [
+                        seed,
+                        f"{runs[name].validation - other.validation:+.4f}",
+                        *(difference(runs[name], other, t) for t in TEXTS),
+                        difference(runs[name], other, "long", chosen[-1]),
+                    ]
+                )
         table(["seed", "own validation", *(f"`{t}`" for t in TEXTS), "`long`, 32,768 to 65,535"], rows)
 
 
