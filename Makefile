@@ -74,20 +74,20 @@ types: $(READY)
 nbval: $(READY)
 	@echo "==> notebooks under nbval"
 	@rm -rf $(COPIES) && mkdir -p $(COPIES)/runs
-	@for stem in 03_smoke_training 04_production_run; do \
+	@for stem in 04_smoke_training 05_production_run; do \
 	  $(BIN)/papermill --prepare-only --log-level ERROR -f params/ci.yaml -p outputs $(CURDIR)/$(COPIES)/runs \
 	    -p sample_tokens 40 notebooks/$$stem.ipynb $(COPIES)/$$stem.ipynb || exit 1; \
 	done
 	@$(BIN)/papermill --prepare-only --log-level ERROR -p outputs $(CURDIR)/$(COPIES)/runs \
-	  -p sample_tokens 40 notebooks/05_health_analysis.ipynb $(COPIES)/05_health_analysis.ipynb
+	  -p sample_tokens 40 notebooks/06_health_analysis.ipynb $(COPIES)/06_health_analysis.ipynb
 	@$(BIN)/papermill --prepare-only --log-level ERROR -p steps 10 -p n_sequences 32 \
-	  notebooks/06_does_selection_find.ipynb $(COPIES)/06_does_selection_find.ipynb
+	  notebooks/07_does_selection_find.ipynb $(COPIES)/07_does_selection_find.ipynb
 	@$(BIN)/papermill --prepare-only --log-level ERROR -p steps 10 -p max_context 4096 \
-	  notebooks/07_decoding.ipynb $(COPIES)/07_decoding.ipynb
+	  notebooks/08_decoding.ipynb $(COPIES)/08_decoding.ipynb
 	@$(BIN)/papermill --prepare-only --log-level ERROR -p text_bytes 2048 -p n_texts 2 \
-	  notebooks/08_long_texts.ipynb $(COPIES)/08_long_texts.ipynb
+	  notebooks/09_long_texts.ipynb $(COPIES)/09_long_texts.ipynb
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/notebooks $(BIN)/python -m pytest -p nbval_outputs -p no:cacheprovider --nbval-lax --nbval-cell-timeout=300 \
-	  notebooks/00_start_here.ipynb notebooks/01_branch_derivations.ipynb notebooks/02_kernel_parity.ipynb $(COPIES)/*.ipynb
+	  notebooks/00_start_here.ipynb notebooks/01_branches.ipynb notebooks/03_kernel_parity.ipynb $(COPIES)/*.ipynb
 
 notebooks: $(READY)  ## Build every .ipynb from its .py source
 	@$(BIN)/python notebooks/build.py

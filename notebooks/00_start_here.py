@@ -28,27 +28,27 @@
 # | see what a decoding step reads, and time it against context length | [07][7] | a few minutes | same as on a CPU |
 # | see the results on long texts, and test the model that ships | [08][8] | a few minutes | same as on a CPU |
 #
-# [1]: 01_branch_derivations.ipynb
-# [2]: 02_kernel_parity.ipynb
-# [3]: 03_smoke_training.ipynb
-# [4]: 04_production_run.ipynb
-# [5]: 05_health_analysis.ipynb
-# [6]: 06_does_selection_find.ipynb
-# [7]: 07_decoding.ipynb
-# [8]: 08_long_texts.ipynb
+# [1]: 01_branches.ipynb
+# [2]: 03_kernel_parity.ipynb
+# [3]: 04_smoke_training.ipynb
+# [4]: 05_production_run.ipynb
+# [5]: 06_health_analysis.ipynb
+# [6]: 07_does_selection_find.ipynb
+# [7]: 08_decoding.ipynb
+# [8]: 09_long_texts.ipynb
 #
 # **Parameters.** Each notebook starts with a cell of parameters. Change the values there, then select *Run → Run All
 # Cells*.
 #
 # **Training.** The trainer is a separate process. You can close the page or restart the kernel without stopping it. The
-# Stop and Resume buttons of notebooks 03 and 04 control it. If you run the notebook again, it attaches to the run,
+# Stop and Resume buttons of notebooks 04 and 05 control it. If you run the notebook again, it attaches to the run,
 # resumes it, or shows the finished run.
 #
 # **Source files.** Each notebook is paired with a `.py` file of the same name. Saving the notebook writes both, and the
 # `.py` file is the source of truth in git. `make notebooks` rebuilds every `.ipynb` from its `.py` file, without
 # outputs. In JupyterLab, the `.py` file opens as text; *Open With → Notebook* shows it as a notebook.
 #
-# **Command line.** Everything works without a browser too. `nsa-lab run smoke` executes notebook 03 and writes a
+# **Command line.** Everything works without a browser too. `nsa-lab run smoke` executes notebook 04 and writes a
 # report. `nsa-lab follow` shows a run while it trains. `nsa-lab stop` and `nsa-lab resume` do the same as the buttons.
 
 # %% tags=["parameters"]

@@ -383,14 +383,14 @@ def test_params_and_notebooks_are_found_by_name() -> None:
 
 def test_production_configurations_use_the_production_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notebooks").mkdir()
-    for stem in ("03_smoke_training", "04_production_run"):
+    for stem in ("04_smoke_training", "05_production_run"):
         (tmp_path / "notebooks" / f"{stem}.ipynb").touch()
     monkeypatch.setattr("nsa_lab.runs.resolve.get_root", lambda: tmp_path)
     from nsa_lab.config import RunConfig
 
-    assert find_notebook(None, RunConfig(name="production_50k")).stem == "04_production_run"
-    assert find_notebook(None, RunConfig(name="ci")).stem == "03_smoke_training"
-    assert find_notebook("04_production_run", RunConfig(name="ci")).stem == "04_production_run"
+    assert find_notebook(None, RunConfig(name="production_50k")).stem == "05_production_run"
+    assert find_notebook(None, RunConfig(name="ci")).stem == "04_smoke_training"
+    assert find_notebook("05_production_run", RunConfig(name="ci")).stem == "05_production_run"
 
 
 @pytest.mark.slow

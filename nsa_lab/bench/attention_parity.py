@@ -8,7 +8,7 @@ are summed in another order, which may halve their error (H200, float32: 2.3e-7 
 among all others). A block selection passes if it equals the definition's, except for scores that differ by less than
 rounding.
 
-Notebook 02 uses the same error rule, `compute_plain` and `compute_error_and_limit`.
+Notebook 03 uses the same error rule, `compute_plain` and `compute_error_and_limit`.
 """
 
 from __future__ import annotations

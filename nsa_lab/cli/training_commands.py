@@ -29,7 +29,7 @@ def run(
     ] = None,
     param: Overrides = None,
     outputs: Outputs = None,
-    notebook: Annotated[str | None, typer.Option(help="Notebook: 03_smoke_training, 04_production_run, or a path")] = None,
+    notebook: Annotated[str | None, typer.Option(help="Notebook: 04_smoke_training, 05_production_run, or a path")] = None,
     into: Annotated[str | None, typer.Option(metavar="RUN", help="Execute the notebook again on an existing run")] = None,
 ) -> None:
     """Train by executing a notebook headlessly. Prints the path of the run's report.html at the end."""

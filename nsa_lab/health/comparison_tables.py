@@ -1,4 +1,4 @@
-"""Format a comparison of models as Markdown tables, for `nsa-lab compare` and notebook 08."""
+"""Format a comparison of models as Markdown tables, for `nsa-lab compare` and notebook 09."""
 
 from __future__ import annotations
 

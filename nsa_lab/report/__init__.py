@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 NOTEBOOK, PAGE = "report.ipynb", "report.html"
-# Pages of a run directory, which link to each other. The second is notebook 05 executed for the run.
+# Pages of a run directory, which link to each other. The second is notebook 06 executed for the run.
 RUN_PAGES = {PAGE: "the report of this run", "health.html": "its health checks in detail"}
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 # A picture up to this width is scaled to the screen of a phone. A wider one scrolls sideways.

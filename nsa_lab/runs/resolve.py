@@ -14,7 +14,7 @@ from nsa_lab.runs.directory import RunDirectoryError
 
 LATEST = "latest"
 MAX_LISTED = 6  # maximum number of names in an error message
-SMOKE_NOTEBOOK, PRODUCTION_NOTEBOOK = "03_smoke_training", "04_production_run"
+SMOKE_NOTEBOOK, PRODUCTION_NOTEBOOK = "04_smoke_training", "05_production_run"
 # Models contained in the package. Each is a run directory with one checkpoint.
 MODELS_DIR = Path(__file__).parents[1] / "models"
 

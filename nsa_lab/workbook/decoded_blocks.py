@@ -1,4 +1,4 @@
-"""Show decoded answers with the selected blocks marked in the text, for notebook 07."""
+"""Show decoded answers with the selected blocks marked in the text, for notebook 08."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views of evaluated runs for notebook 08, read from the records of the runs. Nothing is computed again.
+"""Views of evaluated runs for notebook 09, read from the records of the runs. Nothing is computed again.
 
 If there are no such runs yet, every view prints the reason and how to make one.
 """

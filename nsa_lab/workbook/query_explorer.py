@@ -1,4 +1,4 @@
-"""The explorer of notebooks 01 and 06: change query, layer and block sizes, and see the attention of each branch.
+"""The explorer of notebooks 02 and 07: change query, layer and block sizes, and see the attention of each branch.
 
 Without a front end (papermill, nbval, nbconvert), `explore_query` draws the figure once and creates no widget: widgets can
 block a headless run, and an error in a callback would go unnoticed.

@@ -1,4 +1,4 @@
-"""The explorer of notebook 06: a question of the tiny recall task, the blocks that its query selected, and the answer.
+"""The explorer of notebook 07: a question of the tiny recall task, the blocks that its query selected, and the answer.
 
 Without a front end no widget is created, and the figures are drawn once.
 """

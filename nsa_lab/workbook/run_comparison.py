@@ -1,4 +1,4 @@
-"""Comparisons of runs at one layer, one head group and one step: the views of notebook 05's explorer, as functions.
+"""Comparisons of runs at one layer, one head group and one step: the views of notebook 06's explorer, as functions.
 
 Every view takes runs (paths or histories). The text is from their records; the map of the selected blocks needs a
 checkpoint. Curves of one layer are in `figures.layer_comparison`.

@@ -1,4 +1,4 @@
-"""The explorer of notebook 05: select runs, a view, a layer, a head group and a step, and compare the runs.
+"""The explorer of notebook 06: select runs, a view, a layer, a head group and a step, and compare the runs.
 
 Every view is a function of `figures` or `run_comparison`. Without a front end no widget is created, and some views are
 drawn once.

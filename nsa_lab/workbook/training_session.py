@@ -1,4 +1,4 @@
-"""The cells of notebooks 03 and 04 below their parameters, from the configuration to the verdict: each cell is one call."""
+"""The cells of notebooks 04 and 05 below their parameters, from the configuration to the verdict: each cell is one call."""
 
 from __future__ import annotations
 

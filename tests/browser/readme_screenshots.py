@@ -3,7 +3,7 @@
     python tests/browser/readme_screenshots.py RUN DIVERGED    # report.html of a run by `make run`, and of a diverged one
 
 For a diverged run: `nsa-lab run ci -p train.lr=100 -p train.warmup_steps=4`. Needs chromium, its driver and selenium.
-Screenshots of widgets come from the browser tests (`--screenshots docs`; notebook 05 after `make run`: `--screenshots
+Screenshots of widgets come from the browser tests (`--screenshots docs`; notebook 06 after `make run`: `--screenshots
 docs/pictures --made outputs -k after_make_run`), and those of figures from `make pages`.
 """
 
@@ -63,7 +63,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             open_page(browser, readme(Path(folder)), (1200, 1100), "light")
             save(browser.get_screenshot_as_png(), "readme.png")
-        open_page(browser, PAGES / "01_branch_derivations.html", (1040, 1000), "light")
+        open_page(browser, PAGES / "01_branches.html", (1040, 1000), "light")
         source = browser.execute_script(FIGURE, "NSA in one picture")
         save(base64.b64decode(source.partition(",")[2]), "nsa_architecture.png")
         top, height = browser.execute_script(SECTION, "NSA from scratch")

@@ -1,4 +1,4 @@
-"""Notebook 03 in JupyterLab: run it, watch the live view, stop the run, resume it, and see it finish."""
+"""Notebook 04 in JupyterLab: run it, watch the live view, stop the run, resume it, and see it finish."""
 
 import json
 import re
@@ -28,8 +28,8 @@ PARAMETERS = {
 
 @pytest.fixture
 def runs(project, tmp_path):
-    """Return the folder of notebook 03's run. Only the .py is edited: Lab opens the pair."""
-    outputs, source = tmp_path / "runs", project / "notebooks" / "03_smoke_training.py"
+    """Return the folder of notebook 04's run. Only the .py is edited: Lab opens the pair."""
+    outputs, source = tmp_path / "runs", project / "notebooks" / "04_smoke_training.py"
     text = source.read_text()
     for name, value in {**PARAMETERS, "outputs: str": repr(str(outputs))}.items():
         text, edited = re.subn(rf"^{name} = .*?  #", f"{name} = {value}  #".replace("\\", r"\\"), text, flags=re.MULTILINE)
@@ -73,7 +73,7 @@ def test_reloaded_page_shows_the_run_and_its_buttons_work(runs, project, browser
     """Without a manual save, a reloaded page shows what Lab saved automatically."""
     start(browser, lab)
     wait_until(lambda: find_visible(browser, ".widget-image"), "the live view has its curves")
-    saved = project / "notebooks" / "03_smoke_training.ipynb"
+    saved = project / "notebooks" / "04_smoke_training.ipynb"
     wait_until(lambda: "widget-view" in saved.read_text(), "Lab saved the notebook by itself", 30)
     browser.refresh()
     wait_for_notebook(browser)
@@ -87,7 +87,7 @@ def test_reloaded_page_shows_the_run_and_its_buttons_work(runs, project, browser
 
 
 def start(browser, lab) -> None:
-    open_notebook(browser, lab, "03_smoke_training")
+    open_notebook(browser, lab, "04_smoke_training")
     run_all_cells(browser)
     wait_until(lambda: find_button(browser, "Stop"), "the run is followed")
 

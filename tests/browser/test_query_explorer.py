@@ -24,7 +24,7 @@ PAGE_DOWN = "\ue00f"  # selenium's code of the key
 
 
 def test_slider_changes_the_figure(browser, lab, screenshots):
-    open_notebook(browser, lab, "01_branch_derivations")
+    open_notebook(browser, lab, "01_branches")
     run_all_cells(browser)
     slider = wait_until(lambda: find_visible(browser, ".widget-slider .noUi-handle"), "the explorer has its slider")
     picture = wait_until(lambda: find_visible(browser, ".widget-image"), "the explorer has its picture")

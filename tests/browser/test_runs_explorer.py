@@ -1,4 +1,4 @@
-"""Notebook 05 in JupyterLab: select runs, a view, a layer, a head group and a step, and check that the figures change."""
+"""Notebook 06 in JupyterLab: select runs, a view, a layer, a head group and a step, and check that the figures change."""
 
 import re
 from hashlib import sha256
@@ -34,7 +34,7 @@ fetch(arguments[0].src).then(answer => answer.arrayBuffer()).then(bytes => done(
 
 @pytest.fixture
 def runs(project, tmp_path):
-    """Train a run, its dense baseline and one with another seed, and set up a notebook 05 that starts with the first."""
+    """Train a run, its dense baseline and one with another seed, and set up a notebook 06 that starts with the first."""
     outputs, run_dirs = tmp_path / "runs", []
     for changes in ({}, {"model.attention": "dense", "name": "ci_dense"}, {"train.seed": 7, "name": "ci_seed7"}):
         config = RunConfig.from_yaml(resolve.find_params_file("ci"), {"train.steps": STEPS, **changes})
@@ -45,8 +45,8 @@ def runs(project, tmp_path):
 
 
 def set_parameters(project, outputs, run_dir) -> None:
-    """Set these parameters in notebook 05."""
-    source = project / "notebooks" / "05_health_analysis.py"
+    """Set these parameters in notebook 06."""
+    source = project / "notebooks" / "06_health_analysis.py"
     text = source.read_text()
     for name, value in {"run_dir: str": str(run_dir), "outputs: str": str(outputs)}.items():
         text, edited = re.subn(
@@ -58,7 +58,7 @@ def set_parameters(project, outputs, run_dir) -> None:
 
 @pytest.fixture
 def make_run_dir(request, project):
-    """Return the newest run of `make run` in the folder of --made, and set up notebook 05 with it."""
+    """Return the newest run of `make run` in the folder of --made, and set up notebook 06 with it."""
     folder = request.config.getoption("--made")
     if folder is None:
         pytest.skip("--made OUTPUTS names a folder in which `make run` has trained")
@@ -69,7 +69,7 @@ def make_run_dir(request, project):
 
 def test_explorer_after_make_run(browser, make_run_dir, lab, screenshots):
     config = RunConfig.from_yaml(make_run_dir / directory.CONFIG)
-    open_notebook(browser, lab, "05_health_analysis")
+    open_notebook(browser, lab, "06_health_analysis")
     run_all_cells(browser)
     wait_until(lambda: find_visible(browser, ".widget-image"), "the explorer has its picture", 240)
     wait_until_idle()
@@ -81,7 +81,7 @@ def test_explorer_after_make_run(browser, make_run_dir, lab, screenshots):
 
 def test_selecting_runs_layers_groups_and_steps(browser, runs, lab, screenshots):
     first, dense, other = runs
-    open_notebook(browser, lab, "05_health_analysis")
+    open_notebook(browser, lab, "06_health_analysis")
     run_all_cells(browser)
     wait_until(lambda: find_visible(browser, ".widget-image"), "the explorer has its picture", 240)
     wait_until_idle()

@@ -30,7 +30,7 @@ MUTANTS = [
         "{text}</pre>",
     ),
     Mutant(
-        "notebook 02: NSA counts as faster if one dense baseline is slower",
+        "notebook 03: NSA counts as faster if one dense baseline is slower",
         "workbook.speeds",
         "nsa_ns < min(dense.values())",
         "nsa_ns < max(dense.values())",

@@ -18,7 +18,7 @@ CELL_TIMEOUT_S = 240
 def as_a_user_would(monkeypatch):
     """Use one thread, because tiny models are slower with several on a busy machine.
 
-    Do not use the Triton interpreter of the kernel tests: notebook 02 would check every kernel with it, which takes
+    Do not use the Triton interpreter of the kernel tests: notebook 03 would check every kernel with it, which takes
     minutes.
     """
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

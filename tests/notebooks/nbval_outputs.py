@@ -14,20 +14,20 @@ from forker import Forker
 from nbval.plugin import IPyNbCell
 
 PICTURES = {
-    "01_branch_derivations": 9,
-    "02_kernel_parity": 3,
-    "06_does_selection_find": 4,
-    "07_decoding": 3,
-    "08_long_texts": 3,
+    "01_branches": 9,
+    "03_kernel_parity": 3,
+    "07_does_selection_find": 4,
+    "08_decoding": 3,
+    "09_long_texts": 3,
 }
 TEXTS = {
-    "06_does_selection_find": (
+    "07_does_selection_find": (
         "of the far questions correct after",
         "chosen   random  nearest   oracle    twice      all   no_cmp   no_sel   no_win",
         "NSA, recipe, tiny recall, layer 1: the question is",
     ),
-    "07_decoding": ("1,500 tokens in 101 chunks: ", "4,096 tokens of context, dense", "of 6 correct"),
-    "08_long_texts": ("2 texts of 2,048 bytes", "chosen blocks     │", "no selected branch│"),
+    "08_decoding": ("1,500 tokens in 101 chunks: ", "4,096 tokens of context, dense", "of 6 correct"),
+    "09_long_texts": ("2 texts of 2,048 bytes", "chosen blocks     │", "no selected branch│"),
 }
 
 outputs_by_notebook: dict[str, list[Any]] = {}

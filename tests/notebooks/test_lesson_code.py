@@ -22,7 +22,7 @@ SIZES = ("l", "d", "l_sel", "n_sel", "w")
 
 @pytest.fixture(scope="module")
 def cell() -> str:
-    notebook = jupytext.read(ROOT / "notebooks" / "01_branch_derivations.py")
+    notebook = jupytext.read(ROOT / "notebooks" / "01_branches.py")
     (source,) = [cell.source for cell in notebook.cells if f"def {NAME}(" in cell.source]
     return source
 
@@ -46,7 +46,7 @@ def test_forty_lines_equal_the_layer(cell: str, heads: int, groups: int, length:
 @pytest.fixture(scope="module")
 def lessons() -> dict:
     """Return the functions that notebook 01 defines for the indexer and its loss, with their helpers."""
-    notebook = jupytext.read(ROOT / "notebooks" / "01_branch_derivations.py")
+    notebook = jupytext.read(ROOT / "notebooks" / "01_branches.py")
     names: dict = {"torch": torch, "math": math, "Tensor": torch.Tensor, "NSAConfig": NSAConfig}
     for defined in ("expand_groups", "get_block_mask", "compute_index_importance", "compute_selection_loss"):
         (source,) = [cell.source for cell in notebook.cells if f"\ndef {defined}(" in f"\n{cell.source}"]

@@ -50,13 +50,13 @@ def test_links_of_pages_lead_to_files(path):
 
 def test_links_of_notebooks_are_rewritten_for_pages():
     prose = (
-        "[06](06_does_selection_find.ipynb), [why](../docs/science/retrieval.md), $[a](b)$\n\n[4]: 04_production_run.ipynb"
+        "[06](07_does_selection_find.ipynb), [why](../docs/science/retrieval.md), $[a](b)$\n\n[4]: 05_production_run.ipynb"
     )
     shown = new_output("display_data", data={"text/markdown": "[run](../outputs/README.md) <https://arxiv.org>"})
     notebook = new_notebook(cells=[new_markdown_cell(prose), new_code_cell("show()", outputs=[shown])])
     pages.rewrite_links(notebook)
-    page = "[06](06_does_selection_find.html), [why](../science/retrieval.md), $[a](b)$\n\n[4]: "
-    assert notebook.cells[0].source == f"{page}04_production_run.html"
+    page = "[06](07_does_selection_find.html), [why](../science/retrieval.md), $[a](b)$\n\n[4]: "
+    assert notebook.cells[0].source == f"{page}05_production_run.html"
     assert notebook.cells[1].outputs[0]["data"]["text/markdown"] == "[run](../../outputs/README.md) <https://arxiv.org>"
 
 

@@ -16,7 +16,7 @@ from nbformat.v4 import new_output
 
 from .conftest import NOTEBOOKS, ROOT
 
-TRAINING = ("03_smoke_training", "04_production_run")
+TRAINING = ("04_smoke_training", "05_production_run")
 
 
 @pytest.mark.slow  # also run separately: make check-notebooks

@@ -19,23 +19,23 @@ from .conftest import CELL_TIMEOUT_S, CI, ROOT, pictures, printed, status
 @pytest.mark.slow
 def test_training_again_and_its_health(execute, tmp_path):
     outputs = tmp_path / "runs"
-    first = execute("04_production_run", **CI, outputs=str(outputs))
+    first = execute("05_production_run", **CI, outputs=str(outputs))
     (run,) = outputs.iterdir()
     assert status(run) == "DONE" and run.name.startswith("ci-")
     assert "new run" in printed(first) and "trial run, no failures" in printed(first)
     assert len(pictures(first)) >= 7
 
-    second = execute("04_production_run", cwd=ROOT / "notebooks", **CI, outputs=str(outputs))
+    second = execute("05_production_run", cwd=ROOT / "notebooks", **CI, outputs=str(outputs))
     assert list(outputs.iterdir()) == [run]
     assert "this run is finished" in printed(second)
 
     # `nsa-lab run` passes only the run directory.
-    shown = execute("03_smoke_training", run_dir=str(run))
+    shown = execute("04_smoke_training", run_dir=str(run))
     assert "this run is finished" in printed(shown)
 
     dense = lifecycle.ensure(RunConfig.from_yaml(ROOT / "params" / "ci.yaml", {"model.attention": "dense"}), outputs)
     assert lifecycle.wait(dense, CELL_TIMEOUT_S) and status(dense) == "DONE"
-    health = execute("05_health_analysis", run_dir=str(run), other_run=str(dense))
+    health = execute("06_health_analysis", run_dir=str(run), other_run=str(dense))
     for line in (
         "every step once",
         "as good as dense",
@@ -56,7 +56,7 @@ def test_papermill_alone_and_a_killed_kernel_leave_the_trainer_alone(tmp_path, e
         sys.executable,
         "-m",
         "papermill",
-        ROOT / "notebooks" / "04_production_run.ipynb",
+        ROOT / "notebooks" / "05_production_run.ipynb",
         tmp_path / "out.ipynb",
         "-f",
         ROOT / "params" / "ci.yaml",
@@ -74,7 +74,7 @@ def test_papermill_alone_and_a_killed_kernel_leave_the_trainer_alone(tmp_path, e
         assert notebook.wait(60) != 0
     finally:
         notebook.kill()
-    second = execute("04_production_run", **parameters, outputs=str(outputs))
+    second = execute("05_production_run", **parameters, outputs=str(outputs))
     assert list(outputs.iterdir()) == [run]
     assert status(run) == "DONE"
     assert "attached to the running run" in printed(second) or "this run is finished" in printed(second)
@@ -86,7 +86,7 @@ def test_a_mistake_is_one_line_in_the_notebook_and_leaves_nothing(execute, tmp_p
     outputs = tmp_path / "runs"
     data = {"source": "local", "path": "no/such/folder"}
     with pytest.raises(PapermillExecutionError) as caught:
-        execute("03_smoke_training", name="ci", data=data, outputs=str(outputs), sample_tokens=1)
+        execute("04_smoke_training", name="ci", data=data, outputs=str(outputs), sample_tokens=1)
     assert caught.value.ename == "Stop" and "no/such/folder" in caught.value.evalue
     assert len(caught.value.traceback) == 1
     assert not outputs.exists() or not list(outputs.iterdir())

@@ -1,4 +1,4 @@
-"""Views of evaluated runs in notebook 08: with one seed, with several, and without runs."""
+"""Views of evaluated runs in notebook 09: with one seed, with several, and without runs."""
 
 from __future__ import annotations
 

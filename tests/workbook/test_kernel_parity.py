@@ -1,4 +1,4 @@
-"""Notebook 02: a correct backend passes, and every kind of error fails, in each dtype."""
+"""Notebook 03: a correct backend passes, and every kind of error fails, in each dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The explorer of notebook 06 shows the selected blocks of a query and the position of the answer."""
+"""The explorer of notebook 07 shows the selected blocks of a query and the position of the answer."""
 
 from __future__ import annotations
 

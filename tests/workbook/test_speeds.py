@@ -1,4 +1,4 @@
-"""Speeds in notebook 02: benchmark rows, plots and tables."""
+"""Speeds in notebook 03: benchmark rows, plots and tables."""
 
 from __future__ import annotations
 

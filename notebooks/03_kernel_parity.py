@@ -155,5 +155,5 @@ step_time.show_step_time(measure=device == "cuda" and measure_speed)
 # is the largest part of NSA's step. In long sequences, dense attention takes most of the dense baseline's step. NSA's
 # step, per token, is less than twice as long there as in short sequences.
 #
-# **Next:** `03_smoke_training` trains a small model with these backends. `07_decoding` checks a decoding step in the
+# **Next:** `04_smoke_training` trains a small model with these backends. `08_decoding` checks a decoding step in the
 # same way.

@@ -247,5 +247,5 @@ run_explorer.explore_runs(runs, notebook.list_other_runs(runs, outputs), layer=l
 #
 # A statistic that can be derived exactly does not measure the model. It identifies the code.
 #
-# **Next:** a run may pass every check and still find no facts. `06_does_selection_find` asks a model for facts in its
+# **Next:** a run may pass every check and still find no facts. `07_does_selection_find` asks a model for facts in its
 # input.

@@ -155,12 +155,12 @@ show_decoding_speeds(config.model_copy(update={"n_layers": n_layers}), lengths)
 #
 # ## Blocks read for each answer
 #
-# The small model of [notebook 06][1], with the training recipe, learns the recall task: lowercase letters are keys,
+# The small model of [notebook 07][1], with the training recipe, learns the recall task: lowercase letters are keys,
 # capital letters are their values, and the last pairs are questions. It then answers the questions one after another
 # with a cache. Colored text marks the blocks that the query selected in the first layer, in the group with
 # induction-initialized heads: three forced blocks and one selected by score. A correct answer is green.
 #
-# [1]: 06_does_selection_find.ipynb
+# [1]: 07_does_selection_find.ipynb
 
 # %%
 task = TinyRecall()
@@ -187,4 +187,4 @@ print(f"for {n_read} of {len(decoded)}, the query read the block of the answer")
 # first token and the tokens per second. `nsa-lab export-hf latest FOLDER` converts a run to a `transformers` model,
 # which `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` loads.
 #
-# **Next:** `08_long_texts` evaluates trained models on texts of 2,048 to 65,536 bytes.
+# **Next:** `09_long_texts` evaluates trained models on texts of 2,048 to 65,536 bytes.

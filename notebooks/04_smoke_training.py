@@ -15,18 +15,21 @@
 # ---
 
 # %% [markdown]
-# # The production run
+# # Training a small model
 #
-# This notebook trains a model of 78 million parameters for 50,000 optimizer steps of 4 × 2,048 bytes. It has the same
-# code as `03_smoke_training`, with `params/production_50k.yaml`. It needs a CUDA device and takes less than an hour on
-# a recent one. With `-f params/ci.yaml` the same notebook runs 20 steps on a CPU in seconds.
+# This notebook trains a small NSA model on real text, byte by byte. The text is the source code and documentation that
+# come with Python (`data.source: stdlib`); for your own texts use `data.source: local` with a `data.path`. An untrained
+# model needs 8 bits per byte, and the validation loss falls from there. Training takes a few minutes on two CPU cores.
 #
-# The trainer is a separate process, so you can close or restart this notebook at any time. If you run it again, it
-# attaches to the run, resumes it, or shows the finished run. The commands are `nsa-lab run production_50k`,
-# `nsa-lab follow`, `nsa-lab stop` and `nsa-lab resume`.
+# The trainer is a separate process. This notebook starts it and reads its event file. You can restart the kernel or
+# close the page without stopping the run. If you run the notebook again, it attaches to the run, resumes it, or shows
+# the finished run.
+#
+# You can change the values of `params/smoke.yaml` in the next cell, or from the command line:
+# `papermill notebooks/04_smoke_training.ipynb out.ipynb -y '{train: {steps: 50}}'`.
 
 # %% tags=["parameters"]
-name: str = "production_50k"  # base configuration, params/NAME.yaml
+name: str = "smoke"  # base configuration, params/NAME.yaml
 model: dict = {}  # new values for its section model, for example {"dim": 256}
 nsa: dict = {}  # of its section nsa: l, d, l_sel, n_sel, w, phi, gate
 runtime: dict = {}  # of its section runtime: device, precision, backend, compile
@@ -77,9 +80,8 @@ await training.follow()
 #
 # The run at a glance. The loss is in bits per byte: thin lines are single steps, thick lines are a running mean, and
 # the dashed line is held-out text. (A model that predicts all 256 bytes equally has 8 bits per byte.) *What to notice:*
-# most of the decrease is in the first tenth of the steps, which the axes omit for a long run. A drop within a few
-# hundred steps is an ability learned at once, for example copying from earlier in the text. Which seed or architecture
-# drops first is mostly chance. Gates, selection and throughput have separate figures below.
+# in the first steep fall the model learns the frequencies of bytes and pairs of bytes. At the bend it starts to learn
+# words and indentation. Gates, selection and throughput have separate figures below.
 
 # %%
 training.show_overview()
@@ -113,7 +115,7 @@ training.show_optimizer()
 # gates. There is one line per layer, and the dotted line marks equal shares.
 #
 # *What to notice:* the shares start at one third and separate early. If the shares of a layer stay at one third, the
-# layer uses the branches equally on average. Whether single queries prefer a branch shows in the entropy (notebook 05).
+# layer uses the branches equally on average. Whether single queries prefer a branch shows in the entropy (notebook 06).
 
 # %%
 training.show_gates()
@@ -151,8 +153,8 @@ training.show_branch_norms()
 # %% [markdown]
 # ### Throughput
 #
-# Tokens per second and their median, the fraction of time spent waiting for data, and memory. *What to notice:* on a
-# GPU that runs nothing else, the throughput is constant. Dips are evaluations and checkpoints.
+# Tokens per second and their median, the fraction of time spent waiting for data, and memory. *What to notice:* the
+# first value includes the start-up. On a laptop, dips are usually other programs. A steady decrease is a fault.
 
 # %%
 training.show_throughput()
@@ -161,8 +163,8 @@ training.show_throughput()
 # ## Samples
 #
 # First a passage of the same kind of text that was not used in training. Then the model's continuation of `prompt`,
-# before the first step and after the last. *What to notice:* the words, the markup and the layout are right, the
-# meaning is not. With `params/ci.yaml` (20 steps) the sample is noise.
+# before the first step and after the last. *What to notice:* the untrained model produces random bytes. After some
+# minutes of training the sample has words, indentation and Python names, but no meaning.
 
 # %%
 training.show_samples()
@@ -184,4 +186,5 @@ training.print_verdict()
 training.print_configuration()
 
 # %% [markdown]
-# **Next:** `05_health_analysis` compares runs and shows where selection looks.
+# **Next:** `05_production_run` is the same code with `params/production_50k.yaml`. `06_health_analysis` examines any
+# run in more detail.

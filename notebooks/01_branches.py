@@ -543,7 +543,7 @@ show_folded(
 # The three other blocks are complete and contribute 8 keys each: 26 in total. The number does not depend on the
 # selection, because the only incomplete block is the query's own, which is forced. In general it is
 # $\min\big(\lfloor t/l_{sel} \rfloor,\, n_{sel}-1\big)\,l_{sel} + (t \bmod l_{sel}) + 1$. A program that reports
-# another number reads other tokens. The end of notebook 05 shows a bug that was found in this way.</p>
+# another number reads other tokens. The end of notebook 06 shows a bug that was found in this way.</p>
 # </details>
 #
 # ## 10 · Window attention (section 3.3.3)
@@ -669,7 +669,7 @@ show_figure(figures.plot_importance(text_importance[0, :, 1], text_blocks[0, :, 
 # **What to notice.** Up to $t = 1{,}023$ all blocks are selected, as predicted. After that, more and more blocks remain
 # unselected (grey): 13 free places for a growing number of candidates. The diagonal and the bottom row are forced
 # blocks. Among the blocks selected by score, neighboring queries differ, because these hand-made heads match another
-# passage at almost every character. Notebook 05 shows the selection of trained heads.
+# passage at almost every character. Notebook 06 shows the selection of trained heads.
 #
 # ## 15 · The explorer
 #
@@ -1018,5 +1018,5 @@ print(f"untrained, the head at the last {sentence[-1]!r} attends to {attended!r}
 # * The 40 lines build full $T \times T$ matrices and are slow. Fast kernels never build them, and tests compare the
 #   kernels with code like this.
 #
-# **Next:** `02_kernel_parity` compares every fast implementation with this definition. `03_smoke_training` trains a
-# model. `06_does_selection_find` measures whether a trained selection finds facts.
+# **Next:** `03_kernel_parity` compares every fast implementation with this definition. `04_smoke_training` trains a
+# model. `07_does_selection_find` measures whether a trained selection finds facts.

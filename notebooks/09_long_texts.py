@@ -21,7 +21,7 @@
 # parameters on facts in texts of up to 65,536 bytes, and on documents that neither model was trained on.
 #
 # Both models were trained on the same text in the same order, in three stages: lengths of 2,048, 8,192 and 65,536
-# bytes. The last stage reads each long text once. NSA uses the training recipe of [notebook 06][1] with one index key
+# bytes. The last stage reads each long text once. NSA uses the training recipe of [notebook 07][1] with one index key
 # per byte. (With one key per 8 bytes, such a model lost distant facts; one seed, see [the log][2].) Both models have
 # normalized embeddings and *n-gram tables*: embeddings of the last few bytes together.
 #
@@ -42,7 +42,7 @@
 # * Seed 0 with five times as many questions: `long_64k_full-*` and `long_64k_dense_full-*`, baseline
 #   `long_64k_dense_full`.
 #
-# [1]: 06_does_selection_find.ipynb
+# [1]: 07_does_selection_find.ipynb
 # [2]: ../docs/science/long_texts.md
 
 # %% tags=["parameters"]
@@ -134,7 +134,7 @@ evaluation.show_text("heldout")
 #
 # If no table follows, these runs were not evaluated in this way. The next section lists missing results.
 #
-# [1]: 06_does_selection_find.ipynb
+# [1]: 07_does_selection_find.ipynb
 
 # %%
 evaluation.show_ablations()
@@ -150,7 +150,7 @@ evaluation.show_excluded()
 # %% [markdown]
 # ## Try it
 #
-# `needle-8m` ships with the library. It was trained with the recipe of notebook 06, with one index key per 8 bytes, on
+# `needle-8m` ships with the library. It was trained with the recipe of notebook 07, with one index key per 8 bytes, on
 # texts of up to 16,384 bytes; its [model card](../nsa_lab/models/needle-8m/README.md) states its retrieval results. The
 # next cell inserts facts into a module of Python's standard library, and replaces the model's block selection as above,
 # now and on this machine.

@@ -237,7 +237,7 @@ explore_query(layers, shipped.config.nsa, query, group, layer=layer, answer=fact
 #
 # [tiny_recall][3] has the results of such changes, each over two or three seeds.
 #
-# **Next:** `07_decoding` shows what selection saves during generation. `08_long_texts` evaluates large trained models.
+# **Next:** `08_decoding` shows what selection saves during generation. `09_long_texts` evaluates large trained models.
 #
 # [1]: ../docs/science/retrieval.md
 # [2]: ../docs/science/retrieval_log.md
