@@ -4,8 +4,9 @@
     python tools/check_wording.py --list     print every hit
     python tools/check_wording.py --write    store lower counts
 
-Counted are docstrings, comments, help texts, descriptions, error messages and Markdown. docs/glossary.md has the terms to use
-instead. A hit that is right stays, if it is listed with its reason under `allowed` in tools/wording.json.
+Counted are docstrings, comments, help texts, descriptions, error messages and Markdown. docs/glossary.md has the
+terms to use instead. A hit that is right stays, if it is listed with its reason under `allowed` in
+tools/wording.json.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ RULES = {
         "text",
     ),
     "archaic": (
-        r"\b(anew|beside|besides|whereof|thereof|therein|aught|naught|thrice|whoever|whatsoever|so many|as it were|heretofore)\b",
+        r"\b(anew|beside|besides|whereof|thereof|therein|aught|naught|thrice|whoever|whatsoever|so many|as it were"
+        r"|heretofore)\b",
         "text",
     ),
     "those of": (r"\b(those|that) of (it|its|the|a|an|each|every|all|one|other|this|both)\b", "text"),
@@ -150,7 +152,9 @@ def main() -> int:
         stored["limits"] = {place: counts[place] for place in PLACES}
         LIMITS.write_text(json.dumps(stored, indent=1) + "\n", "utf-8")
     if risen:
-        print(f"wording: more hits than before in {', '.join(risen)}; see python tools/check_wording.py --list, and docs/glossary.md")
+        print(
+            f"wording: more hits than before in {', '.join(risen)}; see python tools/check_wording.py --list, and docs/glossary.md"
+        )
     return 1 if risen else 0
 
 

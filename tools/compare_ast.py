@@ -4,13 +4,14 @@
     python tools/compare_ast.py OLD . FILE ...      compare only these files of the new tree
     python tools/compare_ast.py OLD NEW --write     also write the identifiers that differ into tools/renames.json
 
-Compared: every module-level statement and definition, with its structure, numbers, operators, format codes, dictionary keys and
-every string without a space (configuration keys, event names, file names). Not compared: docstrings, other strings, imports,
-the order of definitions. In an f-string the set of its values is compared. Files are matched by `files` in tools/renames.json;
-several old files that map to one new file are compared as the union of their definitions.
+Compared: every module-level statement and definition, with its structure, numbers, operators, format codes,
+dictionary keys and every string without a space (configuration keys, event names, file names). Not compared:
+docstrings, other strings, imports, the order of definitions. In an f-string the set of its values is compared. Files
+are matched by `files` in tools/renames.json; several old files that map to one new file are compared as the union of
+their definitions.
 
-Names may differ, but consistently: within a function an old name has one new name, and two old names never become one.
-Exits with 1 if a difference is found outside the files listed under `changed` in tools/renames.json.
+Names may differ, but consistently: within a function an old name has one new name, and two old names never become
+one. Exits with 1 if a difference is found outside the files listed under `changed` in tools/renames.json.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def read_revision(revision: str, folder: str = "nsa_lab") -> dict[str, str]:
     paths = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     paths = [path for path in paths if path.endswith(".py")]
     objects = "\n".join(f"{revision}:{path}" for path in paths)
-    batch = subprocess.run(["git", "cat-file", "--batch"], cwd=ROOT, input=objects.encode(), capture_output=True, check=True)
+    batch = subprocess.run(
+        ["git", "cat-file", "--batch"], cwd=ROOT, input=objects.encode(), capture_output=True, check=True
+    )
     sources, rest = {}, batch.stdout
     for path in paths:
         header, _, rest = rest.partition(b"\n")
@@ -286,7 +289,11 @@ def compare_files(old: list[str], new: str) -> tuple[dict[str, set[str]], list[s
             left.remove(x)
     for x in left:
         y = next((s for s in rest if names_of(x) and names_of(s) == names_of(x)), None)
-        y = y or next((s for s in rest if shape(s) == shape(x)), None) or next((s for s in rest if type(s) is type(x)), None)
+        y = (
+            y
+            or next((s for s in rest if shape(s) == shape(x)), None)
+            or next((s for s in rest if type(s) is type(x)), None)
+        )
         if y is None:
             differences.append(f"{names_of(x) or type(x).__name__}: gone")
             continue

@@ -1,14 +1,15 @@
 """Recorded runs: list them, unpack them from the archive, verify them, add to the archive.
 
     python tools/records.py list                     every recorded run, its digest and its place
-    python tools/records.py unpack [RUN ...] [--to DIR]   unpack runs (default: all of the archive) into DIR (default: outputs)
+    python tools/records.py unpack [RUN ...] [--to DIR]   unpack runs (default: all) into DIR (default: outputs)
     python tools/records.py verify                   compare every record with the digests in the manifest
     python tools/records.py add DIR ...              add run directories to the archive and the manifest
 
-A record is a run directory without weights, logs and reports: config.yaml, environment.json, events.jsonl, status.json and, if
-the run has them, evaluation.json and verdict.json. A few recorded runs are in outputs/; the others are in
-docs/science/records/runs.tar.xz. docs/science/records/runs.json lists all of them. The digest of a run is the SHA-256 of its
-files' names and SHA-256 digests, in the order of the names. `nsa-lab report RUN --record` rebuilds a report from a record.
+A record is a run directory without weights, logs and reports: config.yaml, environment.json, events.jsonl,
+status.json and, if the run has them, evaluation.json and verdict.json. A few recorded runs are in outputs/; the
+others are in docs/science/records/runs.tar.xz. docs/science/records/runs.json lists all of them. The digest of a run
+is the SHA-256 of its files' names and SHA-256 digests, in the order of the names. `nsa-lab report RUN --record`
+rebuilds a report from a record.
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ def unpack(runs: list[str], target: Path) -> int:
     unknown = [run for run in runs if run not in records]
     for run in unknown:
         place = manifest.get(run, {}).get("place")
-        print(f"{run}: {f'is in {place}' if place else 'is not a recorded run; see python tools/records.py list'}", file=sys.stderr)
+        print(
+            f"{run}: {f'is in {place}' if place else 'is not a recorded run; see python tools/records.py list'}",
+            file=sys.stderr,
+        )
     for run in runs or sorted(records):
         if run in unknown:
             continue
@@ -118,7 +122,11 @@ def add(folders: list[Path]) -> int:
         record = read_record(folder)
         if missing := {"config.yaml", "events.jsonl", "status.json"} - set(record):
             raise SystemExit(f"{folder}: not a run directory, {', '.join(sorted(missing))} missing")
-        place = str(folder.resolve().parent.relative_to(ROOT)) if folder.resolve().parent == OUTPUTS and (folder / MARKER).exists() else None
+        place = (
+            str(folder.resolve().parent.relative_to(ROOT))
+            if folder.resolve().parent == OUTPUTS and (folder / MARKER).exists()
+            else None
+        )
         if place is None:
             records[folder.name] = record
         manifest[folder.name] = {"digest": compute_digest(record), "place": place or str(ARCHIVE.relative_to(ROOT))}
