@@ -21,9 +21,9 @@ from typing import Any
 
 # Fields that differ between two runs of one code: times, speeds, memory, processes, identities of code and machine.
 VOLATILE = {
-    "t", "run", "code", "versions", "pid", "host", "path", "tensorboard", "seconds", "tokens_per_s", "total_s", "duration_s",
-    "bytes", "memory_bytes", "peak_memory_bytes", "rss_bytes", "git", "python", "threads", "cpu_s", "bytes_per_s",
-}  # fmt: skip
+    *("t", "run", "code", "versions", "pid", "host", "path", "tensorboard", "seconds", "tokens_per_s", "total_s"),
+    *("duration_s", "bytes", "memory_bytes", "peak_memory_bytes", "rss_bytes", "git", "python", "threads", "cpu_s"),
+}
 
 
 def clean(value: Any) -> Any:
