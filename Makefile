@@ -61,11 +61,11 @@ mutants: $(READY)  ## Plant faults in the library, one by one; the tests must ca
 
 format: $(READY)
 	@echo "==> ruff format"
-	@$(BIN)/ruff format --check nsa_lab tests notebooks
+	@$(BIN)/ruff format --check nsa_lab tests notebooks tools
 
 lint: $(READY)
 	@echo "==> ruff check"
-	@$(BIN)/ruff check nsa_lab tests notebooks
+	@$(BIN)/ruff check nsa_lab tests notebooks tools
 
 types: $(READY)
 	@echo "==> pyright"
