@@ -152,9 +152,7 @@ def main() -> int:
         stored["limits"] = {place: counts[place] for place in PLACES}
         LIMITS.write_text(json.dumps(stored, indent=1) + "\n", "utf-8")
     if risen:
-        print(
-            f"wording: more hits than before in {', '.join(risen)}; see python tools/check_wording.py --list, and docs/glossary.md"
-        )
+        print(f"wording: more hits in {', '.join(risen)}; see python tools/check_wording.py --list and docs/glossary.md")
     return 1 if risen else 0
 
 
