@@ -24,7 +24,7 @@ COUNT_PACKAGES := { n=0; all=$$(grep -c == requirements.lock); while read -r wor
 LAB_FOLDER ?= $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help run check test static fast-tests all-tests soak architectures mutants format lint types notebooks check-notebooks nbval pages lab lock clean
+.PHONY: wording help run check test static fast-tests all-tests soak architectures mutants format lint types notebooks check-notebooks nbval lab lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -40,7 +40,7 @@ check: $(READY)  ## Format, lint, types, notebook pairs, the fast tests
 test: $(READY)  ## All of check, every test but those of soak, the notebooks under nbval
 	@$(MAKE) --no-print-directory -j 2 all-tests static nbval
 
-static: format lint check-notebooks types
+static: format lint wording check-notebooks types
 
 fast-tests: $(READY)
 	@echo "==> the fast tests, in two processes"
@@ -67,6 +67,10 @@ lint: $(READY)
 	@echo "==> ruff check"
 	@$(BIN)/ruff check nsa_lab tests notebooks tools
 
+wording: $(READY)
+	@echo "==> wording"
+	@$(BIN)/python tools/check_wording.py
+
 types: $(READY)
 	@echo "==> pyright"
 	@$(BIN)/pyright
@@ -89,15 +93,12 @@ nbval: $(READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/notebooks $(BIN)/python -m pytest -p nbval_outputs -p no:cacheprovider --nbval-lax --nbval-cell-timeout=300 \
 	  notebooks/00_start_here.ipynb notebooks/01_branches.ipynb notebooks/03_kernel_parity.ipynb $(COPIES)/*.ipynb
 
-notebooks: $(READY)  ## Build every .ipynb from its .py source
-	@$(BIN)/python notebooks/build.py
+notebooks: $(READY)  ## Execute the notebooks again and store their outputs; STEMS picks some, e.g. STEMS=01_branches
+	@OMP_NUM_THREADS=1 $(BIN)/python notebooks/build.py --execute $(STEMS)
 
 check-notebooks: $(READY)
 	@echo "==> notebook pairs in step"
 	@$(BIN)/python notebooks/build.py --check
-
-pages: $(READY)  ## Execute the notebooks, and write them as self-contained pages and a gallery into docs/pages; STEMS picks some
-	@$(BIN)/python notebooks/pages.py $(STEMS)
 
 lab: $(READY)  ## Open JupyterLab on the notebooks; LAB holds further options, e.g. LAB=--no-browser
 	@JUPYTER_CONFIG_PATH=$(CURDIR)/notebooks/jupyter JUPYTER_PREFER_ENV_PATH=1 \
