@@ -94,7 +94,7 @@ nbval: $(READY)
 	  notebooks/00_start_here.ipynb notebooks/01_branches.ipynb notebooks/03_kernel_parity.ipynb $(COPIES)/*.ipynb
 
 notebooks: $(READY)  ## Execute the notebooks again and store their outputs; STEMS picks some, e.g. STEMS=01_branches
-	@OMP_NUM_THREADS=1 $(BIN)/python notebooks/build.py --execute $(STEMS)
+	@$(BIN)/python notebooks/build.py --execute $(STEMS)
 
 check-notebooks: $(READY)
 	@echo "==> notebook pairs in step"

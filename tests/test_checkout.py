@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from nsa_lab.runs import directory
-from nsa_lab.workbook import start_page
-
 ROOT = Path(__file__).parents[1]
 # What `make run`, `nsa-lab report`, a comparison and a sweep leave behind.
 MADE = (
@@ -40,11 +37,3 @@ def test_training_leaves_it_as_it_was() -> None:
 def test_what_is_shared_is_not_ignored() -> None:
     """Or a file that is added to a shared run would be missed without a word."""
     assert git("ls-files", "--cached", "--ignored", "--exclude-standard").stdout == ""
-
-
-def test_the_first_page_shows_the_latest_runs_that_are_shared() -> None:
-    """It was executed before: whoever shares another run makes it anew."""
-    shared = {ROOT / path.rsplit("/", 1)[0] for path in git("ls-files", "outputs/*/config.yaml").stdout.splitlines()}
-    latest = sorted(shared, key=directory.get_creation_time)[-start_page.MAX_LISTED_RUNS :]
-    page = (ROOT / "docs" / "pages" / "00_start_here.html").read_text(encoding="utf-8")
-    assert [run.name for run in latest if run.name not in page] == []

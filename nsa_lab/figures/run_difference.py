@@ -16,7 +16,7 @@ N_SEGMENTS = 24
 SKIPPED_FRACTION = 0.1
 
 
-def plot_loss_difference(first: Run, second: Run, *, title: str = "NSA less dense") -> Figure:
+def plot_loss_difference(first: Run, second: Run, *, title: str = "NSA minus dense") -> Figure:
     """Plot the bits per byte of `first` minus those of `second` over steps.
 
     Shown are the means of N_SEGMENTS segments of logged training batches with 95% intervals, and the validation loss. The

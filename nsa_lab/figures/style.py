@@ -8,22 +8,34 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import ScalarFormatter, StrMethodFormatter
+from PIL import Image
 
 # Colour-blind-safe palette (Okabe and Ito). Each branch has the same colour in every figure.
 CMP, SEL, WIN, DENSE, FORCED, PALE = "#0072B2", "#E69F00", "#009E73", "#666666", "#D55E00", "#DDDDDD"
 BRANCH_COLOURS = {"cmp": CMP, "sel": SEL, "win": WIN, "dense": DENSE}
 
 DPI = 110
+PALETTE_SIZE = 256
 
 
 def render_png(figure: Figure) -> bytes:
-    """Return the figure as a PNG. Axis labels of 1,000 and above get thousands separators, as numbers in the text have."""
+    """Return the figure as a PNG with a colour palette. Axis labels of 1,000 and above get thousands separators."""
     for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
         # Keep labels that the figure sets itself, and powers of ten.
         if type(axis.get_major_formatter()) is ScalarFormatter and max(map(abs, axis.get_view_interval())) >= 1000:
             axis.set_major_formatter(StrMethodFormatter("{x:,.9g}"))
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI, bbox_inches="tight", facecolor="white")
+    return reduce_colours(buffer.getvalue())
+
+
+def reduce_colours(png: bytes) -> bytes:
+    """Store a PNG with at most `PALETTE_SIZE` colours, which takes a quarter of the bytes."""
+    buffer = io.BytesIO()
+    image = Image.open(io.BytesIO(png)).convert("RGB")
+    # The default method merges colours of few pixels: a thin curve then gets the colour of another one.
+    palette_image = image.quantize(PALETTE_SIZE, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    palette_image.save(buffer, "PNG", optimize=True)
     return buffer.getvalue()
 
 

@@ -1,6 +1,7 @@
 """Run notebooks through papermill as a user would, with separate run directories."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import nbformat
@@ -42,6 +43,13 @@ def execute(tmp_path, forked):
         return nbformat.read(target, as_version=4)
 
     return run
+
+
+def committed(path: Path) -> str:
+    """Return the text of a file in git. A notebook that is open in JupyterLab may have outputs that are not committed."""
+    name = f"HEAD:{path.relative_to(ROOT).as_posix()}"
+    shown = subprocess.run(["git", "-C", str(ROOT), "show", name], capture_output=True, text=True, check=False)
+    return shown.stdout if shown.returncode == 0 else path.read_text(encoding="utf-8")
 
 
 def printed(notebook) -> str:
