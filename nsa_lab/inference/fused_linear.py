@@ -1,42 +1,40 @@
-"""Linear layers with the norm before them and the activation or residual after them. Few rows: one fused kernel launch."""
+"""Linear layers with the norm before them and the activation or residual after them. Few rows: one fused kernel launch.
+
+The kernels read the weights of the layers, which must be plain (`nsa_lab.inference.plain_weights`).
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from nsa_lab.attention import kernels
 from nsa_lab.model import Block, RMSNorm
 
 
 def apply_linears(
-    x: Tensor,
-    *projections: tuple[nn.Linear, str],
-    norm: RMSNorm | None = None,
-    residual: Tensor | None = None,
-    use_kernels: bool,
+    x: Tensor, *projections: tuple[nn.Linear, str], norm: RMSNorm | None = None, residual: Tensor | None = None
 ) -> list[Tensor]:
     """Return [residual + activation(layer(norm(x))), ...] for up to three (layer, activation) pairs, x [B, S, C].
 
-    `activation`: "" (identity) or "sigmoid". `norm`, `residual`: None to omit.
-    `use_kernels`: use the fused kernel if x has few rows; otherwise use PyTorch operations.
+    `activation`: "" (identity) or "sigmoid". `norm`, `residual`: None to omit. If x has few rows, this is one launch of the
+    fused kernel; otherwise PyTorch operations.
     """
-    if use_kernels and kernels.has_few_rows(x):
+    if kernels.has_few_rows(x):
         return _launch_linears(x, *projections, norm=norm, residual=residual)
     normalized, outputs = x if norm is None else norm(x), list[Tensor]()
     for layer, activation in projections:
-        output = linear(normalized, layer.weight)
+        output = layer(normalized)
         if activation == "sigmoid":
             output = output.to(torch.promote_types(output.dtype, torch.float32)).sigmoid().to(normalized.dtype)
         outputs.append(output if residual is None else residual + output)
     return outputs
 
 
-def apply_mlp(block: Block, x: Tensor, *, use_kernels: bool) -> Tensor:
+def add_mlp(block: Block, x: Tensor) -> Tensor:
     """Return x + MLP(norm(x)), [B, S, C]."""
     mlp = block.mlp
-    if not (use_kernels and kernels.has_few_rows(x)):
+    if not kernels.has_few_rows(x):
         return x + mlp(block.mlp_norm(x))
     (hidden,) = _launch_linears(x, (mlp.up, "silu"), norm=block.mlp_norm, is_gated=mlp.is_gated)
     return _launch_linears(hidden, (mlp.down, ""), residual=x)[0]

@@ -34,8 +34,8 @@ INDEXED = {"d_k": 8, "selection_loss": 0.1, "indexer_block": 2}
 NGRAMS = {"ngrams": 4, "ngram_rows": 100, "ngram_width": 5}
 KERNEL_VARIANTS = [
     # Also covered by the variants below.
-    pytest.param({}, marks=pytest.mark.soak),
-    pytest.param({"selection_loss": 0.1, "indexer_block": 2}, marks=pytest.mark.soak),
+    pytest.param({}, marks=pytest.mark.nightly),
+    pytest.param({"selection_loss": 0.1, "indexer_block": 2}, marks=pytest.mark.nightly),
     {"selection_loss": 0.1, "indexer_block": 2, "matching_heads": 1, "rotary_share": 0.5, "mlp": "gated", "phi": "pool"},
     {"d_k": 32, "rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.1, "indexer_block": 1, "indexer_width": 16},
     {"matching_heads": 2, "phi": "mlp", "gate": "softmax", "silent": ("win",)},
@@ -275,6 +275,36 @@ def test_reorder(step: None) -> None:
         torch.testing.assert_close(logits[row], full, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    "variant", [{}, INDEXED | NGRAMS | {"matching_heads": 1}, {"attention": "dense", "matching_heads": 1}]
+)
+def test_removed_tokens_leave_no_trace(variant: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are appended and removed at random, padding included. What the rings cannot restore is refused."""
+    monkeypatch.setattr(kv_cache_size, "MAX_STEP_TOKENS", 6)
+    model, generator = build_model(tiny_config(**variant)), torch.Generator().manual_seed(0)
+    texts, refusals = [sample_tokens(30), sample_tokens(24, seed=2)], 0
+    decoder = Decoder(model, 400, batch=2)
+    decoder.append(*pad_ragged(texts))
+    for round_ in range(60):
+        n_removed = int(torch.randint(0, 9, (), generator=generator))
+        try:
+            decoder.crop(n_removed)
+            texts = [text[: len(text) - n_removed] for text in texts]
+        except NotImplementedError as error:
+            refusals += 1
+            assert n_removed > 1 and re.search(r"crop: expected at most 6 tokens, .* got \d+, padding included", str(error))
+        new = sample_tokens(2, 1 + round_ % 5, seed=round_)
+        counts = [new.shape[1], max(new.shape[1] - round_ % 3, 0)]
+        logits = decoder.append(new, counts)
+        texts = [torch.cat([text, row[:count]]) for text, row, count in zip(texts, new, counts, strict=True)]
+        for row, count, text in zip(logits, counts, texts, strict=True):
+            torch.testing.assert_close(row[:count], model(text[None])[0, len(text) - count :], rtol=0, atol=1e-10)
+    assert 5 < refusals < 40
+    for n_tokens in (-1, min(decoder.cache.starts) + 1):
+        with pytest.raises(ValueError, match=f"crop: expected 0 to {min(decoder.cache.starts)} tokens"):
+            decoder.crop(n_tokens)
+
+
 @pytest.mark.parametrize("variant", [{}, INDEXED, {"attention": "dense"}])
 def test_grow_keeps_the_contents(variant: dict) -> None:
     model, text = build_model(tiny_config(**variant)), sample_tokens(1, 40)
@@ -287,7 +317,7 @@ def test_grow_keeps_the_contents(variant: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [1, 7, pytest.param(64, marks=pytest.mark.soak), 500])
+@pytest.mark.parametrize("chunk", [1, 7, pytest.param(64, marks=pytest.mark.nightly), 500])
 @pytest.mark.parametrize("variant", [{}, {"rotary_share": 0.5, "matching_heads": 1, **INDEXED}, {"attention": "dense"}])
 def test_most_likely_tokens_of_long_ragged_batches_equal_full_forward(variant: dict, chunk: int) -> None:
     """In float32, at every position; tokens tied within rounding may differ."""

@@ -44,8 +44,8 @@ MUTANTS = [
     Mutant(
         "decoding: padding counts as tokens",
         "inference.decode",
-        "self.cache.advance(chunk_counts)",
-        "self.cache.advance([chunk.shape[1]] * len(chunk))",
+        "self.cache.advance(chunk_counts, width=chunk.width)",
+        "self.cache.advance([chunk.width] * len(counts), width=chunk.width)",
     ),
     Mutant(
         "decoding: prefill writes padding into rings",
@@ -75,7 +75,58 @@ MUTANTS = [
         "self._counts.fill_(1)",
     ),
     Mutant(
-        "decoding: the graph is kept when the cache grows", "inference.decode", "self._decode_graph = None\n\n", "pass\n\n"
+        "decoding: the graph is kept when the cache grows",
+        "inference.decode",
+        "        self._rotary.clear()\n        self._decode_graph = None\n",
+        "        self._rotary.clear()\n",
+    ),
+    Mutant(
+        "decoding: kernels read the weights of a module with a forward hook",
+        "inference.plain_weights",
+        "if module._forward_hooks or module._forward_pre_hooks or",
+        "if module._forward_pre_hooks or",
+    ),
+    Mutant(
+        "decoding: kernels read the weight of a layer with a replaced forward method",
+        "inference.plain_weights",
+        "or not _get_method_names(cls).isdisjoint(module.__dict__)",
+        "",
+    ),
+    Mutant(
+        "decoding: kernels read the weight of a layer with a bias",
+        "inference.plain_weights",
+        "isinstance(module, nn.Linear) and module.bias is not None",
+        "False",
+    ),
+    Mutant(
+        "decoding: kernels read the data of a tensor subclass",
+        "inference.plain_weights",
+        "type(weight) is nn.Parameter",
+        "isinstance(weight, nn.Parameter)",
+    ),
+    Mutant(
+        "decoding: the graph outlives the weights that it reads",
+        "inference.plain_weights",
+        "            and self._get_addresses() == self._addresses\n",
+        "",
+    ),
+    Mutant(
+        "decoding: the graph is replayed for a model with a new adapter",
+        "inference.plain_weights",
+        "            and all(map(is_, children, self._children))\n",
+        "",
+    ),
+    Mutant(
+        "decoding: the graph is replayed under autocast",
+        "inference.plain_weights",
+        "    if torch.is_autocast_enabled(like.device.type):\n        return False\n",
+        "",
+    ),
+    Mutant(
+        "decoding: more tokens are removed than the rings can restore",
+        "inference.cache.model_cache",
+        "n_overwritten > kv_cache_size.MAX_STEP_TOKENS",
+        "n_overwritten > 2 * kv_cache_size.MAX_STEP_TOKENS",
     ),
     Mutant(
         "decoding: advance allocates a new tensor of lengths",
@@ -122,19 +173,19 @@ MUTANTS = [
     Mutant(
         "indexer: decoding loses the previous key",
         "inference.cache.attention_cache",
-        "previous_k=self.previous_keys and self.previous_keys.read_previous(step)\n        )",
-        "previous_k=None\n        )",
+        "indexer(x, rotary, previous_k=self.previous_keys and self.previous_keys.read_previous(step))",
+        "indexer(x, rotary, previous_k=None)",
     ),
     Mutant(
         "decoding: embeddings are not normalized",
-        "inference.cache.model_cache",
-        "return model.embed(tokens)",
+        "inference.cache.cached_pass",
+        "return model.embed(tokens, embeddings=embeddings)",
         "return model.embedding(tokens)",
     ),
     Mutant(
         "decoding: tokens for n-grams are not cached",
-        "inference.cache.model_cache",
-        "self.latest_tokens.put(tokens, step)",
+        "inference.cache.cached_pass",
+        "latest.put(tokens, self._step)",
         "pass",
     ),
     Mutant(

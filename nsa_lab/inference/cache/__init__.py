@@ -5,6 +5,7 @@
     compressed_cache.py  compressed blocks, and the raw tokens that later blocks need
     storage.py           rows for all tokens, rings for the latest tokens
     cache_step.py        `Step`: the new tokens and their indices in the storage
+    cached_pass.py       `ModelPass`: a pass of the model over new tokens, by calls of its modules or by fused kernels
 
 Invariants
 * All memory is allocated once, for `batch` sequences of at most `capacity` tokens. A step writes to it and moves nothing.
@@ -16,6 +17,7 @@ Invariants
 """
 
 from nsa_lab.inference.cache.cache_step import Step
+from nsa_lab.inference.cache.cached_pass import ModelPass
 from nsa_lab.inference.cache.model_cache import Cache
 
-__all__ = ["Cache", "Step"]
+__all__ = ["Cache", "ModelPass", "Step"]

@@ -35,6 +35,18 @@ class Step:
     rows: Tensor
     """0 .. B-1, int64 [B, 1]."""
     _memo: dict[Hashable, Tensor] = field(default_factory=dict[Hashable, Tensor])
+    _copies: dict[torch.device, Step] = field(default_factory=dict[torch.device, "Step"])
+
+    def to(self, device: torch.device) -> Step:
+        """Return the step with its tensors on `device`, copied once."""
+        if device == self.positions.device:
+            return self
+        if device not in self._copies:
+            lengths, positions, counts, rows = (
+                x.to(device) for x in (self.lengths, self.positions, self.counts, self.rows)
+            )
+            self._copies[device] = Step(self.starts, lengths, positions, counts, rows)
+        return self._copies[device]
 
     @property
     def width(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,7 +12,8 @@ from nsa_lab.inference import kv_cache_size
 from nsa_lab.inference.cache.attention_cache import DenseCache, NSACache
 from nsa_lab.inference.cache.cache_step import Step
 from nsa_lab.inference.cache.storage import LatestTokens
-from nsa_lab.model import Block, DenseAttention, NSATransformer, SparseAttention
+from nsa_lab.model import NSATransformer
+from nsa_lab.model.placement import Placement, check_weights_in_memory, find_placement
 
 
 class Cache:
@@ -22,23 +22,29 @@ class Cache:
     backend: of `cached_attention`, "torch" or "triton". Default: triton for a model whose layers use the Triton kernels,
     otherwise torch.
 
-    Raises ValueError if the cache does not fit in memory, with the number of sequences that would fit, and the errors of
-    `resolve_backend` if the backend cannot run or does not support the shapes of the model.
+    Raises ValueError for weights on the meta device; ConfigError if the cache does not fit in memory, with the number of
+    sequences that would fit; the errors of `resolve_backend` if the backend cannot run or does not support the shapes.
     """
 
     def __init__(self, model: NSATransformer, capacity: int, batch: int = 1, backend: str | None = None) -> None:
-        like = model.head.weight
-        backend = self.backend = backend or _get_default_backend(model)
-        _check_backend(model, backend)
-        kv_cache_size.check_cache_fits(model.config, capacity, batch, like.device, like.element_size())
+        check_weights_in_memory(model)
+        placement = find_placement(model)
+        device, dtype = placement
+        backend = self.backend = backend or _get_default_backend(model, placement)
+        _check_backend(model, placement, backend)
+        kv_cache_size.check_cache_fits(model.config, capacity, batch, device, dtype.itemsize)
         self.capacity, self.batch = capacity, batch
-        self.starts = (0,) * batch
-        self.lengths = torch.zeros(batch, dtype=torch.int32, device=like.device)
-        self._rows = torch.arange(batch, device=like.device)[:, None]
+        self.like = torch.empty(0, device=device, dtype=dtype)  # has the device and dtype of the embeddings
+        self.starts = self._written = (0,) * batch
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        self._rows = torch.arange(batch, device=device)[:, None]
         max_ngram = model.config.ngrams
         self.latest_tokens = LatestTokens(max_ngram, batch, self.lengths) if max_ngram else None
+        cache_class = NSACache if model.config.attention == "nsa" else DenseCache
+        # Layers may be on different devices.
         self.layers = [
-            _make_attention_cache(cast(Block, block).attention, capacity, batch, like, backend) for block in model.blocks
+            cache_class(model.config, capacity, batch, torch.empty(0, device=placed.device, dtype=placed.dtype), backend)
+            for placed in map(find_placement, model.blocks)
         ]
 
     def make_step(self, width: int, counts: Sequence[int]) -> Step:
@@ -53,23 +59,43 @@ class Cache:
         """
         return self._build_step(None, 1, counts)
 
-    def embed(self, model: NSATransformer, tokens: Tensor, step: Step) -> Tensor:
-        """Return the embedding [B, S, C] of new tokens int64 [B, S], and cache the tokens that later n-grams need."""
-        if not self.latest_tokens:
-            return model.embed(tokens)
-        x = model.embed(tokens, step.positions, self.latest_tokens.read_previous(step))
-        self.latest_tokens.put(tokens, step)
-        return x
-
     def _build_step(self, starts: tuple[int, ...] | None, width: int, counts: Tensor) -> Step:
         positions = self.lengths.long()[:, None]
         if width > 1:
             positions = positions + torch.arange(width, device=self.lengths.device)
         return Step(starts, self.lengths, positions, counts, self._rows)
 
-    def advance(self, counts: Sequence[int], *, update_lengths: bool = True) -> None:
-        """Add `counts` to the lengths. `update_lengths=False`: a graph replay has already updated them on the device."""
-        self.starts = tuple(start + count for start, count in zip(self.starts, counts, strict=True))
+    def advance(self, counts: Sequence[int], *, width: int = 1, update_lengths: bool = True) -> None:
+        """Add `counts` to the lengths, after a step of `width` tokens per sequence, padding included.
+
+        `update_lengths=False`: a graph replay has already updated them on the device.
+        """
+        is_prefill = not any(self.starts)  # which writes no padding to the rings
+        ends = counts if is_prefill else (start + width for start in self.starts)
+        self._written = tuple(map(max, self._written, ends))
+        self._set_lengths([start + count for start, count in zip(self.starts, counts, strict=True)], update_lengths)
+
+    def crop(self, n_tokens: int) -> None:
+        """Remove the last `n_tokens` tokens of every sequence.
+
+        Later tokens overwrite them, except in the rings, where they have replaced earlier tokens. Raises ValueError if a
+        sequence is shorter, NotImplementedError if the rings no longer have the tokens before the removed ones.
+        """
+        starts = [start - n_tokens for start in self.starts]
+        if n_tokens < 0 or min(starts) < 0:
+            raise ValueError(f"crop: expected 0 to {min(self.starts)} tokens, which all sequences have, got {n_tokens}")
+        n_overwritten = max(
+            (written - start for written, start in zip(self._written, starts, strict=True) if start), default=0
+        )
+        if n_overwritten > kv_cache_size.MAX_STEP_TOKENS:
+            raise NotImplementedError(
+                f"crop: expected at most {kv_cache_size.MAX_STEP_TOKENS} tokens, because the rings of the window and of "
+                f"incomplete blocks keep no more, got {n_overwritten}, padding included; use a new cache"
+            )
+        self._set_lengths(starts)
+
+    def _set_lengths(self, starts: Sequence[int], update_lengths: bool = True) -> None:
+        self.starts = tuple(starts)
         if update_lengths:
             # In place: a captured graph reads this memory.
             self.lengths.copy_(torch.tensor(self.starts, dtype=torch.int32), non_blocking=True)
@@ -82,10 +108,10 @@ class Cache:
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Replace sequence i with sequence rows[i], as beam search needs."""
-        self.starts = tuple(self.starts[row] for row in rows)
-        index = torch.tensor(rows, device=self.lengths.device)
+        self.starts, self._written = (tuple(counts[row] for row in rows) for counts in (self.starts, self._written))
+        index = torch.tensor(rows)
         for tensor in (self.lengths, *self.tensors()):
-            tensor.copy_(tensor[index])
+            tensor.copy_(tensor[index.to(tensor.device)])
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield all cached tensors; dimension 0 is the sequence."""
@@ -95,37 +121,29 @@ class Cache:
             yield from layer.tensors()
 
 
-def _get_default_backend(model: NSATransformer) -> str:
+def _get_default_backend(model: NSATransformer, placement: Placement) -> str:
     """Return "triton" if all parts of an NSA layer use it, or for a dense model that the kernels support on a GPU."""
     if model.config.attention == "nsa":
         use_triton = all(resolved.backend == "triton" for resolved in model.backends.values())
     else:
-        use_triton = model.head.weight.is_cuda and not any(_find_dense_limits(model))
+        use_triton = placement.device.type == "cuda" and not any(_find_dense_limits(model, placement))
     return "triton" if use_triton and not kernels.find_decoding_problem() else "torch"
 
 
-def _check_backend(model: NSATransformer, backend: str) -> None:
+def _check_backend(model: NSATransformer, placement: Placement, backend: str) -> None:
     """Raise the errors of `resolve_backend`, also for a dense model."""
-    c, like, limit = model.config, model.head.weight, None
+    c, limit = model.config, None
     if c.attention == "nsa" or backend != "triton":
-        resolve_backend(like.device, like.dtype, c.nsa, c, backend)
+        resolve_backend(*placement, c.nsa, c, backend)
     else:
-        device_problem, limit = _find_dense_limits(model)
+        device_problem, limit = _find_dense_limits(model, placement)
         if device_problem:
             raise BackendError(f"backend = 'triton' cannot run: {device_problem}")
     if backend == "triton" and (limit := limit or kernels.find_decoding_problem()):
         raise NotImplementedError(f"decoding, backend = 'triton': {limit}; use backend = 'torch'")
 
 
-def _find_dense_limits(model: NSATransformer) -> tuple[str | None, str | None]:
+def _find_dense_limits(model: NSATransformer, placement: Placement) -> tuple[str | None, str | None]:
     """Return why the kernels cannot run on this device, and why they do not support the head widths; None if they do."""
-    c, like = model.config, model.head.weight
-    return kernels.find_device_problem(like.device, like.dtype), kernels.find_width_problem(c.d_k, c.d_v)
-
-
-def _make_attention_cache(
-    attention: object, capacity: int, batch: int, like: Tensor, backend: str
-) -> NSACache | DenseCache:
-    if isinstance(attention, SparseAttention):
-        return NSACache(attention, capacity, batch, like, backend)
-    return DenseCache(cast(DenseAttention, attention), capacity, batch, like, backend)
+    c = model.config
+    return kernels.find_device_problem(*placement), kernels.find_width_problem(c.d_k, c.d_v)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from nsa_lab.inference import kv_cache_size
 from nsa_lab.inference.cache.cache_step import Step
-from nsa_lab.model import ShortConvolution
 
 
 class TokenRows:
@@ -30,7 +29,7 @@ class TokenRows:
 
     def put(self, x: Tensor, indices: Tensor) -> None:
         """Write x [B, S, G, D] at `indices` from `Step`."""
-        self._flat.index_copy_(0, indices, x.flatten(0, 1))
+        self._flat.index_copy_(0, indices, x.flatten(0, 1).to(self._flat.dtype))
 
 
 class Ring:
@@ -46,7 +45,7 @@ class Ring:
 
     def put(self, x: Tensor, step: Step) -> None:
         """Append x [B, S, G, D]. S <= `kv_cache_size.MAX_STEP_TOKENS`, except at prefill."""
-        x = x.flatten(0, 1)
+        x = x.flatten(0, 1).to(self._flat.dtype)
         if step.is_prefill:
             self._flat.copy_(x.index_select(0, step.get_initial_ring_tokens(self.n_slots)))
         else:
@@ -78,15 +77,9 @@ class LatestTokens:
 class PreviousKeys:
     """Ring of the latest keys before the short convolution, which combines each key with the previous one."""
 
-    def __init__(self, convolution: ShortConvolution, batch: int, like: Tensor) -> None:
-        self._convolution = convolution
-        _, self._branches, self._groups, width = convolution.weight.shape
-        self.ring = Ring(kv_cache_size.count_previous_key_slots(), self._branches * self._groups, width, batch, like)
-
-    @property
-    def conv_weights(self) -> Tensor:
-        """Weights of the convolution, [2, branches * G, D]."""
-        return self._convolution.weight.flatten(1, 2)
+    def __init__(self, n_branches: int, groups: int, width: int, batch: int, like: Tensor) -> None:
+        self._branches, self._groups = n_branches, groups
+        self.ring = Ring(kv_cache_size.count_previous_key_slots(), n_branches * groups, width, batch, like)
 
     def read_previous(self, step: Step) -> Tensor | None:
         """Return the previous token's keys, [B, 1, branches, G, D]; 0 for an empty sequence, None at prefill."""
