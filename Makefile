@@ -1,5 +1,5 @@
-# The three commands: `make run` trains the smoke model and writes a report, `make check` is for every change, `make test`
-# proves the library.
+# `make run` trains the smoke model and writes a report; `make check` is for every change, `make test` for every pull
+# request, `make nightly` for every release. docs/testing.md has their times.
 # Needs git, make and Python >= 3.11; everything else goes into .venv, once.
 
 PYTHON ?= python3
@@ -9,6 +9,9 @@ READY  := $(VENV)/.ready
 PARAMS ?= smoke
 # Notebooks that train are checked by nbval with the parameters of the CI run, in copies of their own.
 COPIES := .cache/nbval
+COPY   := $(BIN)/papermill --prepare-only --log-level ERROR
+NBVAL  := OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/notebooks $(BIN)/python -m pytest -p nbval_outputs -p no:cacheprovider \
+  --nbval-lax --nbval-cell-timeout=300
 # Of the plugins that are installed pytest loads those that the tests use, and rewrites the asserts of no other: nbval, which
 # has a target of its own, would bring Jupyter into every process. Bytecode is kept: without it each process rewrites and
 # compiles every test anew, which takes ten seconds.
@@ -24,7 +27,7 @@ COUNT_PACKAGES := { n=0; all=$$(grep -c == requirements.lock); while read -r wor
 LAB_FOLDER ?= $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: wording help run check test static fast-tests all-tests soak architectures mutants format lint types notebooks check-notebooks nbval lab lock clean
+.PHONY: wording help run check test nightly static fast-tests slow-tests every-test browser-tests mutants format lint types notebooks check-notebooks nbval nbval-rest lab lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -33,28 +36,33 @@ run: $(READY)  ## Train PARAMS (default: smoke) in a notebook, headlessly; ends 
 	@echo "==> training '$(PARAMS)' through a notebook; the report's path comes last"
 	@$(BIN)/nsa-lab run $(PARAMS)
 
-# What is one process, and often waits, runs beside the tests: together they keep both cores busy to the end.
-check: $(READY)  ## Format, lint, types, notebook pairs, the fast tests
+# The static checks are one process, so they run at the same time as the tests.
+check: $(READY)  ## For every change: format, lint, types, wording, notebook pairs, fast tests
 	@$(MAKE) --no-print-directory -j 2 fast-tests static
 
-test: $(READY)  ## All of check, every test but those of soak, the notebooks under nbval
-	@$(MAKE) --no-print-directory -j 2 all-tests static nbval
+test: $(READY)  ## For every pull request: all of check, slower tests, three notebooks under nbval
+	@$(MAKE) --no-print-directory -j 2 slow-tests static nbval
+
+nightly: $(READY)  ## For every release: all tests (on a GPU too, if there is one), all notebooks, all mutants
+	@$(MAKE) --no-print-directory -k static every-test browser-tests nbval nbval-rest mutants
 
 static: format lint wording check-notebooks types
 
 fast-tests: $(READY)
-	@echo "==> the fast tests, in two processes"
-	$(PYTEST) tests -m "not slow and not soak and not gpu and not browser" -n 2 --dist worksteal -q
+	@echo "==> fast tests, two processes"
+	$(PYTEST) tests -m "not slow and not nightly and not gpu and not browser" -n 2 --dist worksteal -q
 
-all-tests: $(READY)
-	@echo "==> tests, in two processes"
-	$(PYTEST) tests -m "not soak" -n 2 --dist worksteal
+slow-tests: $(READY)
+	@echo "==> fast and slow tests, two processes"
+	$(PYTEST) tests -m "not nightly and not gpu and not browser" -n 2 --dist worksteal -q
 
-soak: $(READY)  ## The tests that take minutes: long chains of kills over two ranks, kernels compiled for every architecture
-	$(PYTEST) tests -m soak -n 2 --dist worksteal
+every-test: $(READY)
+	@echo "==> all tests, two processes"
+	$(PYTEST) tests -m "not browser" -n 2 --dist worksteal -q
 
-architectures: $(READY)  ## Compile every kernel for every GPU that is named, at narrow, wide and wider heads; nothing is launched
-	$(PYTEST) tests/kernels/test_compiling.py -n 2 --dist worksteal -q
+browser-tests: $(READY)
+	@echo "==> browser tests; without chromium they are skipped"
+	$(PYTEST) tests/browser -q
 
 mutants: $(READY)  ## Plant faults in the library, one by one; the tests must catch every one
 	@$(BIN)/python tests/mutants/run.py
@@ -76,22 +84,24 @@ types: $(READY)
 	@$(BIN)/pyright
 
 nbval: $(READY)
-	@echo "==> notebooks under nbval"
+	@echo "==> notebooks under nbval: start page, branches, smoke training"
 	@rm -rf $(COPIES) && mkdir -p $(COPIES)/runs
-	@for stem in 04_smoke_training 05_production_run; do \
-	  $(BIN)/papermill --prepare-only --log-level ERROR -f params/ci.yaml -p outputs $(CURDIR)/$(COPIES)/runs \
-	    -p sample_tokens 40 notebooks/$$stem.ipynb $(COPIES)/$$stem.ipynb || exit 1; \
-	done
-	@$(BIN)/papermill --prepare-only --log-level ERROR -p outputs $(CURDIR)/$(COPIES)/runs \
-	  -p sample_tokens 40 notebooks/06_health_analysis.ipynb $(COPIES)/06_health_analysis.ipynb
-	@$(BIN)/papermill --prepare-only --log-level ERROR -p steps 10 -p n_sequences 32 \
-	  notebooks/07_does_selection_find.ipynb $(COPIES)/07_does_selection_find.ipynb
-	@$(BIN)/papermill --prepare-only --log-level ERROR -p steps 10 -p max_context 4096 \
-	  notebooks/08_decoding.ipynb $(COPIES)/08_decoding.ipynb
-	@$(BIN)/papermill --prepare-only --log-level ERROR -p text_bytes 2048 -p n_texts 2 \
-	  notebooks/09_long_texts.ipynb $(COPIES)/09_long_texts.ipynb
-	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/notebooks $(BIN)/python -m pytest -p nbval_outputs -p no:cacheprovider --nbval-lax --nbval-cell-timeout=300 \
-	  notebooks/00_start_here.ipynb notebooks/01_branches.ipynb notebooks/03_kernel_parity.ipynb $(COPIES)/*.ipynb
+	@$(COPY) -f params/ci.yaml -p outputs $(CURDIR)/$(COPIES)/runs -p sample_tokens 40 \
+	  notebooks/04_smoke_training.ipynb $(COPIES)/04_smoke_training.ipynb
+	$(NBVAL) notebooks/00_start_here.ipynb notebooks/01_branches.ipynb $(COPIES)/04_smoke_training.ipynb
+
+nbval-rest: $(READY)
+	@echo "==> all other notebooks under nbval"
+	@rm -rf $(COPIES)/rest && mkdir -p $(COPIES)/runs $(COPIES)/rest
+	@$(COPY) -f params/ci.yaml -p outputs $(CURDIR)/$(COPIES)/runs -p sample_tokens 40 \
+	  notebooks/05_production_run.ipynb $(COPIES)/rest/05_production_run.ipynb
+	@$(COPY) -p outputs $(CURDIR)/$(COPIES)/runs \
+	  -p sample_tokens 40 notebooks/06_health_analysis.ipynb $(COPIES)/rest/06_health_analysis.ipynb
+	@$(COPY) -p steps 10 -p n_sequences 32 \
+	  notebooks/07_does_selection_find.ipynb $(COPIES)/rest/07_does_selection_find.ipynb
+	@$(COPY) -p steps 10 -p max_context 4096 notebooks/08_decoding.ipynb $(COPIES)/rest/08_decoding.ipynb
+	@$(COPY) -p text_bytes 2048 -p n_texts 2 notebooks/09_long_texts.ipynb $(COPIES)/rest/09_long_texts.ipynb
+	$(NBVAL) notebooks/03_kernel_parity.ipynb $(COPIES)/rest/*.ipynb
 
 notebooks: $(READY)  ## Execute the notebooks again and store their outputs; STEMS picks some, e.g. STEMS=01_branches
 	@$(BIN)/python notebooks/build.py --execute $(STEMS)

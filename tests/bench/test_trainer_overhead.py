@@ -26,7 +26,7 @@ def test_overheads_are_measured_on_a_real_run(tmp_path: Path) -> None:
     assert report["resume_s"] > 0
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_ranks_are_compared_with_one() -> None:
     said = io.StringIO()
     ranks = run_trainer_bench(ranks=2, steps=8, console=Console(file=said))["ranks"]

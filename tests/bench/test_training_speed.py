@@ -116,7 +116,7 @@ COMPILED = loss_curves.Execution("torch, compiled", "torch", compile=True)  # a 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), pytest.param((COMPILED,), marks=pytest.mark.soak)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("more", [(), pytest.param((COMPILED,), marks=pytest.mark.nightly)], ids=["eager", "compiled"])
 def test_executions_of_one_configuration_stay_within_the_tolerance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[loss_curves.Execution, ...]
 ) -> None:

@@ -48,7 +48,7 @@ def start(run_dir: Path) -> subprocess.Popen:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(plan, marks=pytest.mark.soak) if plan == "ranks" else plan for plan in PLANS]
+    scope="module", params=[pytest.param(plan, marks=pytest.mark.nightly) if plan == "ranks" else plan for plan in PLANS]
 )
 def config(request: pytest.FixtureRequest) -> RunConfig:
     return RunConfig.from_dict(

@@ -94,7 +94,7 @@ def test_evaluation_uses_far_questions_of_the_evaluation_stream() -> None:
     assert point.loss == pytest.approx(losses.mean().item(), rel=1e-6)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.slow  # about a minute of one core
 def test_training_recipe_learns_much_earlier_than_plain_nsa() -> None:
     """Accuracy 1 against 0.13 after 100 of 700 steps; docs/science/tiny_recall.md has the curves."""

@@ -117,6 +117,8 @@ def decode(n_before: int, n_new: int, sizes: tuple[int, int, int, int, int], dty
 
 if __name__ == "__main__":
     torch.manual_seed(0)
+    paths = {(case.is_union, case.is_sorted, case.in_pieces) for case in CASES}
+    assert paths >= {(True, False, False), (False, False, False), (False, True, False), (False, True, True)}
     for case in CASES:
         assert force_path(case) == (case.is_union, case.is_sorted, case.in_pieces)
         run(case)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from looping import looped
 
 from nsa_lab.attention import reference
 from nsa_lab.attention.kernels.gating import gated_sum
@@ -19,6 +20,7 @@ def make_inputs(case, dtype, device, gate_dtype=torch.float32):
     return *outs, gates
 
 
+@looped
 @pytest.mark.parametrize("gate_dtype", ["float32", "own"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else []), ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from looping import looped, tiered
 
 from nsa_lab import attention
 from nsa_lab.attention import kernels, reference
@@ -45,6 +46,7 @@ RUNS += [
     for pair in itertools.product(DTYPES, STRATEGIES)
     if CUDA or pair == (DTYPES[number % 2], STRATEGIES[number // 2 % 2])
 ]
+FLOAT16_LARGE = (torch.float16, CASES[0])
 SMALL = NSAConfig(l=16, d=8, l_sel=16, n_sel=3, w=20)
 NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
 
@@ -96,8 +98,10 @@ def test_largest_finite_future_values_change_no_past_bit(strategy, device, monke
         assert not torch.equal(before[:, last + 1 :], after[:, last + 1 :])
 
 
+@looped
 @pytest.mark.parametrize(
-    ("case", "dtype", "strategy"), RUNS, ids=lambda x: "x".join(map(str, x)) if isinstance(x, tuple) else str(x)
+    ("case", "dtype", "strategy"),
+    tiered(RUNS, nightly=lambda case, dtype, strategy: case in WIDTHS[2:] + GPU_CASES or (dtype, case) == FLOAT16_LARGE),
 )
 def test_matches_its_parts_and_the_reference(case, dtype, strategy, device, poisoned, monkeypatch, assert_error_within):
     if strategy == "gather":
@@ -121,6 +125,7 @@ def test_matches_its_parts_and_the_reference(case, dtype, strategy, device, pois
         assert_error_within(name, grad, wide, rough, 3)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["union", "gather"])
 def test_opcheck_and_torch_compile(device, strategy, monkeypatch):
     if strategy == "gather":
@@ -160,7 +165,7 @@ def test_runs_are_bit_identical_on_any_stream(device, poisoned):
             assert all(torch.equal(a, b) for a, b in zip(results, first, strict=True))
 
 
-@pytest.mark.parametrize("strategy", ["union", "gather"])
+@pytest.mark.parametrize("strategy", ["union", pytest.param("gather", marks=pytest.mark.nightly)])
 def test_strides_do_not_matter(device, strategy, monkeypatch):
     if strategy == "gather":
         monkeypatch.setattr(selected, "UNION_TOKENS", 0)
@@ -176,6 +181,7 @@ def test_strides_do_not_matter(device, strategy, monkeypatch):
         assert all(map(torch.equal, grads, torch.autograd.grad(other, y, d_out)))
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")
 def test_a_cuda_graph_replays_to_the_same_bits(device):
     x = make_inputs(GPU_CASES[0], torch.float16, device)

@@ -1,4 +1,4 @@
-"""The random shapes of shapes.py: their distribution, and one small shape."""
+"""Every part of `bench attention` at one small shape; shapes.py draws more of them."""
 
 from __future__ import annotations
 
@@ -6,26 +6,11 @@ import pytest
 import shapes
 import torch
 
-from nsa_lab.attention import geometry, kernels
+from nsa_lab.attention import geometry
 from nsa_lab.config import NSAConfig
 
 
-def test_random_shapes_are_supported_and_cover_all_limits() -> None:
-    random_shapes = [shapes.draw_shape(number) for number in range(200)]
-    assert (
-        random_shapes == [shapes.draw_shape(number) for number in range(200)]
-        and len({str(shape) for shape in random_shapes}) == 200
-    )
-    assert not [shape for shape in random_shapes if kernels.find_shape_problem(shape.nsa, shape.D, shape.Dv)]
-    assert all(shape.T % 2 for shape in random_shapes)
-    assert {shape.h for shape in random_shapes} == set(shapes.HEADS)
-    assert {shape.D for shape in random_shapes} == set(range(16, 257, 16)) == {shape.Dv for shape in random_shapes}
-    assert {shape.nsa.l_sel for shape in random_shapes} >= {16, 48, 80, 128} and min(
-        shape.nsa.w for shape in random_shapes
-    ) == 1
-    assert any(shape.Dv != shape.D for shape in random_shapes) and len({shape.dtype for shape in random_shapes}) > 1
-
-
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 def test_every_part_of_a_shape_matches_the_reference() -> None:
     """A small shape with more blocks than n_sel. Random shapes have too few blocks or are too long for the interpreter."""

@@ -131,7 +131,7 @@ def count_correct_facts(logits: torch.Tensor, text: bytes, facts: list[Fact]) ->
     )
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_single_fact_is_retrieved_at_every_depth(model: NSATransformer, config: RunConfig) -> None:
     """Evaluate like `nsa-lab evaluate`, with a separate text per depth."""

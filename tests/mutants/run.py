@@ -95,8 +95,10 @@ def source(module: str) -> Path:
 
 def run_tests(files: list[str]) -> _FirstFailure:
     """Run them in this process, file by file, until a test fails."""
+    import looping
     import pytest
 
+    looping.stop_at_first = True
     first = _FirstFailure()
     options = [
         "-x",

@@ -75,7 +75,7 @@ def statistics_of(run_dir: Path) -> dict[int, dict[str, list[float]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_the_same_global_batch_gives_the_same_losses(new_run: Make, train: Callable[..., int], count: int) -> None:
     single_rank, shared = new_run(**CHANGES), new_run(**CHANGES)
     assert train(single_rank) == 0

@@ -134,7 +134,7 @@ def compiled_in(compiler: CompileCounter, monkeypatch: pytest.MonkeyPatch) -> di
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("cross", marks=pytest.mark.soak), "recipe"])
+@pytest.mark.parametrize("kind", [pytest.param("cross", marks=pytest.mark.nightly), "recipe"])
 def test_a_stage_switch_compiles_nothing(
     new_staged_run: Make, train: Train, kind: str, compiled_in: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@
 
 All such constants are in this file. They were measured on one H200 (docs/log/kernels.md). GPUs of compute capability 8.x
 other than 8.0 have 99 KB of shared memory per thread block, an A100 has 163 KB; the tiles for the smaller GPUs fit in 99
-KB. If you change a tile, also change tests/kernels/test_launch_table.py, which pins the tiles of the benchmarked shapes.
+KB. If you change a tile, measure it with `nsa-lab bench attention`; tests/kernels/test_launch_table.py checks the limits.
 """
 
 # The device properties of torch have no type annotations.

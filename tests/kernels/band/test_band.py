@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
+from looping import looped, tiered
 
 from nsa_lab import attention
 from nsa_lab.attention import geometry, reference
@@ -74,9 +76,14 @@ def make_cotangents(out, lse, seed: int = 1):
     return d_out, torch.where(torch.isinf(lse), 0.0, d_lse)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES + (GPU_CASES if CUDA else []), ids=lambda c: "x".join(map(str, c[:6])))
-@pytest.mark.parametrize("branch", BRANCHES)
+@looped
+@pytest.mark.parametrize(
+    ("branch", "case", "dtype"),
+    tiered(
+        itertools.product(BRANCHES, CASES + (GPU_CASES if CUDA else []), DTYPES),
+        nightly=lambda branch, case, dtype: case in GPU_CASES or (dtype != torch.float32 and case != CASES[0]),
+    ),
+)
 def test_matches_the_definition(branch, case, dtype, device, poisoned, assert_error_within, monkeypatch):
     kernel, definition = BRANCHES[branch]
     *shape, nsa = case

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from looping import looped
 from torch import Tensor
 
 from nsa_lab.attention import kernels
@@ -13,7 +14,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-2  # large enough to change the result
 # Rows, K: fewer and more rows than a tensor-core product; odd depths, and several chunks of them.
 CASES = [((1, 1), 48), ((3, 1), 1100), ((2, 2), 300), ((5, 1), 96), ((7, 3), 200)]
-NAMES = ["".join(f"{n}x" for n in (*rows, K))[:-1] for rows, K in CASES]
 
 
 def make_tensors(seed: int, *shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
@@ -36,8 +36,9 @@ def assert_close(actual: Tensor, plain: Tensor, true: Tensor) -> None:
     assert (actual.double() - true).abs().max().item() <= 2 * (plain.double() - true).abs().max().item() + floor
 
 
+@looped
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
+@pytest.mark.parametrize("case", CASES)
 def test_linear_equals_loops(case: tuple, dtype: torch.dtype) -> None:
     rows, K = case
     x, norm, weight_a, weight_b, weight_c, residual = make_tensors(
@@ -53,7 +54,8 @@ def test_linear_equals_loops(case: tuple, dtype: torch.dtype) -> None:
     assert_close(y, residual + x @ weight_a.T, residual.double() + x.double() @ weight_a.double().T)
 
 
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
+@looped
+@pytest.mark.parametrize("case", CASES)
 def test_first_half_of_a_gated_layer_is_the_gate(case: tuple) -> None:
     rows, K = case
     x, norm, weight = make_tensors(K, (*rows, K), (K,), (2 * 21, K), dtype=torch.float32)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from cache_cases import Case, attend_all, compute_all_importances, make_inputs, select_best_blocks
+from looping import looped, tiered
 
 from nsa_lab.attention.cached_attention import cached_attention
 from nsa_lab.attention.kernels import launch_table
@@ -99,8 +102,14 @@ def check_case(case, dtype, device, selected_blocks, assert_error_within):
     assert_error_within("out", out.cpu(), exact, attend_all(inputs.to("cpu"), selected_blocks[-1], case), 2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES + (GPU_CASES if CUDA else []), ids=str)
+@looped
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    tiered(
+        itertools.product(CASES + (GPU_CASES if CUDA else []), DTYPES),
+        nightly=lambda case, dtype: case in GPU_CASES or (dtype != torch.float32 and case is not CASES[2]),
+    ),
+)
 def test_equals_plain_loops(case, dtype, device, poisoned, selected_blocks, assert_error_within):
     check_case(case, dtype, device, selected_blocks, assert_error_within)
 
@@ -113,6 +122,7 @@ def test_more_index_blocks_than_are_ranked_at_once(device, poisoned, selected_bl
     check_case(case, torch.float32, device, selected_blocks, assert_error_within)
 
 
+@looped
 @pytest.mark.parametrize("programs", [1, 8, 10**6])
 def test_any_number_of_parts(programs, device, poisoned, selected_blocks, assert_error_within, monkeypatch):
     monkeypatch.setattr(launch_table, "DECODING_PROGRAMS", programs)
@@ -163,6 +173,7 @@ def test_ties_go_to_the_lower_index(device, monkeypatch):
             assert blocks[0, t, g].tolist() == select_by_loops(importance, nsa)
 
 
+@looped
 @pytest.mark.parametrize("blocks_at_once", [8, 2048])
 def test_positive_and_negative_scores_are_ranked(blocks_at_once, device, monkeypatch):
     """Scores are logarithms of either sign. +inf ranks first; -inf and NaN rank last."""

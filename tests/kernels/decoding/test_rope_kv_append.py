@@ -9,12 +9,16 @@ import math
 
 import pytest
 import torch
+from looping import looped
 from torch import Tensor
 
 from nsa_lab.attention import kernels
 from nsa_lab.attention.compression import BlockPool
 from nsa_lab.attention.layer_cache import CacheWriteBuffers
 from nsa_lab.config import NSAConfig
+
+# The interpreter takes a tenth of a second per case.
+pytestmark = pytest.mark.slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 THETA = 100.0
@@ -54,8 +58,9 @@ def assert_close(actual: Tensor, expected_value: Tensor, dtype: torch.dtype) -> 
     torch.testing.assert_close(actual.double().cpu(), expected_value, rtol=off, atol=off, equal_nan=True)
 
 
+@looped
 @pytest.mark.parametrize("convolved", [False, True], ids=["plain", "convolved"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("case", CASES)
 def test_cache_equals_loops(case: tuple, dtype: torch.dtype, convolved: bool) -> None:
     lengths, S, H, G, Dk, Dv, R, raw_slots, slots, capacity = case
@@ -158,6 +163,7 @@ BLOCKS = [
 ]
 
 
+@looped
 @pytest.mark.parametrize("phi", ["avg", "pool"])
 @pytest.mark.parametrize("values", [True, False], ids=["keys and values", "only keys"])
 @pytest.mark.parametrize("case", BLOCKS)

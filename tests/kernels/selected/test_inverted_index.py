@@ -11,7 +11,7 @@ from nsa_lab.attention.kernels.selected import inverted_index
 
 
 @pytest.mark.parametrize(
-    "bitmap_bytes", [pytest.param(2**28, id="one pass"), pytest.param(1, id="a pass a span", marks=pytest.mark.slow)]
+    "bitmap_bytes", [pytest.param(2**28, id="one pass"), pytest.param(1, id="a pass a span", marks=pytest.mark.nightly)]
 )
 def test_index_is_the_transpose_of_the_selection(device, bitmap_bytes, monkeypatch, poisoned):
     monkeypatch.setattr(inverted_index, "BITMAP_BYTES_LIMIT", bitmap_bytes)

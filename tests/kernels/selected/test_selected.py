@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from looping import looped, tiered
 from selected_inputs import make_config, make_selection
 
 from nsa_lab import attention
@@ -94,19 +95,23 @@ def run(fn, x, cotangent=None):
     return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), x, (d_out, d_lse))]
 
 
+def use_strategy(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
+    monkeypatch.setattr(selected, "UNION_TOKENS", 2**30 if strategy == "union" else 0)
+
+
 @pytest.fixture(params=STRATEGIES)
 def strategy(request, monkeypatch) -> str:
-    monkeypatch.setattr(selected, "UNION_TOKENS", 2**30 if request.param == "union" else 0)
+    use_strategy(monkeypatch, request.param)
     return request.param
 
 
+@looped
 @pytest.mark.parametrize(
     ("case", "pattern", "dtype", "strategy"),
-    list_cases(),
-    indirect=["strategy"],
-    ids=lambda x: "x".join(map(str, x)) if isinstance(x, tuple) else str(x),
+    tiered(list_cases(), nightly=lambda case, pattern, dtype, strategy: case in GPU_CASES or dtype != torch.float32),
 )
 def test_matches_the_definition(case, pattern, dtype, strategy, device, poisoned, assert_error_within, monkeypatch):
+    use_strategy(monkeypatch, strategy)
     *shape, n_sel, l_sel = case
     if device.type == "cpu" and max(case[4:6]) > 128:  # two tiles, as on Hopper
         monkeypatch.setattr(launch_table, "is_hopper", lambda device: True)
@@ -203,6 +208,7 @@ def test_strides_do_not_matter(strategy, device):
         assert torch.equal(got, want)
 
 
+@pytest.mark.nightly
 def test_small_workspace_gives_equal_results(device, monkeypatch):
     monkeypatch.setattr(selected, "UNION_TOKENS", 0)
     nsa = make_config(3, 16)
@@ -237,7 +243,7 @@ def test_last_parts_of_groups_form_one_piece(room_for_one_group):
     assert [(p.g0, p.g1, p.t0, p.t1) for p in cut] == [(0, 1, 0, 256), (1, 2, 0, 256), (0, 2, 256, 340)]
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_piece_of_several_groups_gives_equal_results(device, monkeypatch, poisoned, room_for_one_group):
     monkeypatch.setattr(selected, "UNION_TOKENS", 0)
     nsa = make_config(3, 16)
@@ -262,6 +268,7 @@ def test_order_of_work_items_changes_no_bit(device, monkeypatch, poisoned):
     assert all(torch.equal(a, b) for a, b in zip(run(attend, x), by_block, strict=True))
 
 
+@looped
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
@@ -292,6 +299,7 @@ def test_too_many_pairs_raise():
         selected.check_pairs(q, k, k, 16, 64)
 
 
+@pytest.mark.nightly
 def test_opcheck(strategy, device):
     nsa = make_config(3, 16)
     q, k, v = make_inputs(1, 40, 4, 2, 32, 32, torch.float32, device)
@@ -313,8 +321,12 @@ def test_compiles_in_one_graph(strategy, device):
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("wide", [False, True])
+@looped
+@pytest.mark.parametrize(
+    ("wide", "strategy"), tiered(itertools.product([False, True], STRATEGIES), nightly=lambda wide, strategy: wide)
+)
 def test_twenty_runs_are_bit_identical(wide, strategy, device, monkeypatch):
+    use_strategy(monkeypatch, strategy)
     monkeypatch.setattr(workspace_pieces, "SORT_ABOVE_BYTES", 0)
     if CUDA:
         shape, n_sel, l_sel = (2, 1500, 32, 2, 128, 128) if wide else (2, 1500, 12, 2, 64, 64), 16, 64
@@ -329,6 +341,7 @@ def test_twenty_runs_are_bit_identical(wide, strategy, device, monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(run(attend, x), first, strict=True))
 
 
+@pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize(("T", "H", "D"), [(700, 12, 64), (5000, 12, 64), (5000, 32, 128)])
 def test_a_cuda_graph_replays_to_the_same_bits(T, H, D, device, monkeypatch):
@@ -360,6 +373,7 @@ def test_a_cuda_graph_replays_to_the_same_bits(T, H, D, device, monkeypatch):
         assert torch.equal(got, want)
 
 
+@pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize(
     ("T", "H", "D", "n_sel"), [(131072, 12, 64, 16), (131072, 132, 128, 3)], ids=["long", "wide offsets"]

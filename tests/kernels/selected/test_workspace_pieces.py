@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from looping import looped
 
 from nsa_lab.attention.kernels.selected import inverted_index, workspace_pieces
 
 
+@looped
 @pytest.mark.parametrize("size", [10**9, 3 * 10**7, 10**7, 5 * 10**6, 2 * 10**6, "a byte less than a group"])
 @pytest.mark.parametrize(("heads", "width"), [(3, 64), (16, 128)])
 def test_pieces_are_disjoint_and_fit_the_workspace(size, heads, width, monkeypatch):
