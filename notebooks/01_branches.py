@@ -19,20 +19,30 @@
 #
 # In dense attention, every token attends to every token before it. Native Sparse Attention (NSA,
 # [arXiv 2502.11089](https://arxiv.org/abs/2502.11089)) attends to far fewer tokens, and the model learns which ones.
-# This notebook builds NSA from scratch. Each step has an equation of the paper and about ten lines of code. The next
-# cell compares these lines with the library, to 12 digits (to 6 where the library computes in float32).
+# This notebook builds NSA from scratch.
 #
-# At the end you have NSA in 40 lines, equal to the library's layer in float64. The last part goes beyond the paper: it
-# trains the block selection with its own loss.
+# **What you will learn**
 #
-# The sections follow equations 1 to 12 of the paper. Six times, **predict** the output of the next cell: write down
-# your guess, run the cell, then open the answer. Cells marked `NBVAL_CHECK_OUTPUT` print exact results, which
-# continuous integration compares character by character. The notebook runs in less than a minute on a CPU.
+# * what the three branches of NSA attend to, first on six tokens with every number printed, then as general code,
+# * how NSA selects blocks of tokens, and an error in the paper's formula for it (equation 9),
+# * why the result is causal, and for which lengths NSA equals dense attention,
+# * NSA in 40 lines of PyTorch, equal to the library's layer in outputs and gradients.
+#
+# **Prerequisites.** Python, PyTorch tensors, and softmax attention: queries, keys, values. Other terms are defined where
+# they first occur.
+#
+# **Time.** About an hour to read. The notebook runs in less than a minute on two CPU cores.
+#
+# **How to read it.** Each section has an equation of the paper and about ten lines of code. The next cell compares these
+# lines with the library. Six times, **predict** the output of the next cell: write down your guess, run the cell, then
+# open the answer. Three exercises with solutions are at the end. (Cells marked `NBVAL_CHECK_OUTPUT` print exact results,
+# which the tests of this project compare with yours.)
+
+# %%
+# %load_ext nsa_lab.workbook
 
 # %% tags=["parameters"]
-length: int = 2048  # tokens (characters) of the real text, at most 2,048
-query: int = 1900  # position of the query that the explorer shows, below length
-use_widgets: object = None  # True or False; None: controls only if a Jupyter front end is open
+seed: int = 0  # of the random numbers
 
 # %%
 import math
@@ -40,19 +50,19 @@ import math
 import torch
 from torch import Tensor
 
-from nsa_lab import NSAttention, figures, load_model
-from nsa_lab.attention import dense_attention, geometry, nsa_attention, reference, select_blocks, selection_loss
+from nsa_lab import NSAttention, figures
+from nsa_lab.attention import dense_attention, geometry, nsa_attention, reference, select_blocks
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.figures.blocks import compute_equation_nine
 from nsa_lab.workbook import examples
 from nsa_lab.workbook.display import show_figure, show_folded
 from nsa_lab.workbook.query_attention import compute_reads
-from nsa_lab.workbook.query_explorer import explore_query
 
 # %% [markdown]
 # ## 1 · Why sparse attention: three numbers
 #
-# Dense attention reads all previous tokens. This costs twice:
+# For each new token, dense attention compares a *query* (what the token looks for) with the *keys* of all previous tokens
+# (what each of them offers), and returns a weighted mean of their *values*. This costs twice:
 #
 # 1. **Comparisons.** Each token is compared with all tokens before it. The total grows with the square of the length: a
 #    text twice as long needs four times the work.
@@ -60,12 +70,23 @@ from nsa_lab.workbook.query_explorer import explore_query
 #    It reads the entire cache again for every new token. In long texts this traffic, not arithmetic, limits the speed
 #    of generation.
 #
-# Reading only the relevant tokens would reduce both. But a GPU is fast only on contiguous memory and on matrix tiles of
-# about 64 × 64. Scattered single tokens offer neither. To find the best *tokens*, the model would also have to score
-# every token, which is half the work of dense attention. This leads to the third number:
+# Reading only the relevant tokens would reduce both. But a GPU is fast only if it reads long contiguous pieces of memory
+# and multiplies matrix *tiles* of about 64 × 64 numbers. Scattered single tokens offer neither. To find the best *tokens*,
+# the model would also have to score every token, which is half the work of dense attention. This leads to the third number:
 #
-# 3. **Blocks.** NSA selects whole blocks of neighboring tokens. It scores each block through compressed keys, each of
+# 3. **Blocks.** NSA selects whole blocks of neighboring tokens. It scores each block through *compressed keys*, each of
 #    which represents several tokens. One block is contiguous in memory and fills one tile.
+#
+# NSA is like reading a long report. A summary of every page gives you an overview (compressed). You open the few pages
+# whose summary fits your question and read them in full (selected). And you remember the last sentences (window).
+#
+# The number of keys that a query reads after $T$ tokens follows from this. There is one compressed key per $d$ tokens,
+# $n_{sel}$ selected blocks have $l_{sel}$ tokens each, and the window has $w$ tokens:
+#
+# $$\text{keys read} \approx \frac{T}{d} + n_{sel}\,l_{sel} + w$$
+#
+# Only the first term grows with the text. With the default sizes ($d = 16$, $n_{sel} = 16$, $l_{sel} = 64$, $w = 512$) the
+# sum is $T/16 + 1{,}536$.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -97,7 +118,8 @@ show_figure(figures.plot_reads_by_length([2**k for k in range(5, 17)], default_n
 #
 # ## 2 · NSA in one picture
 #
-# Three branches attend to the past in parallel. A gate weights their outputs, which are then added:
+# Three branches attend to the past in parallel. A *gate* per branch, a number between 0 and 1 that depends on the token,
+# weights their outputs, which are then added:
 #
 # | branch | in the code | attends to | purpose |
 # |---|---|---|---|
@@ -110,7 +132,7 @@ show_figure(figures.plot_reads_by_length([2**k for k in range(5, 17)], default_n
 
 # %%
 toy = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=12)
-example = examples.make_random_example(64, heads=4, groups=2, head_dim=8)
+example = examples.make_random_example(64, heads=4, groups=2, head_dim=8, seed=seed)
 show_figure(figures.plot_architecture(compute_reads(example, toy, position=57, group=0)))
 
 # %% [markdown]
@@ -119,7 +141,151 @@ show_figure(figures.plot_architecture(compute_reads(example, toy, position=57, g
 # is, always selected: the first block, the query's own block and the one before it. In this toy only one block is
 # selected by its score.
 #
-# **Symbols** follow the paper. Positions $t$, $s$ and block indices $i$, $j$ start at 0.
+# ## 3 · Six tokens, every number
+#
+# Before the general code, here is one query with every intermediate result. The text has six tokens, and the model should
+# predict the next one:
+#
+# > Ann drinks tea . Ann drinks **?**
+#
+# The word after the earlier "drinks" is "tea", so a good answer is "tea". Attention can find it if the *key* of each token
+# encodes the word **before** it, and the *query* encodes the current word. (Trained models develop such heads and use them
+# to copy. They are called *induction heads*.) To keep the numbers readable, there is one head of width $D = 4$ with one
+# channel per word, the queries are 6 times the word, and the values are the words themselves.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+words = ["Ann", "drinks", "tea", ".", "Ann", "drinks"]
+vocabulary = ["Ann", "drinks", "tea", "."]
+word_vectors = torch.eye(4, dtype=torch.float64)[[vocabulary.index(word) for word in words]]
+values = word_vectors
+keys = torch.cat([torch.zeros_like(values[:1]), values[:-1]])  # the previous word; nothing precedes the first token
+queries = 6 * word_vectors
+
+
+def print_table(title: str, rows: list[str], columns: list[str], numbers: Tensor) -> None:
+    """Print numbers [rows, columns] with two digits."""
+    print(f"{title:<24}│" + "".join(f"{column:>10}" for column in columns))
+    for row, line in zip(rows, numbers.tolist(), strict=True):
+        print(f"{row:<24}│" + "".join(f"{number:>10.2f}" for number in line))
+
+
+names = [f"{position} {word}" for position, word in enumerate(words)]
+print_table("keys", names, vocabulary, keys)
+print()
+print_table("values", names, vocabulary, values)
+print()
+print_table("query", [names[5]], vocabulary, queries[5:])
+
+# %% [markdown]
+# **Dense attention.** The score of a key is $q \cdot k / \sqrt D$, here $6 / 2 = 3$ for a match. The softmax turns scores
+# into weights that sum to 1: $e^3 / (e^3 + 5 e^0) = 20.09 / 25.09 = 0.80$ for the match. The output is the sum of the
+# values with these weights, and its largest channel is the answer.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+query = queries[5]
+scores = keys @ query / math.sqrt(4)
+p = scores.softmax(-1)
+print_table("dense attention", ["score", "weight p"], names, torch.stack([scores, p]))
+print()
+print_table("output", ["dense"], vocabulary, (p @ values)[None])
+
+# %% [markdown]
+# **Compression.** A compressed key is the mean of $l = 2$ neighboring keys, and there is one for every $d = 1$ tokens. Six
+# tokens give five compression blocks, which overlap. Their values are averaged in the same way.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+block_names = [f"block {i}" for i in range(5)]
+block_tokens = [f"{name}: tokens {i}, {i + 1}" for i, name in enumerate(block_names)]
+k_cmp, v_cmp = ((x[:-1] + x[1:]) / 2 for x in (keys, values))
+print_table("compressed keys", block_tokens, vocabulary, k_cmp)
+print()
+print_table("compressed values", block_tokens, vocabulary, v_cmp)
+
+# %% [markdown]
+# **Compressed branch.** The same attention, over compressed keys. Blocks 1 and 2 contain token 2, which matches. Their
+# score is 1.5, half of a full match, because the other token of the block contributes nothing. The branch sees roughly
+# where the match is. Its output is blurred: "tea" has the largest weight, but far from 0.80.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+scores_cmp = k_cmp @ query / math.sqrt(4)
+p_cmp = scores_cmp.softmax(-1)
+out_cmp = p_cmp @ v_cmp
+print_table("compressed attention", ["score", "weight p"], block_names, torch.stack([scores_cmp, p_cmp]))
+print()
+print_table("output", ["compressed"], vocabulary, out_cmp[None])
+
+# %% [markdown]
+# **Importance and selection.** Selection blocks have $l_{sel} = 1$ token here. The importance of a selection block is the
+# sum of the weights of all compressed keys that contain its tokens: token 2 is in blocks 1 and 2, so its importance is
+# $0.374 + 0.374 = 0.75$. Four blocks are selected. Three are forced: the first, the query's own and the one before it.
+# One place is left for the best of the others: token 2, "tea".
+
+# %%
+# NBVAL_CHECK_OUTPUT
+zero = torch.zeros(1, dtype=torch.float64)
+importance = torch.cat([p_cmp, zero]) + torch.cat([zero, p_cmp])  # block j has compressed keys j and j - 1
+rank = importance.clone()
+rank[[0, 4, 5]] = math.inf  # forced
+selected = rank.topk(4).indices.sort().values
+print_table("selection", ["importance", "importance, forced = inf"], names, torch.stack([importance, rank]))
+print("\nselected tokens:", ", ".join(names[position] for position in selected))
+
+# %% [markdown]
+# **Selected branch and window.** Both are attention over single tokens. The selected branch reads four of the six tokens
+# and finds the match almost as clearly as dense attention. The window reads the last $w = 2$ tokens, which do not match:
+# its weights are equal.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+p_sel, p_win = (scores[positions].softmax(-1) for positions in (selected, torch.tensor([4, 5])))
+out_sel, out_win = p_sel @ values[selected], p_win @ values[4:]
+print_table("selected branch", ["weight p"], [names[position] for position in selected], p_sel[None])
+print()
+print_table("window", ["weight p"], names[4:], p_win[None])
+print()
+print_table("output", ["selected", "window"], vocabulary, torch.stack([out_sel, out_win]))
+
+# %% [markdown]
+# **Gates and sum.** The gates are sigmoids of numbers that the model computes from the token. Here they are set by hand
+# to $\sigma(-1)$, $\sigma(2)$ and $\sigma(-1)$: mostly the selected branch. The sum of the three gated outputs is the
+# output of NSA. The last line compares it with the library.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+gates = torch.tensor([-1.0, 2.0, -1.0], dtype=torch.float64).sigmoid()
+branch_outputs = torch.stack([out_cmp, out_sel, out_win])
+output = gates @ branch_outputs
+print_table("gates", ["gate"], ["cmp", "sel", "win"], gates[None])
+print()
+gated = [f"{gate:.2f} × {name}" for gate, name in zip(gates.tolist(), ("compressed", "selected", "window"), strict=True)]
+print_table("gated outputs", [*gated, "sum"], vocabulary, torch.cat([gates[:, None] * branch_outputs, output[None]]))
+print("\nanswer:", vocabulary[output.argmax()])
+
+six = NSAConfig(l=2, d=1, l_sel=1, n_sel=4, w=2)
+q6, k6, v6 = (x[None, :, None] for x in (queries, keys, values))  # [B, T, heads, D]
+k_cmp6, v_cmp6 = (reference.compress(x, six) for x in (k6, v6))
+library = nsa_attention(q6, k_cmp6, v_cmp6, k6, v6, k6, v6, gates.expand(1, 6, 1, 3), six, backend="reference")
+print("equal to the library:", torch.allclose(output, library[0, 5, 0], rtol=0, atol=1e-12))
+
+# %%
+six_tokens = examples.Example("six tokens", "", q6, k6, v6, k6, v6, k6, v6)
+show_figure(figures.plot_architecture(compute_reads(six_tokens, six, position=5)))
+
+# %% [markdown]
+# **What to notice.** The compressed branch could not answer by itself, but it pointed to the right block, and the selected
+# branch read that block in full. With blocks of 64 tokens and texts of 65,536 this is the whole idea of NSA. It also shows
+# the weak point: half of the match was lost in a mean of two keys. In a mean of 32 keys, 31/32 is lost. Notebook
+# [02](02_in_practice.ipynb) returns to this.
+#
+# The rest of this notebook writes the same steps for all queries, heads and lengths at once.
+#
+# ### Symbols
+#
+# They follow the paper. Positions $t$, $s$ and block indices $i$, $j$ start at 0.
 #
 # | symbol | meaning | in the toy | default |
 # |---|---|---|---|
@@ -131,7 +297,8 @@ show_figure(figures.plot_architecture(compute_reads(example, toy, position=57, g
 # | $w$ | tokens in the window | 12 | 512 |
 #
 # The library's tensors have a batch dimension, `[B, T, H, D]`. The code in this notebook handles one text and omits it.
-# `check_equal` stops the notebook if two results differ by more than $10^{-12}$.
+# `check_equal` stops the notebook if two results differ by more than $10^{-12}$. (Where the library computes in float32,
+# $10^{-6}$.)
 
 
 # %%
@@ -148,7 +315,7 @@ T, H, G = len(q), q.shape[1], k_sel.shape[1]
 print(f"queries [T, H, D] = {list(q.shape)}, keys and values of each branch [T, G, D] = {list(k_sel.shape)}, {q.dtype}")
 
 # %% [markdown]
-# ## 3 · Dense attention, head groups and LSE (eq. 1, 2)
+# ## 4 · Dense attention, head groups and LSE (eq. 1, 2)
 #
 # $$o_t = \sum_{s \le t} p_{t,s}\, v_s$$
 #
@@ -200,7 +367,7 @@ combined = sum(out * torch.exp(part - lse)[..., None] for out, part in (first_ha
 print("two halves, weighted by exp(LSE of the half - LSE), sum to the whole output:", torch.allclose(combined, dense))
 
 # %% [markdown]
-# ## 4 · The gated sum (eq. 3 to 6)
+# ## 5 · The gated sum (eq. 3 to 6)
 #
 # Equations 3 and 4 state the general idea: replace the keys and values by fewer ones and attend to those. Equation 5
 # does this in three ways at once, with one gate per branch:
@@ -242,7 +409,7 @@ outputs = (q, dense, dense - q)  # any three tensors
 check_equal("gated sum", sum_gated(outputs, gates), reference.combine(*(out[None] for out in outputs), gates[None])[0])
 
 # %% [markdown]
-# ## 5 · Compression (eq. 7)
+# ## 6 · Compression (eq. 7)
 #
 # $$\tilde k_i = \varphi\big(k_{id},\, \dots,\, k_{id+l-1}\big)$$
 #
@@ -307,12 +474,14 @@ show_folded("Answer", f"query 50 sees {n_visible[50]} blocks; the first query th
 
 # %% [markdown]
 # <details><summary>Why</summary>
-# <p>Block $i$ ends at token $i\,d + l - 1 = 4i + 7$. Blocks 0 to 10 end at token 47 or earlier, and block 11 ends at
+#
+# Block $i$ ends at token $i\,d + l - 1 = 4i + 7$. Blocks 0 to 10 end at token 47 or earlier, and block 11 ends at
 # 51. Query 50 therefore sees eleven blocks. Block 0 ends at token 7, so query 7 is the first that sees a block. Queries
-# 0 to 6 see none: their output in this branch is 0 and their LSE is $-\infty$.</p>
+# 0 to 6 see none: their output in this branch is 0 and their LSE is $-\infty$.
+#
 # </details>
 #
-# ## 6 · Attention over compressed keys (eq. 8)
+# ## 7 · Attention over compressed keys (eq. 8)
 #
 # $$p_{t,i} = \operatorname{softmax}_i\!\Big(\tfrac{1}{\sqrt{D}}\, q_t \cdot \tilde k_i\Big)$$
 #
@@ -349,7 +518,7 @@ show_figure(figures.plot_visible_blocks(64, toy))
 # **What to notice.** The number of visible blocks increases by one every $d = 4$ queries. The first block becomes
 # visible at query $l - 1 = 7$.
 #
-# ## 7 · Block importance (eq. 9, 10)
+# ## 8 · Block importance (eq. 9, 10)
 #
 # The importance of a selection block is the attention that the compressed keys of its tokens receive. Each compressed
 # key passes its weight to every selection block that it overlaps, once per stride of $d$ shared tokens:
@@ -433,14 +602,16 @@ show_folded("Answer", f"corrected: block {best_block[False]}; as printed: block 
 
 # %% [markdown]
 # <details><summary>Why</summary>
-# <p>Token 350 is in compressed blocks $i = 20$ (tokens 320 to 351) and $i = 21$ (tokens 336 to 367). These two have all
+#
+# Token 350 is in compressed blocks $i = 20$ (tokens 320 to 351) and $i = 21$ (tokens 336 to 367). These two have all
 # the weight. By the corrected formula they belong to block 5, which starts with compressed block $4 \cdot 5 = 20$. The
 # printed formula gives block $j$ the compressed blocks $4j - 4$ to $4j$. For $j = 5$ these are 16 to 20, and only the
 # last has weight. For $j = 6$ these are 20 to 24, which include both. Block 6 therefore wins, and the query reads
-# tokens 384 to 447, which do not contain token 350.</p>
+# tokens 384 to 447, which do not contain token 350.
+#
 # </details>
 #
-# ## 8 · Block selection (eq. 11)
+# ## 9 · Block selection (eq. 11)
 #
 # $$\mathcal I_t = \{\, j : \operatorname{rank}\big(p^{slc\,\prime}_t[j]\big) \le n_{sel} \,\}$$
 #
@@ -496,12 +667,14 @@ show_folded("Answer", "\n".join(f"query {p}: {equal_importance[p, 0].nonzero()[:
 
 # %% [markdown]
 # <details><summary>Why</summary>
-# <p>Query 63 is in block $\lfloor 63/8 \rfloor = 7$. Blocks 0, 6 and 7 are forced. The fourth place goes to the lowest
+#
+# Query 63 is in block $\lfloor 63/8 \rfloor = 7$. Blocks 0, 6 and 7 are forced. The fourth place goes to the lowest
 # remaining index, 1. Query 15 is in block 1. Only blocks 0 and 1 have started, so it selects two blocks instead of
-# four.</p>
+# four.
+#
 # </details>
 #
-# ## 9 · Selected attention (eq. 12)
+# ## 10 · Selected attention (eq. 12)
 #
 # $$\tilde K^{sel}_t = \operatorname{Cat}\{ k_s : \lfloor s / l_{sel} \rfloor \in \mathcal I_t,\; s \le t \}$$
 #
@@ -539,14 +712,16 @@ show_folded(
 
 # %% [markdown]
 # <details><summary>Why</summary>
-# <p>Token 57 is the second token of block 7 (tokens 56 to 63). Its own block is always selected and contributes 2 keys.
+#
+# Token 57 is the second token of block 7 (tokens 56 to 63). Its own block is always selected and contributes 2 keys.
 # The three other blocks are complete and contribute 8 keys each: 26 in total. The number does not depend on the
 # selection, because the only incomplete block is the query's own, which is forced. In general it is
 # $\min\big(\lfloor t/l_{sel} \rfloor,\, n_{sel}-1\big)\,l_{sel} + (t \bmod l_{sel}) + 1$. A program that reports
-# another number reads other tokens. The end of notebook 06 shows a bug that was found in this way.</p>
+# another number reads other tokens. The end of notebook 06 shows a bug that was found in this way.
+#
 # </details>
 #
-# ## 10 · Window attention (section 3.3.3)
+# ## 11 · Window attention (section 3.3.3)
 #
 # The window holds the $w$ latest tokens, including $t$: exactly $\min(w, t+1)$ keys. Conventions differ: libraries
 # whose window counts only the keys to the *left* of the query need $w - 1$. (The paper's $k_{t-w:t}$, read like its eq.
@@ -575,7 +750,7 @@ show_figure(figures.plot_branch_masks(selected_indices[0, :, 0], toy))
 # for short texts. The growth differs: the dense triangle grows with the square of the length, the selected branch and
 # the window linearly.
 #
-# ## 11 · The complete operator (eq. 5)
+# ## 12 · The complete operator (eq. 5)
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -602,7 +777,7 @@ print("outputs at t <= 40 are bit-identical:", torch.equal(before[:41], after[:4
 print("outputs at t > 40 differ:", not torch.equal(before[41:], after[41:]))
 
 # %% [markdown]
-# ## 12 · Short sequences are dense
+# ## 13 · Short sequences are dense
 #
 # If a sequence has at most $n_{sel}$ blocks, all of them are selected. The selected branch then **equals** dense causal
 # attention.
@@ -627,77 +802,14 @@ show_folded("Answer", "\n".join(lines))
 
 # %% [markdown]
 # <details><summary>Why</summary>
-# <p>$n_{sel} \cdot l_{sel} = 1{,}024$. Up to query 1,023 there are at most 16 blocks, and every candidate is selected.
+#
+# $n_{sel} \cdot l_{sel} = 1{,}024$. Up to query 1,023 there are at most 16 blocks, and every candidate is selected.
 # Query 1,024 starts block 17 and is the first that omits a block. The numbers are therefore 0, 1 and 176. A benchmark
-# at shorter lengths compares dense attention with dense attention plus overhead.</p>
+# at shorter lengths compares dense attention with dense attention plus overhead.
+#
 # </details>
 #
-# ## 13 · Packed documents
-#
-# A training sequence contains several documents, one after another. Without a document mask, a query near the start of
-# a document attends to the previous document in all three branches. With the mask (`data.documents: mask`, in the
-# library `Span.packed`), positions, blocks and window start at 0 in each document. A query then reads the same keys as
-# if its document were the whole sequence.
-
-# %%
-boundary, t = 26, 36
-document = example.slice_document(boundary, 64)
-reads, masked_reads = compute_reads(example, toy, t), compute_reads(document, toy, t - boundary)
-show_figure(figures.plot_document_boundaries(reads, masked_reads, [0, boundary, 64]))
-
-# %% [markdown]
-# **What to notice.** Without the mask (top), every branch crosses the document boundary, and compressed keys at the
-# boundary mix both documents. With the mask (bottom), blocks are numbered from the boundary, and no block crosses it.
-#
-# ## 14 · Real text
-#
-# The text is the first 2,048 characters of Python's `textwrap` module, with the default block sizes. The heads are
-# **hand-made, not trained**. The query at $t$ encodes the last few characters, and the key at $s$ encodes the
-# characters before $s$. A query therefore matches the token that followed an earlier passage like the current one.
-# Trained models develop such *induction heads*. Group 0 encodes 4 characters, group 1 encodes 12. All branches share
-# keys and values in this example, so that their attention can be compared.
-
-# %%
-text = examples.make_text_example(examples.read_standard_library(length))
-text_k, text_v = reference.compress(text.k_cmp, default_nsa), reference.compress(text.v_cmp, default_nsa)
-_, text_lse = reference.compressed_attention(text.q, text_k, text_v, default_nsa)
-text_importance = reference.block_importance(text.q, text_k, text_lse, default_nsa)
-text_blocks = select_blocks(text.q, text_k, text_lse, default_nsa)
-show_figure(figures.plot_importance(text_importance[0, :, 1], text_blocks[0, :, 1], default_nsa, "real text, group 1"))
-
-# %% [markdown]
-# **What to notice.** Up to $t = 1{,}023$ all blocks are selected, as predicted. After that, more and more blocks remain
-# unselected (grey): 13 free places for a growing number of candidates. The diagonal and the bottom row are forced
-# blocks. Among the blocks selected by score, neighboring queries differ, because these hand-made heads match another
-# passage at almost every character. Notebook 06 shows the selection of trained heads.
-#
-# ## 15 · The explorer
-#
-# The explorer shows the same text in a **trained** model, `needle-8m`, which ships with the library (data and limits
-# are on its [model card](../nsa_lab/models/needle-8m/README.md)). Its branches have separate keys and values. Its
-# blocks are selected by an indexer (section 17) instead of the compressed attention weights. Move the query and change
-# the layer, the group and the block sizes. The picture shows which tokens each branch reads and with what weight. The
-# text below lists the selected blocks.
-#
-# The model was trained with the sizes shown first. In a headless run, the notebook draws the picture once, without
-# controls.
-
-# %%
-shipped = load_model("needle-8m")
-layer_examples = examples.make_byte_examples(
-    shipped, examples.read_standard_library(length).encode(), "needle-8m on textwrap.py"
-)
-explore_query(
-    layer_examples, shipped.config.nsa, min(query, length - 1), layer=shipped.config.n_layers // 2, use_widgets=use_widgets
-)
-
-# %% [markdown]
-# **What to notice.** In sections 7 and 14, the second row (importance) was the sum of the first row (compressed
-# attention) over blocks. In this model it is not: a separate indexer scores the blocks (section 17). A narrow spike in
-# the third row is a token that the selected branch found in full detail, while the compressed keys show it only
-# faintly. Where the window (green) overlaps a selected block, both branches read the same tokens.
-#
-# ## 16 · NSA from scratch in 40 lines
+# ## 14 · NSA from scratch in 40 lines
 #
 # The next cell contains everything above without the library, and the two parts that were missing: the projections to
 # queries, keys and values, and RoPE. `weights` has three matrices: `qkv` (queries, then the keys of the three branches,
@@ -770,235 +882,65 @@ for T_here, nsa in ((1, toy), (7, toy), (64, toy), (203, toy), (1100, default_ns
     print(f"T = {T_here:>5,}, l, d, l_sel, n_sel, w = {tuple(sizes.values())}: outputs and all gradients equal to 1e-10")
 
 # %% [markdown]
-# ## 17 · Training the block selection
+# ## 15 · Exercises
 #
-# This section goes beyond the paper. It trains the block selection with its own loss.
+# Add a cell below each exercise, and open the solution when yours runs.
 #
-# The selection of section 8 scores compressed keys, and each compressed key is the mean of 32 keys. Suppose that the
-# query matches one token (the needle) in a block. In the mean, the needle's contribution to the score is divided by 32,
-# and the other 31 keys add noise. For keys with $D$ independent channels and blocks of $n$ tokens, the needle's block
-# scores
+# **1. Count pairs.** How many query-key pairs does each branch compute for the 64 tokens of the toy? Count them from the
+# masks of this notebook, and compare with the titles of the figure in section 11.
 #
-# $$\frac{D / n}{\sqrt{D} / \sqrt{n}} = \sqrt{D/n}$$
+# <details><summary>Solution</summary>
 #
-# standard deviations above the other blocks. For $n = 32$ and $D = 64$ this is 1.4, and one noise block in thirteen
-# scores as high.
+# ```python
+# t, s = torch.arange(64)[:, None], torch.arange(64)
+# in_sel = selected[:, 0].repeat_interleave(toy.l_sel, dim=-1)  # group 0
+# print("dense", int((s <= t).sum()))
+# print("compressed", int(get_visible_mask(64, toy).sum()))
+# print("selected", int((in_sel & (s <= t)).sum()))
+# print("window", int(((s <= t) & (s > t - toy.w)).sum()))
+# ```
 #
-# Training does not correct this. Block selection is not differentiable, so the compressed keys get a gradient only from
-# the output of the compressed branch. The effect is measurable. We trained two models on text with facts that are
-# queried later:
+# It prints 2080, 435, 1440 and 702. Another selection would give the same numbers (section 10).
 #
-# | model | facts retrieved |
-# |---|---|
-# | NSA, 78.6 M parameters | none, at any length |
-# | dense baseline | all, in 32,768 bytes |
-#
-# Four changes fix it, and all four are needed:
-#
-# 1. **Indexer.** One query and one key per group, used only for selection. Each index key covers 2 tokens
-#    (`indexer_block`).
-# 2. **Selection loss.** It trains the indexer to predict where the selected branch would attend if it could attend to
-#    all past tokens.
-# 3. **Induction-initialized heads** (`matching_heads`). Some heads are initialized as induction heads, which copy. The
-#    selection therefore has a target from the first step.
-# 4. **Normalized embeddings** (`embedding_norm`). Embeddings are initialized with a standard deviation of 0.02, so the
-#    output of the first layer dominates the residual stream. Scaled to unit RMS, the current token stays visible to
-#    every later layer.
-#
-# ### One index key per few tokens
-#
-# Block importance is defined as in section 7, with the indexer's attention $p$ in place of the compressed branch's. The
-# indexer's blocks do not overlap, so each lies in one selection block, and the overlap weights of equation 9 are 0 or
-# 1.
-#
-# Each index key is a weighted mean of the keys in its block. The weights are a softmax over the block, separately for
-# every channel. They are equal at initialization and can learn to emphasize one token (`score` and `place`; without
-# these two parameters the index key is the plain mean).
-
-
-# %% tags=["lesson"]
-def compute_index_importance(
-    q: Tensor, k: Tensor, block: int, nsa: NSAConfig, score: Tensor | None = None, place: Tensor | None = None
-) -> Tensor:
-    """Return the importance [T, G, blocks] by the indexer's q and k, [T, G, D] each."""
-    n_blocks = len(k) // block  # complete blocks; the remaining tokens have no index key yet
-    tokens = k[: n_blocks * block].unflatten(0, (n_blocks, block))  # [N, block, G, D]
-    logits = torch.zeros_like(tokens) if score is None else tokens @ score.T + place.T[:, None]
-    keys = (logits.softmax(1) * tokens).sum(1)  # [N, G, D]: one index key per block
-    ends = block * torch.arange(1, n_blocks + 1) - 1
-    is_visible = (ends <= torch.arange(len(q))[:, None])[:, None]  # complete at t, as in section 6
-    scores = torch.einsum("tgd,igd->tgi", q, keys) / math.sqrt(q.shape[-1])
-    p = scores.masked_fill(~is_visible, -1e9).softmax(-1) * is_visible
-    members = get_block_mask(torch.arange(0, len(q), nsa.l_sel), nsa.l_sel, len(q))[:, ends]  # [blocks, N]
-    return p @ members.to(p.dtype).T
-
-
-# %% [markdown]
-# Compare with the library's indexer: random weights, toy sizes, one index key per 2 tokens.
-
-# %%
-# NBVAL_CHECK_OUTPUT
-torch.manual_seed(4)
-indexed = NSAttention(32, 4, 2, nsa=toy, rotary_share=0.5, matching_heads=1, indexer_block=2, selection_loss=0.05).double()
-layer, indexer = indexed.attention, indexed.attention.indexer
-for weight in indexer.parameters():
-    torch.nn.init.normal_(weight)
-x = torch.randn(T, 32, dtype=torch.float64)
-rotary = indexed.compute_rotary(x[None])
-index = indexer(x[None], rotary)
-importance = compute_index_importance(index.q[0], index.k[0], 2, toy, indexer.phi.score, indexer.phi.place)
-inputs = layer.project(x[None], rotary)
-index_q, index_keys, index_nsa = layer.project_selection_inputs(x[None], inputs, rotary)
-_, index_lse = reference.compressed_attention(index_q, index_keys, index_keys, index_nsa)
-library = reference.block_importance(index_q, index_keys, index_lse, index_nsa)[0]
-# The library's is in float32, as in section 7.
-check_equal("importance by the indexer", importance.detach(), library.double().detach(), atol=1e-6)
-selected_indices = layer.observe(x[None], rotary)["blocks"][0]
-library_mask = torch.nn.functional.one_hot(selected_indices.long() + 1, importance.shape[-1] + 1)[..., 1:].any(-2)
-print("same blocks as the layer:", torch.equal(select_by_importance(importance, toy), library_mask))
-
-# %% [markdown]
-# ### Predict 6
-#
-# * The input has 2,048 tokens with random keys of width 64.
-# * Each of the last 1,024 queries has one target token far in the past. The query is that token's key times four.
-# * One selected block is free (not forced). Between 14 and 29 blocks of 64 tokens compete for it.
-#
-# How often is the correct block selected if an index key covers 32 tokens, 8 tokens, or 1 token?
-
-# %%
-torch.manual_seed(5)
-keys = torch.randn(2048, 1, 64, dtype=torch.float64)
-query_positions = torch.arange(1024, 2048)
-target_positions = 64 + (torch.rand(1024) * (query_positions - 256)).long()  # not in the first block, not near the query
-queries = torch.zeros_like(keys).index_put((query_positions,), 4 * keys[target_positions])
-one_free_block, lines = NSAConfig(n_sel=4), []
-for block in (32, 8, 1):
-    selected = select_by_importance(compute_index_importance(queries, keys, block, one_free_block), one_free_block)
-    rate = selected[query_positions, 0, target_positions // 64].double().mean()
-    lines.append(f"a key per {block:>2} tokens: {rate:.0%} found, {math.sqrt(64 / block):.1f} standard deviations")
-show_folded("Answer", "\n".join(lines))
-
-# %% [markdown]
-# <details><summary>Why</summary>
-# <p>At 1.4 standard deviations, the correct block is seldom the best of about twenty, but more often than the 5% of
-# random selection. At 2.8 it often is. An index key per token always finds it.</p>
-# <p>An index key per token costs as many scores per query as dense attention. One key per 8 tokens costs an eighth of
-# that, and one per 2 tokens costs half. The indexer also has one query per group instead of six.</p>
-# <p>Random keys are the worst case, because neighboring tokens in text have similar keys. A number in the middle of a
-# page, however, is such a case.</p>
 # </details>
 #
-# ### The selection loss
+# **2. Softmax gates.** With `gate: softmax` the three gates of a head sum to 1. Change `compute_gates`, and compare with a
+# layer of `toy.model_copy(update={"gate": "softmax"})`.
 #
-# $$\mathcal L = -\frac{1}{T\,G} \sum_{t,\,g} \sum_{j \text{ free}} m_{t,j}\, \log c_{t,j}$$
+# <details><summary>Solution</summary>
 #
-# $$c_{t,j} = \frac{I_{t,j}}{\sum_{i \text{ free}} I_{t,i}}$$
+# ```python
+# def compute_softmax_gates(x, weight):
+#     return (x @ weight.T).unflatten(-1, (-1, 3)).softmax(-1)
 #
-# * $m_{t,j}$ is the attention mass on the tokens of block $j$, averaged over the heads of group $g$. It is computed by
-#   full attention over *all past tokens* with the keys of the selected branch.
-# * $I_{t,j}$ is the importance of block $j$. The index $g$ of $m$, $I$ and $c$ is omitted.
-# * Free blocks are the candidates that are not forced. Forced blocks are excluded because they are always selected.
+# softmax = NSAttention(32, 4, 2, nsa=toy.model_copy(update={"gate": "softmax"})).double()
+# x = torch.randn(64, 32, dtype=torch.float64)
+# result = compute_softmax_gates(x, softmax.attention.gate.weight)
+# check_equal("softmax gates", result, softmax.attention.compute_gates(x[None])[0])
+# ```
 #
-# The loss is a cross-entropy. It is smallest when the importance is distributed over the free blocks as the attention
-# mass is. (For a fixed target, cross-entropy and KL divergence have the same gradient.) Over the free blocks, $m$ sums
-# to less than 1, so a query that attends elsewhere has a smaller weight.
+# </details>
 #
-# The target $m$ is detached, and so is the indexer's input. The loss therefore trains the indexer and no other
-# parameter. In training it is evaluated on 64 queries per sequence, not on all.
-
-
-# %% tags=["lesson"]
-def compute_selection_loss(importance: Tensor, q: Tensor, k_sel: Tensor, nsa: NSAConfig) -> Tensor:
-    """Return the loss of importance [T, G, blocks] for attention of q [T, H, D] over k_sel [T, G, D], in nats per query."""
-    T, G, blocks = importance.shape
-    t, j = torch.arange(T)[:, None], torch.arange(blocks)
-    is_free = ((j > 0) & (j < t // nsa.l_sel - 1))[:, None]  # a candidate, and not forced
-    scores = torch.einsum("thd,shd->ths", q, expand_groups(k_sel, q.shape[1])) / math.sqrt(q.shape[-1])
-    p = scores.masked_fill((torch.arange(T) > t)[:, None], -1e9).softmax(-1)
-    tokens = get_block_mask(torch.arange(0, T, nsa.l_sel), nsa.l_sel, T).to(p.dtype)
-    mass = (p.unflatten(1, (G, -1)).mean(2) @ tokens.T).detach()  # m, mean over the heads
-    importance = importance + 1e-9  # a block may have no index key yet; avoid log 0
-    share = importance / (importance * is_free).sum(-1, keepdim=True).clamp_min(1e-9)
-    return -(mass * is_free * share.log()).sum() / (T * G)
-
-
-# %%
-# NBVAL_CHECK_OUTPUT
-loss = compute_selection_loss(importance, inputs[0][0], inputs[3][0], toy)
-library = selection_loss(index_q, index_keys, inputs[3], index_nsa, attention_q=inputs[0], n_queries=None)
-check_equal("selection loss", loss, library)
-names, weights = zip(*layer.named_parameters(), strict=True)
-grads = [torch.autograd.grad(y, weights, retain_graph=True, allow_unused=True) for y in (loss, library)]
-for name, ours, theirs in zip(names, *grads, strict=True):
-    if theirs is not None:
-        check_equal(f"gradient of {name}", ours, theirs)
-modules = {name.split(".")[0] for name, grad in zip(names, grads[1], strict=True) if grad is not None}
-print("other modules with a gradient:", modules - {"indexer"} or "none")
-
-# %% [markdown]
-# ### Induction-initialized heads
+# **3. The printed formula.** For how many of the 64 queries does the formula of equation 9 as printed select other blocks
+# than the corrected one?
 #
-# The selection can learn to find only tokens that some head attends to. If selection is random, a query sees a fraction
-# of the text, and copying heads form late or never.
+# <details><summary>Solution</summary>
 #
-# Half of the first group's heads therefore start with query weights equal to the key weights. The keys of this group
-# start as the keys of the *previous* token. A convolution of width 2 makes this shift, and training can change it. A
-# query then matches the position *after* an equal token and reads the token that followed it.
+# ```python
+# heads_of_group = q.shape[1] // G
+# scores = torch.einsum("thd,ihd->thi", q, expand_groups(k_cmp, q.shape[1])) / math.sqrt(q.shape[-1])
+# p = torch.where(get_visible_mask(64, toy), scores - lse_cmp[..., None], -math.inf).exp()
+# p = p.unflatten(1, (G, heads_of_group)).sum(2)
+# printed = p @ compute_equation_nine(len(k_cmp), 8, toy, as_printed=True).double()
+# differs = (select_by_importance(printed, toy) != selected).any(-1).any(-1)
+# print(int(differs.sum()))
+# ```
 #
-# RoPE rotates only half of each head's channels (`rotary_share`). The other half matches equal tokens at any distance.
-
-# %%
-# NBVAL_CHECK_OUTPUT
-torch.manual_seed(6)
-sentence = "the quick brown fox; THE JUMPING DOG q"
-letters = sorted(set(sentence))
-embedded = torch.randn(len(letters), 64, dtype=torch.float64)[[letters.index(letter) for letter in sentence]]
-untrained = NSAttention(64, 2, 1, head_dim=64, nsa=toy, rotary_share=0.5, matching_heads=1).double()
-heads = untrained.attention.project_heads(embedded[None], untrained.compute_rotary(embedded[None]))
-position = (heads.q[0, -1, 0] @ heads.keys[1][0, :, 0].T).argmax().item()
-previous, attended = sentence[position - 1], sentence[position]
-print(f"untrained, the head at the last {sentence[-1]!r} attends to {attended!r}, which follows {previous!r}")
-
-# %% [markdown]
-# ### Results
+# It prints 21. Before token 32 there are at most four candidates, so only the last 32 queries can differ.
 #
-# With all four changes, NSA (79.8 M parameters) retrieves the facts at every length of its training, and at twice the
-# longest:
+# </details>
 #
-# | text length, bytes | facts retrieved, four seeds together |
-# |---|---|
-# | 2,048 | 800 of 800 |
-# | 8,192 | 800 of 800 |
-# | 32,768 | 800 of 800 |
-# | 65,536 (not in training) | 159 of 160 |
-#
-# The retrieval depends on the selection. Loss on answers to facts outside the window:
-#
-# | selected blocks | loss, nats per byte |
-# |---|---|
-# | by the indexer | 0.000 |
-# | random | 3.01 to 4.86 |
-#
-# On plain text, NSA has a lower loss than both dense baselines:
-#
-# | model | parameters | bits per byte |
-# |---|---|---|
-# | NSA, three of the four seeds | 79.8 M | 1.352 to 1.365 |
-# | dense, same initialization and widths | 72.4 M | 1.389 |
-# | dense, parameter-matched | as NSA | 1.406 |
-#
-# The last table shows that selection does not increase the loss on plain text. It shows no more than that: NSA's lead
-# starts at the first bytes of a text, where attention is not sparse.
-#
-# [docs/science/retrieval.md][1] explains why each change is needed. Its log lists every experiment, including the
-# failed ones. The presets `smoke` and `recall_taught` use all four changes (`smoke` with one index key per 8 tokens).
-# Without these options, the configuration is NSA as in sections 1 to 16. It equals the paper's NSA except for φ (a
-# mean) and the gate (one linear layer).
-#
-# [1]: ../docs/science/retrieval.md
-#
-# ## 18 · Summary
+# ## 16 · Summary
 #
 # | step | equation | function | typical bug |
 # |---|---|---|---|
@@ -1010,13 +952,16 @@ print(f"untrained, the head at the last {sentence[-1]!r} attends to {attended!r}
 # | window | – | the $w$ latest tokens | one key too many or too few |
 # | gate | 5 | weights the three outputs | a gate that never changes |
 #
+# **What to take away**
+#
 # * All three branches are one formula, attention over a set of keys. NSA determines *which* set.
 # * One query reads $T/d + n_{sel}\,l_{sel} + w$ keys. Only the first term grows with the text.
 # * Blocks are selected per group of heads and as a whole, because a GPU reads contiguous memory at full speed.
-# * A compressed key over many tokens misses a single relevant token, and the paper's training does not correct this.
-#   Index keys over few tokens, trained with the selection loss, do.
+# * A compressed key over many tokens misses a single relevant token. Training does not correct this, because no gradient
+#   flows through the selection.
 # * The 40 lines build full $T \times T$ matrices and are slow. Fast kernels never build them, and tests compare the
 #   kernels with code like this.
 #
-# **Next:** `03_kernel_parity` compares every fast implementation with this definition. `04_smoke_training` trains a
-# model. `07_does_selection_find` measures whether a trained selection finds facts.
+# **What is next.** [02_in_practice](02_in_practice.ipynb) applies this layer to documents and real text, and teaches the
+# selection with its own loss. [03_kernel_parity](03_kernel_parity.ipynb) compares every fast implementation with the
+# definition.

@@ -126,6 +126,7 @@ def execute(notebook: NotebookNode, stem: str) -> None:
             kernel_name=KERNEL["name"],
             coalesce_streams=True,
             record_timing=False,
+            extra_arguments=["--log-level=50"],  # the kernel warns that it uses TCP
             resources={"metadata": {"path": str(FOLDER)}},
         ).execute()
         _remove_parameters(executed, parameters)
@@ -205,7 +206,7 @@ def _write_pictures(notebook: NotebookNode, stem: str) -> None:
     figures = [output for output in outputs if "image/png" in output.get("data", {})]
     for file, (source_stem, alt) in PICTURES.items():
         if source_stem == stem:
-            (figure,) = (f for f in figures if f.metadata["image/png"]["alt"].startswith(alt))
+            figure = next(f for f in figures if f.metadata["image/png"]["alt"].startswith(alt))
             (FOLDER.parent / "docs" / "pictures" / file).write_bytes(base64.b64decode(figure.data["image/png"]))
 
 

@@ -36,7 +36,7 @@ from nsa_lab.figures.evaluation_plots import (
 )
 from nsa_lab.figures.layer_comparison import plot_layer_gates, plot_layer_statistic
 from nsa_lab.figures.loss import plot_learning_rate, plot_loss_curves, plot_validation_gap
-from nsa_lab.figures.query_plot import plot_query_attention
+from nsa_lab.figures.query_plot import plot_attention_matrix, plot_query_attention
 from nsa_lab.figures.run_axes import Run
 from nsa_lab.figures.run_difference import plot_loss_difference
 from nsa_lab.figures.run_overview import plot_overview, plot_progress, plot_report_panels
@@ -51,6 +51,7 @@ __all__ = [
     "plot_ablation_accuracy",
     "plot_allowed_errors",
     "plot_architecture",
+    "plot_attention_matrix",
     "plot_attention_time",
     "plot_block_geometry",
     "plot_branch_masks",

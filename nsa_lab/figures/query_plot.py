@@ -1,7 +1,8 @@
-"""Attention of one query, as data and as a plot: the keys of each branch, their weights, and the block scores."""
+"""Plots of attention weights: of one query in each branch, with the block scores; and of all queries of a short text."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from nsa_lab.config import NSAConfig
-from nsa_lab.figures.style import CMP, FORCED, PALE, SEL, WIN, add_colour_legend
+from nsa_lab.figures.style import CMP, FORCED, PALE, SEL, WIN, add_colour_legend, make_panel
 
 
 @dataclass(frozen=True)
@@ -82,4 +83,17 @@ def plot_query_attention(reads: AttentionReads, caption: str) -> Figure:
         axes.tick_params(labelsize=8)
         axes.margins(y=0.45 if axes is score else 0.1)  # space for the legend above the bars
     win.set(xlabel="token", xlim=(0, max(t + 1, n.l_sel) * 1.01))
+    return figure
+
+
+def plot_attention_matrix(weights: Tensor, tokens: Sequence[str], title: str) -> Figure:
+    """Plot the attention weights [T, T] of one head: queries in rows, keys in columns. `tokens` label both axes."""
+    size = 1.6 + 0.16 * len(tokens)
+    figure, axes = make_panel(size + 0.8, size, title)
+    image = axes.imshow(weights.numpy(), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+    labels = [token if token.strip() else "␣" for token in tokens]
+    axes.set_xticks(range(len(tokens)), labels, fontsize=7)
+    axes.set_yticks(range(len(tokens)), labels, fontsize=7)
+    axes.set(xlabel="key", ylabel="query")
+    figure.colorbar(image, ax=axes, label="attention weight", shrink=0.7)
     return figure

@@ -1,4 +1,4 @@
-"""Notebook 01 in JupyterLab in headless chromium: run it, move a slider, and check that the figure changes.
+"""Notebook 02 in JupyterLab in headless chromium: run it, move a slider, and check that the figure changes.
 
 Run with `pytest tests/browser`. Needs chromium, its driver and selenium, and is skipped without them. `--screenshots
 docs` saves screenshots for the documentation.
@@ -24,7 +24,7 @@ PAGE_DOWN = "\ue00f"  # selenium's code of the key
 
 
 def test_slider_changes_the_figure(browser, lab, screenshots):
-    open_notebook(browser, lab, "01_branches")
+    open_notebook(browser, lab, "02_in_practice")
     run_all_cells(browser)
     slider = wait_until(lambda: find_visible(browser, ".widget-slider .noUi-handle"), "the explorer has its slider")
     picture = wait_until(lambda: find_visible(browser, ".widget-image"), "the explorer has its picture")

@@ -1,4 +1,4 @@
-"""The code of notebook 01 equals the library, also for odd shapes: NSA in 40 lines, the indexer and the selection loss."""
+"""The code of notebooks 01 and 02 equals the library, also for odd shapes: NSA in 40 lines, indexer and selection loss."""
 
 from __future__ import annotations
 
@@ -45,15 +45,25 @@ def test_forty_lines_equal_the_layer(cell: str, heads: int, groups: int, length:
 
 @pytest.fixture(scope="module")
 def lessons() -> dict:
-    """Return the functions that notebook 01 defines for the indexer and its loss, with their helpers."""
-    notebook = jupytext.read(ROOT / "notebooks" / "01_branches.py")
+    """Return the functions that notebook 02 defines for the indexer and its loss, with their helpers."""
     names: dict = {"torch": torch, "math": math, "Tensor": torch.Tensor, "NSAConfig": NSAConfig}
-    for defined in ("expand_groups", "get_block_mask", "compute_index_importance", "compute_selection_loss"):
-        (source,) = [cell.source for cell in notebook.cells if f"\ndef {defined}(" in f"\n{cell.source}"]
-        # Only the definitions: the rest of a cell may need earlier cells.
-        parts = [part for part in ast.parse(source).body if isinstance(part, ast.FunctionDef)]
-        exec(compile(ast.Module(body=list(parts), type_ignores=[]), defined, "exec"), names)
+    # Only the definitions: the rest of a cell may need earlier cells.
+    parts = list(list_functions("02_in_practice").values())
+    exec(compile(ast.Module(body=list(parts), type_ignores=[]), "02_in_practice", "exec"), names)
     return names
+
+
+def list_functions(stem: str) -> dict[str, ast.FunctionDef]:
+    notebook = jupytext.read(ROOT / "notebooks" / f"{stem}.py")
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code" and "load_ext" not in cell.source]
+    return {part.name: part for source in code for part in ast.parse(source).body if isinstance(part, ast.FunctionDef)}
+
+
+def test_functions_of_notebook_01_are_the_same_in_notebook_02() -> None:
+    first, second = list_functions("01_branches"), list_functions("02_in_practice")
+    common = first.keys() & second.keys()
+    assert common == {"check_equal", "expand_groups", "get_block_mask", "select_by_importance"}
+    assert all(ast.dump(first[name]) == ast.dump(second[name]) for name in common)
 
 
 @pytest.mark.parametrize("length, block, l_sel", [(1, 2, 8), (7, 8, 8), (61, 2, 6), (61, 3, 6), (130, 1, 5), (97, 8, 8)])
