@@ -32,6 +32,7 @@ def bench(tmp_path, shapes=CPU_SHAPES, **options):
         )
 
 
+@pytest.mark.slow
 def test_every_part_is_checked_timed_and_recorded(tmp_path):
     rows = bench(tmp_path, picture=tmp_path / "bench.png")
     parts = {row.part for row in rows}
@@ -45,6 +46,7 @@ def test_every_part_is_checked_timed_and_recorded(tmp_path):
     assert (tmp_path / "bench.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_values_may_be_narrower_than_keys(tmp_path):
     narrower, alike = Shape(70, 1, 4, 2, 48, 16), Shape(70, 1, 4, 2, 48)
     wide, same = ({row.part: row for row in bench(tmp_path, (shape,))} for shape in (narrower, alike))
@@ -115,6 +117,7 @@ def test_a_device_fault_is_raised():
         describe_refusal(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
+@pytest.mark.slow
 def test_an_interrupted_benchmark_keeps_its_results(tmp_path, monkeypatch):
     honest = torch_backend.window_attention
 

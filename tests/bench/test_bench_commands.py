@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from looping import looped
 from typer.testing import CliRunner
 
 from nsa_lab.bench.attention_rows import Shape
@@ -17,6 +18,7 @@ SMOKE = RunConfig.from_yaml(find_params_file("smoke")).model
 WIDE = Shape(64, 1, 8, 2, 48, 16)
 
 
+@looped
 @pytest.mark.parametrize(
     ("function", "command", "handed"),
     [

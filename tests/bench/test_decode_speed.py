@@ -26,6 +26,7 @@ def bench(tmp_path, **options):
     )
 
 
+@pytest.mark.slow
 def test_both_levels_are_checked_timed_compared_and_recorded(tmp_path):
     rows = bench(tmp_path, picture=tmp_path / "bench.png")
     assert len(rows) == 2 * 2 * 2 * 2 and all(row.ms > 0 for row in rows)
@@ -53,6 +54,7 @@ def test_what_fails_parity_gets_no_speed(tmp_path, monkeypatch):
     assert "FAILED PARITY" in (tmp_path / "table.txt").read_text()
 
 
+@pytest.mark.slow
 def test_an_error_only_in_the_last_sequence_gets_no_speed(tmp_path, monkeypatch):
     """Each timed size is checked on its last sequence."""
     honest = decode_attention.cached_attention

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from looping import looped
 from typer.testing import CliRunner
 
 from nsa_lab.attention import resolve_backend
@@ -24,6 +25,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 BRANCHES = ("compressed", "selected", "window")
 
 
+@looped
 @pytest.mark.parametrize("name", ["compressed", "choice", "selected, real", "window", "gate", "whole"])
 def test_work_counts_every_input_and_result_once(name):
     """Compare with the tensors of the benchmark, and its useful FLOPs with the pairs of the definition."""
@@ -99,6 +101,7 @@ def test_a_shape_label_round_trips(shape):
         parse_shape_label("2048 by 8")
 
 
+@pytest.mark.slow
 def test_parts_prints_the_device_limits(tmp_path, capsys):
     file = tmp_path / "bench.json"
     run_attention_bench((SHAPE,), file, device="cpu", backend="torch", nsa=NSA, parts=True)
@@ -110,6 +113,7 @@ def test_parts_prints_the_device_limits(tmp_path, capsys):
         limits.plot_roofline(rows, rates, "here", tmp_path / "roof.png")
 
 
+@pytest.mark.slow
 def test_the_command_reads_a_record(tmp_path):
     say, record, picture = CliRunner(), str(DOCS / "attention-h200.json"), tmp_path / "roof.png"
     told = say.invoke(

@@ -16,7 +16,7 @@ from nsa_lab.config import ConfigError
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this is a measurement, not a test")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_overheads_are_measured_on_a_real_run(tmp_path: Path) -> None:
     report = run_trainer_bench(tmp_path / "trainer.json", steps=4)
     assert json.loads((tmp_path / "trainer.json").read_text()) == report

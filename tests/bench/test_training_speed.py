@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from looping import looped
 from matplotlib.figure import Figure
 from torch.profiler import profiler
 from typer.testing import CliRunner
@@ -72,6 +73,7 @@ def test_unusable_shapes_are_rejected() -> None:
             training_speed.parse_shape(text)
 
 
+@looped
 @pytest.mark.parametrize(
     ("kernel", "part"),
     [
@@ -141,6 +143,7 @@ def test_an_execution_with_another_loss_exceeds_the_tolerance(monkeypatch: pytes
     assert not loss_curves.run_curves(10, model=SMALL, seq_len=64, batch=1)["ok"]
 
 
+@pytest.mark.slow
 def test_compared_models_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[tuple[str, int]] = []
 
@@ -175,6 +178,7 @@ def test_the_matmul_rate_is_that_of_the_fastest_round(monkeypatch):
     assert timing.measure_matmul_flops_per_s(torch.device("cpu"), torch.float32) == 2 * 1024**3 * 3
 
 
+@pytest.mark.slow
 def test_dense_and_actual_flops_differ_for_nsa():
     row = training_speed.run_train_bench(((128, 2),), steps=4)["rows"][0]
     assert row["dense"]["flops_6n"] == row["dense"]["flops_actual"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from looping import looped
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -53,6 +54,7 @@ def timed_by(monkeypatch: pytest.MonkeyPatch, asked: list[Any], ms: Callable[[An
     monkeypatch.setattr(tune_tiles, "time_ms", time_ms)
 
 
+@looped
 @pytest.mark.parametrize("tile", [OWN, Tile(16, 256, 8, 1, 168, one_loop=True), RowTile(32, 2, 5)])
 @pytest.mark.parametrize("loops", [True, False])
 def test_neighbors_differ_in_one_property_within_bounds(tile: Any, loops: bool) -> None:
@@ -137,6 +139,7 @@ def test_a_kernel_that_is_not_launched_is_noted(asked: list[Any]) -> None:
     assert row.note == "not launched at this shape" and row.ms is None
 
 
+@pytest.mark.slow
 def test_every_kernel_takes_its_tile_from_the_table(tmp_path) -> None:
     """Forward and backward; at so few tokens the selected branch uses no inverted index in the forward pass."""
     console = Console(file=io.StringIO(), width=200)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.tensorboard
+from looping import looped
 
 from nsa_lab.config import RunConfig
 from nsa_lab.runs import directory, events, lifecycle
@@ -106,7 +107,9 @@ def test_a_short_write_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 # The run makes about 70 writes; the first ones are made by preflight.
-@pytest.mark.parametrize("room", [1, *(pytest.param(room, marks=pytest.mark.slow) for room in (12, 25, 33, 48)), 60])
+@pytest.mark.slow
+@looped
+@pytest.mark.parametrize("room", [1, *(pytest.param(room, marks=pytest.mark.nightly) for room in (12, 33, 48)), 25, 60])
 def test_the_run_halts_with_a_message_whichever_write_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:

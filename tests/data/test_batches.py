@@ -3,6 +3,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from looping import looped
 
 from nsa_lab.data import Batches, EvalBatches, TokenStore, permute
 
@@ -60,6 +61,7 @@ def test_an_epoch_reads_each_window_once(length: int, seq_len: int, seed: int) -
         assert starts[0] + windows * seq_len > length - 2 * seq_len - 1
 
 
+@looped
 @pytest.mark.parametrize("length", [9, 12, 16, 17, 41, 48])
 def test_epoch_offsets_cover_all_positions_of_a_window(length: int) -> None:
     batches = Batches(store(length), 8, 1, seed=7)
@@ -88,6 +90,7 @@ def test_random_access_equals_sequential() -> None:
     assert not torch.equal(Batches(tokens, 16, 8, seed=4).batch(0)[0], sequential[0])
 
 
+@looped
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("micro", [1, 2])
 def test_ranks_and_micro_batches_share_one_global_batch(world: int, micro: int) -> None:
@@ -129,6 +132,7 @@ def test_evaluation_windows_are_fixed_disjoint_and_spread() -> None:
     assert torch.equal(batches[3][0], EvalBatches(store(400, 600), 9, 20, 4)[3][0])
 
 
+@looped
 @pytest.mark.parametrize("windows", [1, 7, 20, 110, 500])
 def test_evaluation_windows_do_not_depend_on_batch_size(windows: int) -> None:
     def text(batch_size: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from looping import looped
 
 from nsa_lab.config import ConfigError, DataConfig, RecallConfig, TrainConfig
 from nsa_lab.data import Batches, StagedBatches, TokenStore, check
@@ -109,6 +110,7 @@ def test_question_distances_follow_the_distribution() -> None:
     assert near["uniform"] < 0.12 and 0.4 < near["log"] < 0.75, near
 
 
+@looped
 @pytest.mark.parametrize("make", [make_needle_task, make_multi_key_task, make_multi_query_task])
 @pytest.mark.parametrize("depth", [0.0, 0.37, 1.0])
 def test_a_task_states_its_fact_at_the_requested_depth(make, depth: float) -> None:
@@ -146,6 +148,7 @@ def test_values_are_distinct_if_there_are_enough() -> None:
         assert len(facts) == count and len({fact.value for fact in facts}) == different
 
 
+@looped
 @pytest.mark.parametrize("field", ["{value:.3}", "{value:>9}", "{value!r}", "{value:{name}}", "{value}\ud800"])
 def test_a_statement_contains_the_value_unchanged(field: str) -> None:
     with pytest.raises(ConfigError, match=r"data.statement = .* (unformatted value|half a character)"):
@@ -162,6 +165,7 @@ def test_facts_that_do_not_fit_raise(refuses) -> None:
     refuses(lambda: check(DataConfig(source="recall", tokenizer="x.json")), "x.json")
 
 
+@looped
 @pytest.mark.parametrize(
     ("data", "words"),
     [

@@ -6,6 +6,7 @@ from typing import cast
 
 import pytest
 import torch
+from looping import looped
 from torch import Tensor
 
 from nsa_lab.attention import geometry, reference
@@ -131,6 +132,8 @@ def test_twice_equals_a_model_with_twice_n_sel(indexer: int) -> None:
     assert (logits - model(make_tokens())).abs().max() > 1e-6
 
 
+@pytest.mark.slow
+@looped
 @pytest.mark.parametrize("name", ["random", "nearest", "oracle", "no_cmp", "no_sel", "no_win"])
 def test_ablation_equals_the_definition(name: str) -> None:
     """One layer, assembled from the functions of the reference."""

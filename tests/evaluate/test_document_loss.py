@@ -85,6 +85,7 @@ def test_across_scores_the_same_tokens_in_context(model: NSATransformer) -> None
     assert found.difference == pytest.approx(found.across - found.alone, rel=1e-6) and found.error == 0
 
 
+@pytest.mark.slow
 def test_fewer_rows_cover_all_lengths(model: NSATransformer) -> None:
     dice = np.random.default_rng(2)
     texts = [dice.integers(0, 250, length) for length in [*range(150, 300, 10), *range(1, 60, 7), 900]]

@@ -7,6 +7,7 @@ import importlib
 import numpy as np
 import pytest
 import torch
+from looping import looped
 
 from nsa_lab.config import ModelConfig, NSAConfig, RecallConfig
 from nsa_lab.evaluate import SelectionBenefit, block_selectors, measure_selection_benefit
@@ -30,6 +31,7 @@ def measure(model: NSATransformer, length: int = LENGTH, **settings: int) -> Sel
     return result
 
 
+@looped
 @pytest.mark.parametrize(("length", "window"), [(100, 11), (203, 11), (1000, 11), (203, 40)])
 def test_facts_are_outside_window_and_forced_blocks(length: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
@@ -54,6 +56,7 @@ def test_facts_are_outside_window_and_forced_blocks(length: int, window: int, mo
     assert max(fact_starts) - min(fact_starts) > 0.4 * (length - window - 49)
 
 
+@pytest.mark.slow
 def test_replaced_selection_and_zero_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     expected = measure(model)

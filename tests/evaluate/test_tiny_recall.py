@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from looping import looped
 from matplotlib.colors import to_hex
 
 from nsa_lab import figures
@@ -53,6 +54,7 @@ def test_sequences_depend_on_seed_stream_and_step() -> None:
     assert TRAIN_STREAM != EVAL_STREAM
 
 
+@looped
 @pytest.mark.parametrize("sizes", [{"length": 62}, {"n_far": 0}, {"n_far": 17}, {"n_symbols": 15}])
 def test_invalid_sizes_are_rejected(sizes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"length = .*, n_far = .*, n_symbols = .*: expected"):

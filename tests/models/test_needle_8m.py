@@ -114,7 +114,7 @@ def test_generates_the_facts_of_ten_depths(model: NSATransformer, document: byte
     assert answers == [fact.value for fact in facts]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_random_blocks_lose_the_facts(model: NSATransformer, document: bytes, facts: list[Fact]) -> None:
     """With random blocks, most facts outside the window are wrong, teacher-forced."""
     text = document + b"\n".join(fact.question + fact.value for fact in facts)

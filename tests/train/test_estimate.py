@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from looping import looped
 
 from nsa_lab.config import ConfigError, ModelConfig, RunConfig
 from nsa_lab.model import NSATransformer
@@ -181,6 +182,7 @@ def test_the_error_for_a_model_of_large_tables_names_them(monkeypatch: pytest.Mo
             check_state_fits(RunConfig.from_dict({"model": others}), CPU)
 
 
+@looped
 @pytest.mark.parametrize(
     ("parallel", "ranks", "state"), [("ddp", 1, 16), ("ddp", 4, 16), ("fsdp", 1, 16), ("fsdp", 2, 8), ("fsdp", 8, 4)]
 )

@@ -74,7 +74,7 @@ def shrunk(config: RunConfig, text_file: str) -> RunConfig:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("config", [NSA, DENSE], ids=lambda config: config.name)
 def test_a_similar_run_that_is_killed_resumes_as_the_same_run(
     config: RunConfig, text_file: str, train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

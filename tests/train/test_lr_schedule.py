@@ -2,6 +2,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from looping import looped
 
 from nsa_lab.config import ConfigError, RunConfig, TrainConfig
 from nsa_lab.train.lr_schedule import compute_learning_rate
@@ -65,6 +66,7 @@ def test_every_stage_has_its_own_decay() -> None:
     )
 
 
+@looped
 @pytest.mark.parametrize(
     ("train", "words"),
     [

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from forker import start_anew
+from looping import looped
 
 from nsa_lab.config import RunConfig
 from nsa_lab.health.log_integrity import BRANCH_STATISTICS, LAYER_STATISTICS
@@ -154,6 +155,7 @@ def staged(run_dir: Path, sections: dict) -> RunConfig:
     return RunConfig.from_dict({**RunConfig.from_yaml(run_dir / directory.CONFIG).to_dict(), **sections})
 
 
+@looped
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("count", [1, 2, 5, 6])
 def test_every_held_out_batch_has_one_rank_and_all_ranks_read_the_same_number(count: int, size: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from looping import looped
 from torch import Tensor, nn
 
 from nsa_lab.config import RunConfig
@@ -36,6 +37,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
+@looped
 @pytest.mark.parametrize("shape", [(3, 5, 9), (2, 11, 4), (1, 1, 7), (2, 6, 6)])
 def test_newton_schulz_is_the_polynomial_of_the_singular_values(shape: tuple[int, ...]) -> None:
     """Each matrix is computed independently, whatever the scale of the others."""

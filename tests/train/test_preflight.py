@@ -80,6 +80,7 @@ def test_min_tokens_per_s_is_compared_with_the_measured_speed(
     assert failed(result) == ["throughput"] and "tokens/s" in result[-1].value
 
 
+@pytest.mark.slow
 def test_a_short_first_stage_is_timed_with_its_own_steps(
     make_context: Callable[..., TrainContext], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +318,7 @@ def test_preflight_detects_non_finite_steps(make_context: Callable[..., TrainCon
     assert not check.ok and check.value.endswith("the steps in between were not finite")
 
 
+@pytest.mark.slow
 def test_throughput_counts_tokens(
     make_context: Callable[..., TrainContext], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,6 +350,7 @@ def test_preflight_without_a_run_reports_data_preparation(make_tiny_config: Tiny
     assert recorded == ["waiting for the source"]
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_a_check_does_not_start(
     make_tiny_config: Tiny, train: Callable[..., int], tmp_path: Path, builders: Builders
 ) -> None:

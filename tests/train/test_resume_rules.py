@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from looping import looped
 from safetensors.torch import save_file
 
 from nsa_lab.config import RunConfig
@@ -30,6 +31,7 @@ def goes_on(before: RunConfig, after: RunConfig, identity: str = "text") -> bool
     return True
 
 
+@looped
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -51,6 +53,7 @@ def test_monitoring_settings_may_change(make_tiny_config: Callable[..., RunConfi
     assert goes_on(make_tiny_config(), RunConfig.from_dict(sections))
 
 
+@looped
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -98,6 +101,7 @@ def test_random_states_are_restored() -> None:
     assert draw() == values
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_the_random_states_of_its_checkpoint(
     new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +115,7 @@ def test_a_run_resumes_with_the_random_states_of_its_checkpoint(
     assert [states["python"] for states in restored] == [saved["python"]]
 
 
+@looped
 @pytest.mark.parametrize("other", [None, "versions", "device", "backend", "threads", "ranks", "code"])
 def test_equal_bits_are_required_if_nothing_else_changed(
     make_tiny_config: Callable[..., RunConfig], other: str | None
@@ -132,6 +137,7 @@ def test_the_stall_limit_of_data_is_the_configured_timeout(
     assert rules[0].get_limit_s("data", None) == 333.0 and rules[0].get_limit_s("step", None) == 120.0
 
 
+@pytest.mark.slow
 def test_a_successful_save_resets_the_count_of_failures(
     new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,7 @@ def test_signal_handlers_are_restored(new_run: Make, train: Callable[..., int]) 
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
 
 
+@pytest.mark.slow
 def test_a_stop_before_the_first_step_saves_nothing_and_the_run_can_start_later(
     new_run: Make, train: Callable[..., int]
 ) -> None:

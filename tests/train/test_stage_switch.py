@@ -133,7 +133,7 @@ def compiled_in(compiler: CompileCounter, monkeypatch: pytest.MonkeyPatch) -> di
     return seen
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [pytest.param("cross", marks=pytest.mark.nightly), "recipe"])
 def test_a_stage_switch_compiles_nothing(
     new_staged_run: Make, train: Train, kind: str, compiled_in: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
@@ -216,6 +216,7 @@ def test_a_stop_during_dry_runs_changes_nothing(
     assert_the_same(stopped, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 def test_every_document_capacity_is_compiled_ahead(
     make_tiny_config: Callable[..., RunConfig],
@@ -251,6 +252,7 @@ def test_every_document_capacity_is_compiled_ahead(
     assert len({first, *later}) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_steps_with_new_capacity_match_a_full_scan(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare with a scan of all batches, stage by stage, with the share of every rank."""
@@ -285,6 +287,7 @@ class Doubled(nn.Module):
         return 2 * x
 
 
+@pytest.mark.slow
 def test_compiled_blocks_serve_every_stage(compiler: CompileCounter) -> None:
     """Above its limit torch silently stops compiling new shapes."""
 

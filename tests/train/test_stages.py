@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from looping import looped
 from safetensors.torch import load_file
 from stage_config import make_staged_config as of_stages
 
@@ -170,6 +171,7 @@ def test_events_cover_the_whole_run(uninterrupted: Path) -> None:
         assert named[name].ok, named[name].text
 
 
+@pytest.mark.slow
 def test_the_first_step_of_a_stage_is_logged(new_staged_run: Make, train: Train) -> None:
     run_dir = new_staged_run(log_every=100, stats_every=100)
     assert train(run_dir) == 0
@@ -235,6 +237,7 @@ def test_the_estimate_of_a_staged_run(staged: Callable[..., dict[str, Any]]) -> 
     assert compute_flops_per_token(model, config.train)["nsa"] == pytest.approx(mean)
 
 
+@looped
 @pytest.mark.parametrize(
     ("train", "words"),
     [
@@ -304,6 +307,7 @@ def test_a_stage_that_does_not_support_graphs_is_named(runtime: dict[str, Any]) 
         RunConfig.from_dict({"train": {"stages": stages}, "runtime": runtime})
 
 
+@looped
 @pytest.mark.parametrize(
     ("device", "ranks", "graphs", "refused"),
     [
@@ -324,6 +328,7 @@ def test_graphs_need_one_cuda_device(device: str, ranks: int, graphs: bool, refu
         assert [calls(stage) for stage in config.train.plan[:2]] == [False, graphs]
 
 
+@pytest.mark.slow
 def test_a_log_interval_over_two_stages_counts_the_tokens_of_each(
     make_tiny_config: Callable[..., RunConfig], tmp_path: Path, train: Callable[..., int]
 ) -> None:

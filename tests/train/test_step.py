@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from looping import looped
 from stage_config import make_staged_config
 from torch import Tensor, nn
 
@@ -127,6 +128,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
     return [t.detach().clone() for t in (*model.parameters(), *moments)]
 
 
+@looped
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_bad_gradient_changes_no_weight_or_moment_and_the_flag_stays_set(
@@ -168,6 +170,7 @@ def test_a_poll_that_raises_leaves_no_effect(make_tiny_config: Tiny) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, state_of(model, optimizer), strict=True))
 
 
+@looped
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("bad", [LOSS, GRAD_NORM])
 def test_a_non_finite_loss_or_gradient_alone_skips_the_update(make_tiny_config: Tiny, bad: int, kind: str) -> None:

@@ -61,6 +61,7 @@ def test_rules_restart_with_every_stage_and_skip_compiling_steps(
     assert steps == {"SpikeRule": [[1, 2, 3], [4, 5, 6]], "ThroughputRule": [[2, 3], [5, 6]]}
 
 
+@pytest.mark.slow
 def test_the_first_step_after_a_resume_compiles_too(new_run: Make, train: Train, observed: dict[str, Any]) -> None:
     run_dir = new_run(steps=6, save_every=3, log_every=1, eval_every=0)
     assert train(run_dir) == 0
@@ -69,6 +70,7 @@ def test_the_first_step_after_a_resume_compiles_too(new_run: Make, train: Train,
     assert [[numbers[0] for numbers in shown] for shown in observed["ThroughputRule"]] == [[2, 3, 4, 5, 6], [5, 6]]
 
 
+@pytest.mark.slow
 def test_a_slowdown_counts_the_seconds_between_log_points(new_run: Make, train: Train, observed: dict[str, Any]) -> None:
     run_dir = new_run(steps=9, log_every=4, stats_every=100, eval_every=0, save_every=0)
     assert train(run_dir) == 0
@@ -77,6 +79,7 @@ def test_a_slowdown_counts_the_seconds_between_log_points(new_run: Make, train: 
     assert recorded == pytest.approx({4: 3 * four["dt_s"], 8: 4 * eight["dt_s"], 9: nine["dt_s"]})
 
 
+@pytest.mark.slow
 def test_step_time_covers_training_only(
     new_run: Make, train: Train, builders: Builders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +103,7 @@ def test_step_time_covers_training_only(
     ), "two micro-batches"
 
 
+@pytest.mark.slow
 def test_layer_norms_without_clipping_are_unscaled(new_run: Make, train: Train) -> None:
     run_dir = new_run(grad_clip=1e3, stats_every=1, steps=2, warmup_steps=0)
     assert train(run_dir) == 0
@@ -107,6 +111,7 @@ def test_layer_norms_without_clipping_are_unscaled(new_run: Make, train: Train) 
         assert 0.05 * step["grad_norm"] < math.hypot(*step["grad_norm_layers"]) <= 1.001 * step["grad_norm"]
 
 
+@pytest.mark.slow
 def test_only_the_last_evaluation_records_window_losses(trained_run: Path) -> None:
     recorded = events.get_eval_events(events.read_events(trained_run))
     assert [(e["step"], "window_losses" in e) for e in recorded] == [(0, False), (6, False), (12, True)]
@@ -222,6 +227,7 @@ def test_a_phase_has_a_median_duration_after_three_occurrences() -> None:
     assert recorded.get_median_duration("eval") is not None
 
 
+@pytest.mark.slow
 def test_the_status_has_the_current_step_during_training(
     new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:

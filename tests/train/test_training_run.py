@@ -162,6 +162,7 @@ def rewind(run_dir: Path, step: int) -> None:
             shutil.rmtree(path)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_run(finished_run: Path, train: Train) -> None:
     run_dir = finished_run
     expected, losses = final_weights(run_dir), [e["loss"] for e in events.get_step_events(events.read_events(run_dir))]
@@ -173,6 +174,7 @@ def test_a_resumed_run_is_the_same_run(finished_run: Path, train: Train) -> None
     assert [e["loss"] for e in events.get_step_events(events.read_events(run_dir))] == losses
 
 
+@pytest.mark.slow
 def test_a_run_with_muon_resumes_only_with_muon(new_run: Make, train: Train) -> None:
     run_dir = new_run(optimizer="muon")
     assert train(run_dir) == 0
@@ -191,6 +193,7 @@ def test_a_run_with_muon_resumes_only_with_muon(new_run: Make, train: Train) -> 
     assert moments["head.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
+@pytest.mark.slow
 def test_a_run_without_an_optimizer_setting_resumes_only_with_adamw(finished_run: Path, train: Train) -> None:
     rewind(finished_run, 5)
     edit(finished_run, "train", optimizer="muon")
@@ -244,6 +247,7 @@ def test_weights_of_other_code_are_refused_with_a_message(
     assert "blocks.0.attention.gate.weight, blocks.1.attention.gate.weight" in reason
 
 
+@pytest.mark.slow
 def test_a_run_resumed_with_other_intervals_is_checked_per_attempt(finished_run: Path, train: Train) -> None:
     run_dir = finished_run
     began = RunConfig.from_yaml(run_dir / "config.yaml")
@@ -257,6 +261,7 @@ def test_a_run_resumed_with_other_intervals_is_checked_per_attempt(finished_run:
     assert all(found[name].ok for name in ("evaluations", "statistics", "every step once", "checkpoints")), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Muon])
 def test_the_recorded_rate_is_that_of_the_optimizer_at_its_step(
     new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch, kind: type[torch.optim.Optimizer]
@@ -280,6 +285,7 @@ def test_the_recorded_rate_is_that_of_the_optimizer_at_its_step(
     assert recorded == pytest.approx([compute_expected_lr(step, settings) for step in range(1, 13)], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_events_have_data_waits_selected_keys_and_memory(
     new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -529,6 +535,7 @@ def test_a_run_whose_last_save_failed_is_not_done(new_run: Make, train: Train, m
     assert "saving failed 2 consecutive times: the disk is full: " in message["reason"]
 
 
+@pytest.mark.slow
 def test_one_failed_save_is_recorded_and_the_next_one_is_tried(
     new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -540,6 +547,7 @@ def test_one_failed_save_is_recorded_and_the_next_one_is_tried(
     assert [e["step"] for e in kinds(run_dir, "checkpoint")] == [10, 12]
 
 
+@pytest.mark.slow
 def test_two_failed_saves_in_a_row_halt(new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = new_run()
     with full_disk(monkeypatch, failures=9):
@@ -584,6 +592,7 @@ def test_two_trainers_in_one_directory_are_refused(new_run: Make, train: Train) 
     assert train(run_dir) == 0
 
 
+@pytest.mark.slow
 def test_a_run_resumes_without_its_source_if_the_cache_is_complete(new_run: Make, train: Train, tmp_path: Path) -> None:
     text_file = tmp_path / "texts"
     text_file.mkdir()
@@ -642,6 +651,7 @@ def test_data_preparation_reports_progress_and_is_not_a_stall(
     assert [e["phase"] for e in kinds(slow, "stall")] == ["prepare"]
 
 
+@pytest.mark.slow
 def test_waiting_for_the_device_is_part_of_the_step(new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for a GPU when it reads results; the heartbeat then shows the phase of the step, not `start`."""
     taken, seen = Readback.take, []

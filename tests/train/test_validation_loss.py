@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from looping import looped
 
 from nsa_lab.config import RunConfig
 from nsa_lab.data import Dataset, EvalBatches, TokenStore
@@ -62,6 +63,7 @@ def test_the_text_does_not_depend_on_the_micro_batch(
     assert torch.equal(text_of(twice), text_of(whole)), "nor on how many of them a step takes"
 
 
+@looped
 @pytest.mark.parametrize(
     "look",
     [
@@ -125,6 +127,7 @@ def test_bits_per_byte_count_the_bytes_of_a_token(new_run: Make, train: Train, b
     assert [e["bpb"] for e in recorded] == pytest.approx([e["loss"] / math.log(2) / 4 for e in recorded])
 
 
+@pytest.mark.slow
 def test_evaluations_record_their_text_and_different_texts_are_not_compared(
     new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
