@@ -20,11 +20,13 @@ from nsa_lab.attention import fp32_selection, geometry, kernels, reference, torc
 from nsa_lab.attention.dispatch import resolve_backend
 from nsa_lab.attention.layer_cache import LayerCache
 from nsa_lab.attention.layout import Span
+from nsa_lab.attention.reference import get_definition_dtype
 from nsa_lab.attention.torch_backend import (
     CHUNK_BYTES,
+    from_group_rows,
     get_accumulation_dtype,
-    get_selection_dtype,
     sum_over_selection_blocks,
+    to_group_rows,
 )
 from nsa_lab.config import NSAConfig
 
@@ -139,7 +141,8 @@ def _attend_grouped(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = No
     `visible`, bool [C, n]: the keys that each query attends to; None: all.
     """
     mask = None if visible is None else visible.repeat_interleave(q.shape[2] // k.shape[1], dim=0)
-    return _from_group_rows(scaled_dot_product_attention(_to_group_rows(q, k.shape[1]), k, v, attn_mask=mask), q)
+    out = scaled_dot_product_attention(to_group_rows(q, k.shape[1]), k, v, attn_mask=mask)
+    return from_group_rows(out, q.shape[2] // k.shape[1])
 
 
 def _concatenate(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
@@ -213,7 +216,7 @@ def _get_score_dtype(q: Tensor, first: int, nsa: NSAConfig) -> torch.dtype:
     return (
         torch.float32
         if q.shape[1] <= MAX_GATHER_QUERIES and fp32_selection.can_score_in_fp32(q, n)
-        else get_selection_dtype(q.dtype)
+        else get_definition_dtype(q.dtype)
     )
 
 
@@ -223,7 +226,7 @@ def _attend_compressed(q: Tensor, k: Tensor, v: Tensor, first: int, nsa: NSAConf
     out = p.to(get_accumulation_dtype(q.dtype)).flatten(2, 3) @ v[:, : p.shape[-1]].transpose(1, 2).to(
         get_accumulation_dtype(q.dtype)
     )
-    return p, _from_group_rows(out, q)
+    return p, from_group_rows(out, p.shape[3]).to(q.dtype)
 
 
 def _compute_probabilities(
@@ -235,15 +238,15 @@ def _compute_probabilities(
     A query that sees no block gets zeros.
     """
     n = geometry.num_compressed(first + q.shape[1], nsa)
-    scores = _compute_scores(q, k[:, :n], score_dtype or _get_score_dtype(q, first, nsa))
+    scores = _compute_key_scores(q, k[:, :n], score_dtype or _get_score_dtype(q, first, nsa))
     # Blocks visible to the first query are visible to all. With one query, nothing has to be masked.
     visible_to_all = geometry.num_compressed(first + 1, nsa)
     if visible_to_all == n:
-        return scores.softmax(-1, dtype=get_selection_dtype(q.dtype))
+        return scores.softmax(-1, dtype=get_definition_dtype(q.dtype))
     hidden = ~geometry.sees_compressed(geometry.positions(first, first + q.shape[1], q.device), n, nsa)
     hidden = hidden[:, None, visible_to_all:]  # [C, 1, rest]
     scores[..., visible_to_all:].masked_fill_(hidden, float("-inf"))
-    p = scores.softmax(-1, dtype=get_selection_dtype(q.dtype))
+    p = scores.softmax(-1, dtype=get_definition_dtype(q.dtype))
     p[..., visible_to_all:].masked_fill_(hidden, 0.0)
     return p
 
@@ -257,7 +260,7 @@ def _select_blocks(p: Tensor, q: Tensor, k: Tensor, first: int, nsa: NSAConfig, 
     importance = _compute_importance(p, first, nsa, selection_nsa)
     if q.shape[1] > MAX_GATHER_QUERIES:
         return reference.select_by_importance(importance.float(), nsa, first=first)
-    is_fp32 = _get_score_dtype(q, first, selection_nsa) != get_selection_dtype(q.dtype)
+    is_fp32 = _get_score_dtype(q, first, selection_nsa) != get_definition_dtype(q.dtype)
     error_factor = (
         fp32_selection.compute_error_factor(q, k[:, : p.shape[-1]]) if is_fp32 else fp32_selection.FP64_ERROR_FACTOR
     )
@@ -268,7 +271,7 @@ def _select_blocks(p: Tensor, q: Tensor, k: Tensor, first: int, nsa: NSAConfig, 
     for row in cast("list[int]", uncertain_rows.tolist()):  # pyright: ignore[reportUnknownMemberType]
         sample = slice(row, row + 1)
         if is_fp32:
-            p = _compute_probabilities(q[sample], k[sample], first, selection_nsa, get_selection_dtype(q.dtype))
+            p = _compute_probabilities(q[sample], k[sample], first, selection_nsa, get_definition_dtype(q.dtype))
             importance[sample] = _compute_importance(p, first, nsa, selection_nsa)
         blocks[sample] = reference.select_by_importance(importance[sample].float(), nsa, first=first)
     return blocks
@@ -335,26 +338,12 @@ def _unroll_ring(ring: Tensor, begin: int, end: int) -> Tensor:
     return torch.cat([ring[:, first_slot:], ring[:, : first_slot + end - begin - n_slots]], dim=1)
 
 
-def _compute_scores(q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
+def _compute_key_scores(q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
     """Return scaled dot products of q [B, C, H, D] and k [B, n, G, D], [B, G, C, h, n], in `dtype`."""
-    rows = _to_group_rows(q.to(dtype), k.shape[2]) * q.shape[-1] ** -0.5
+    rows = to_group_rows(q.to(dtype), k.shape[2]) * q.shape[-1] ** -0.5
     if k.dtype == dtype:
         return torch.unflatten(rows @ k.permute(0, 2, 3, 1), 2, (q.shape[1], -1))
     # Convert keys in chunks that stay in the CPU cache.
     chunk_size = max(CHUNK_BYTES[q.device.type] // (2 * k.shape[0] * k.shape[2] * k.shape[3] * dtype.itemsize), 1)
     parts = [rows @ part.to(dtype).permute(0, 2, 3, 1) for part in torch.split(k, chunk_size, dim=1)]
     return torch.unflatten(_concatenate(parts, dim=-1), 2, (q.shape[1], -1))
-
-
-def _to_group_rows(x: Tensor, groups: int) -> Tensor:
-    """Reshape [B, C, H, D] to [B, G, C*h, D]; the heads of a group are rows of one matrix and share its keys and values."""
-    if x.shape[1] == 1:  # no transpose needed
-        return x.reshape(len(x), groups, -1, x.shape[3])
-    return torch.unflatten(x, 2, (groups, -1)).transpose(1, 2).flatten(2, 3)
-
-
-def _from_group_rows(out: Tensor, q: Tensor) -> Tensor:
-    """Reshape [B, G, C*h, D] to [B, C, H, D], the layout of q, and cast to q's dtype."""
-    if q.shape[1] == 1:
-        return out.reshape(len(out), 1, -1, out.shape[3]).to(q.dtype)
-    return torch.unflatten(out, 2, (q.shape[1], -1)).transpose(1, 2).flatten(2, 3).to(q.dtype)

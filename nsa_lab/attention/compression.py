@@ -7,15 +7,14 @@ are modules, one for keys and one for values, shared by all groups.
 
 from __future__ import annotations
 
-from itertools import accumulate
-from typing import NamedTuple
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from nsa_lab.attention import geometry, input_checks
-from nsa_lab.attention.layout import Span
-from nsa_lab.attention.segment_ops import gather_rows, map_rows, zero_absent_rows
+from nsa_lab.attention.layout import Layout, Span
+from nsa_lab.attention.segment_ops import gather_rows, zero_absent_rows
 from nsa_lab.config import NSAConfig
 
 # Hidden width of phi = mlp, in head widths. A hidden layer as wide as the flattened block (2048) would give phi 100 M
@@ -23,7 +22,9 @@ from nsa_lab.config import NSAConfig
 MLP_PHI_EXPANSION = 4
 
 
-def compress(x: Tensor, nsa: NSAConfig, phi: nn.Module | None = None, *, span: Span | None = None) -> Tensor:
+def compress(
+    x: Tensor, nsa: NSAConfig, phi: nn.Module | None = None, *, span: Span | None = None, layout: Layout | None = None
+) -> Tensor:
     """Return phi of every block: x [B, T, G, D] -> [B, N, G, D]; block i covers tokens [i*d, i*d + l).
 
     N = 0 if T < l else (T - l)//d + 1. x is floating point, with B, T, G and D of at least 1; the result has x's dtype.
@@ -31,60 +32,22 @@ def compress(x: Tensor, nsa: NSAConfig, phi: nn.Module | None = None, *, span: S
 
     With a `span`, x holds all its keys. Chunk: positions 0 .. start+length-1, so N follows from start + length. Packed:
     B = 1, and the N_i blocks of document i follow those of document i-1; with a capacity, rows of zeros are appended up to
-    total // d. Raise ValueError for inputs that are not consistent.
+    total // d. `layout`: the span's layout for `nsa`; None: build it. Raise ValueError for inputs that are not consistent.
     """
-    input_checks.check_keys("x", x, span)
     check_phi(nsa, phi)
-    if span is not None and span.kind == "packed":
-        return compress_packed(x, nsa, phi, get_packed_indices(span, nsa, x.device))
-    return _average_blocks(x, nsa) if phi is None else phi(_unfold_blocks(x, nsa))
-
-
-class PackedBlockIndices(NamedTuple):
-    """Gather indices that compress packed documents as one text; int64 on the device, see `segment_ops.gather_rows`.
-
-    The text has S strides of d tokens. Each document starts at a stride and is cut to whole strides; l/d strides of zeros
-    are appended at the end.
-    """
-
-    token_indices: Tensor
-    """[S * d], the row of x for each row of the text."""
-    token_inverse: Tensor
-    """[T], the inverse of `token_indices`."""
-    block_indices: Tensor
-    """[N], the blocks of the text that are within one document."""
-    block_inverse: Tensor
-    """[S - l/d + 1], the inverse of `block_indices`."""
-
-
-def get_packed_indices(span: Span, nsa: NSAConfig, device: torch.device) -> PackedBlockIndices:
-    """Return the gather indices of `span`, built once per span, device, l and d."""
-    return span.get_or_build(("block_rows", device, nsa.l, nsa.d), lambda span: _build_packed_indices(span, nsa, device))
-
-
-def _build_packed_indices(span: Span, nsa: NSAConfig, device: torch.device) -> PackedBlockIndices:
-    # A document of L >= l tokens has L // d whole strides, and all of them lie in its blocks, since d divides l.
-    strides = tuple(accumulate((document.end // nsa.d for document in span.documents), initial=0))
-    n_strides = strides[-1] if span.capacity is None else span.n_queries // nsa.d
-    tokens, text, blocks = span.copy_bounds([span.bounds, strides, span.compressed_bounds(nsa)], device)
-    return PackedBlockIndices(
-        token_indices=map_rows((n_strides + nsa.l // nsa.d) * nsa.d, text * nsa.d, tokens),
-        token_inverse=map_rows(span.n_queries, tokens, text * nsa.d),
-        block_indices=map_rows(span.num_compressed(nsa), blocks, text),
-        block_inverse=map_rows(n_strides + 1, text, blocks),
-    )
-
-
-def compress_packed(x: Tensor, nsa: NSAConfig, phi: nn.Module | None, packed_indices: PackedBlockIndices) -> Tensor:
-    """Compress packed documents as `compress` does. The number of kernel launches does not depend on the documents."""
-    text = gather_rows(x, packed_indices.token_indices, packed_indices.token_inverse)
+    if layout is None:
+        input_checks.check_keys("x", x, span)
+        if span is not None and span.kind == "packed":
+            layout = span.layout(nsa, x.device)
+    if layout is None or layout.token_indices is None:
+        return _average_blocks(x, nsa) if phi is None else phi(unfold_blocks(x, nsa))
+    # The number of kernel launches does not depend on the documents.
+    blocks, inverse = cast(Tensor, layout.block_indices), cast(Tensor, layout.block_inverse)
+    text = gather_rows(x, layout.token_indices, cast(Tensor, layout.token_inverse))
     if phi is None:
-        return gather_rows(_average_blocks(text, nsa), packed_indices.block_indices, packed_indices.block_inverse)
+        return gather_rows(_average_blocks(text, nsa), blocks, inverse)
     # phi is applied only to whole blocks of one document, so a non-finite value stays within its document.
-    return zero_absent_rows(
-        phi(gather_rows(_unfold_blocks(text, nsa), packed_indices.block_indices, packed_indices.block_inverse)),
-        packed_indices.block_indices,
-    )
+    return zero_absent_rows(phi(gather_rows(unfold_blocks(text, nsa), blocks, inverse)), blocks)
 
 
 def check_phi(nsa: NSAConfig, phi: nn.Module | None) -> None:
@@ -105,7 +68,7 @@ def make_phi(nsa: NSAConfig, width: int) -> nn.Module | None:
     return BlockMap(nsa.l, width, hidden=MLP_PHI_EXPANSION * width if nsa.phi == "mlp" else None)
 
 
-def _unfold_blocks(x: Tensor, nsa: NSAConfig) -> Tensor:
+def unfold_blocks(x: Tensor, nsa: NSAConfig) -> Tensor:
     """Return the tokens of every block, [B, T, G, D] -> [B, N, G, D, l]."""
     if geometry.num_compressed(x.shape[1], nsa):
         return x.unfold(1, nsa.l, nsa.d)
@@ -119,7 +82,7 @@ def _average_blocks(x: Tensor, nsa: NSAConfig) -> Tensor:
     """
     n = geometry.num_compressed(x.shape[1], nsa)
     n_strides = n + nsa.l // nsa.d - 1 if n else 0
-    acc_dtype = x.dtype if x.dtype == torch.float64 else torch.float32  # bf16 sums in float32
+    acc_dtype = torch.promote_types(x.dtype, torch.float32)  # bf16 sums in float32
     sums = torch.unflatten(x[:, : n_strides * nsa.d], 1, (n_strides, nsa.d)).sum(2, dtype=acc_dtype)
     blocks = sums[:, :n]
     for shift in range(1, nsa.l // nsa.d):

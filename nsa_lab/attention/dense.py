@@ -8,15 +8,16 @@ import inspect
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from nsa_lab.attention import geometry, input_checks
+from nsa_lab.attention.compile_utils import disable_compile
 from nsa_lab.attention.flash import MAX_HEAD_WIDTH, flash_dense_attention
-from nsa_lab.attention.layout import Span
+from nsa_lab.attention.layout import Layout, Span
 
 # Documents of at least this many tokens get their own SDPA call if `_prefers_sdpa`.
 LONG_DOCUMENT = 8192
@@ -24,18 +25,15 @@ LONG_DOCUMENT = 8192
 LONG_DOCUMENT_MULTIPLE = 1024
 
 
-class VarlenInputs(NamedTuple):
-    """Inputs of one variable-length attention call over packed documents. Traced, they are equal for all documents."""
-
-    cu_seqlens: Tensor
-    """int32 [documents + 1] on the device: the first row of each document, then the end of the last."""
-    max_seqlen: int
-    """Upper bound of a document's length in tokens."""
-    varlen_attn: Callable[..., Tensor]
-    """PyTorch's variable-length attention."""
-
-
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str = "torch", span: Span | None = None) -> Tensor:
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    backend: str = "torch",
+    span: Span | None = None,
+    layout: Layout | None = None,
+) -> Tensor:
     """Return causal attention of q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv]: [B, T, H, Dv].
 
     `backend`: "torch" or "flash" (flash-attn). "torch" uses scaled_dot_product_attention. Packed documents use PyTorch's
@@ -43,13 +41,18 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str = "torch", 
     documents of at least `LONG_DOCUMENT` tokens also get their own SDPA call.
 
     With `Span.chunk`, q and the output have its `length` rows, and k and v cover positions 0 .. start+length-1. With
-    `Span.packed`, B is 1 and each document is attended separately.
+    `Span.packed`, B is 1 and each document is attended separately. `layout`: the layout of a packed span; with it, traced
+    code does not read the span, and inputs are not checked.
 
     All finite inputs are causal. A NaN or an infinity can affect earlier queries of its document, because the kernels
     multiply tiles of values with the probabilities of several queries (zero times NaN is NaN).
 
     Raise ValueError for inconsistent inputs, NotImplementedError for head widths that flash-attn does not support.
     """
+    if layout is not None:
+        if backend == "torch" and layout.varlen_attn is not None and supports_varlen(q, v):
+            return _call_varlen(q, k, v, layout.bounds[0], layout.max_seqlen, layout.varlen_attn)
+        return _dense_attention_uncompiled(q, k, v, backend=backend, span=span)
     input_checks.check_raw(q, k, v, span)
     span = None if span is None or span.is_full else span
     if backend == "flash":
@@ -62,17 +65,19 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str = "torch", 
     varlen_attn = _get_varlen_attn(q, v)
     if varlen_attn is None:
         lengths = [document.end for document in span.documents if document.end]
-        parts = zip(*(torch.split(x, lengths, dim=1) for x in (q, k, v)), strict=True)
-        return torch.cat([_attend_sdpa(*part) for part in parts], dim=1)
+        split = zip(*(torch.split(x, lengths, dim=1) for x in (q, k, v)), strict=True)
+        return torch.cat([_attend_sdpa(*part) for part in split], dim=1)
     if span.longest_document < LONG_DOCUMENT or not _prefers_sdpa(q.device):
         return _attend_varlen(q, k, v, span, varlen_attn)
-    parts = [
-        _attend_padded(q[:, rows], k[:, rows], v[:, rows])
-        if short_span is None
-        else _attend_varlen(q[:, rows], k[:, rows], v[:, rows], short_span, varlen_attn)
-        for rows, short_span in _split_at_long_documents(span)
-    ]
+    parts: list[Tensor] = []
+    for rows, short_span in _split_at_long_documents(span):
+        part = q[:, rows], k[:, rows], v[:, rows]
+        parts.append(_attend_padded(*part) if short_span is None else _attend_varlen(*part, short_span, varlen_attn))
     return torch.cat(parts, dim=1)
+
+
+# Each batch has different documents. Traced, their bounds would be constants, and every batch would be compiled again.
+_dense_attention_uncompiled = disable_compile(dense_attention)
 
 
 @contextmanager
@@ -116,29 +121,28 @@ def _split_at_long_documents(span: Span) -> Iterator[tuple[slice, Span | None]]:
             yield slice(run_documents[0].query_rows.start, run_documents[-1].query_rows.stop), Span.packed(bounds)
 
 
-def get_varlen_inputs(span: Span, device: torch.device) -> VarlenInputs | None:
-    """Return the inputs of a single varlen call for packed documents.
+def find_single_call(span: Span, device: torch.device) -> Callable[..., Tensor] | None:
+    """Return the varlen attention that computes all packed documents of `span` in one call: `Layout.varlen_attn`.
 
     Return None if `dense_attention` would use several calls, if PyTorch has no varlen attention, or if `span` has no
     capacity: torch.compile would then trace a graph for every number of documents.
     """
     varlen_attn = _load_varlen_attn() if device.type == "cuda" and span.capacity is not None else None
-    if varlen_attn is None or (span.longest_document >= LONG_DOCUMENT and _prefers_sdpa(device)):
+    if span.longest_document >= LONG_DOCUMENT and varlen_attn is not None and _prefers_sdpa(device):
         return None
-    # Round up to a power of two, so that torch.compile sees few different lengths.
-    max_seqlen = min(1 << (span.longest_allocated - 1).bit_length(), span.n_queries)
-    return VarlenInputs(span.cu_seqlens(device), max_seqlen, varlen_attn)
-
-
-def packed_dense_attention(q: Tensor, k: Tensor, v: Tensor, varlen_inputs: VarlenInputs) -> Tensor:
-    """Return `dense_attention` of packed documents in half precision; q, k, v as there, with B = 1."""
-    cu_seqlens, max_seqlen, varlen_attn = varlen_inputs
-    # window_size: no keys to the right of the query, all keys to its left.
-    return varlen_attn(q[0], k[0], v[0], cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=(-1, 0))[None]
+    return varlen_attn
 
 
 def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, span: Span, varlen_attn: Callable[..., Tensor]) -> Tensor:
-    return packed_dense_attention(q, k, v, VarlenInputs(span.cu_seqlens(q.device), span.longest_allocated, varlen_attn))
+    return _call_varlen(q, k, v, span.cu_seqlens(q.device), span.longest_allocated, varlen_attn)
+
+
+def _call_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, varlen_attn: Callable[..., Tensor]
+) -> Tensor:
+    """Return `dense_attention` of packed documents in half precision, in one call; q, k, v as there, with B = 1."""
+    # window_size: no keys to the right of the query, all keys to its left.
+    return varlen_attn(q[0], k[0], v[0], cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=(-1, 0))[None]
 
 
 def supports_varlen(q: Tensor, v: Tensor) -> bool:

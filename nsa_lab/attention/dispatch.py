@@ -8,6 +8,10 @@ checked here, once (`input_checks`), and the backends rely on it.
 outputs, LSE and blocks have its `length` rows, and keys, values and compressed keys cover positions 0 .. start+length-1.
 With `Span.packed`, B is 1 and T is the total number of tokens. The compressed rows of the documents are concatenated, and
 padded to total // d if the layout has a capacity. Block indices are local to each document.
+
+Functions that a model's layers call also take the span's `layout` as tensors. With it, nothing reads the span in code that
+torch.compile traces, so a traced graph serves all documents; inputs are not checked, and backends that loop over documents
+on the host are excluded from the graph.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ import torch
 from torch import Tensor
 
 from nsa_lab.attention import flash, input_checks, kernels, reference, torch_backend
-from nsa_lab.attention.layout import Span
+from nsa_lab.attention.compile_utils import disable_compile
+from nsa_lab.attention.layout import Layout, Span
 from nsa_lab.config import ModelConfig, NSAConfig, UsageError
 
 PARTS = ("compressed", "selection", "selected", "window", "combine")
@@ -156,6 +161,7 @@ def nsa_attention(
     blocks: Tensor | None = None,
     backend: str | Mapping[str, ResolvedBackend] = "auto",
     span: Span | None = None,
+    layout: Layout | None = None,
 ) -> Tensor:
     """Return the gated sum of the three branches (eq. 5), [B, T, H, Dv].
 
@@ -163,21 +169,25 @@ def nsa_attention(
     cmp, sel, win. All branches have the same G and Dv, and all tensors the same dtype.
 
     `blocks`: int32 [B, T, G, n_sel] as returned by `select_blocks`; None: select by the scores of the compressed branch
-    (eq. 9 to 11). `backend`: a name, or the result of `resolve_backend`.
+    (eq. 9 to 11). `backend`: a name, or the result of `resolve_backend`. `layout`: the layout of a packed span for `nsa`.
 
     Raise the errors of the four functions above, and TypeError if `nsa` is not an NSAConfig. Only `reference` supports
     `torch.func` (vmap, grad, jvp).
     """
-    input_checks.check_compressed(q, k_cmp, v_cmp, nsa, span)
-    input_checks.check_raw(q, k_sel, v_sel, span, "_sel")
-    input_checks.check_raw(q, k_win, v_win, span, "_win")
-    input_checks.check_branches((k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win))
-    input_checks.check_gates(q, gates)
-    if blocks is not None:
-        input_checks.check_blocks(q, k_sel, blocks, nsa, span)
-    modules, span_kwargs = _get_modules(backend, q, nsa, span), _get_span_kwargs(span)
+    tensors = q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates
+    if layout is None:
+        input_checks.check_compressed(q, k_cmp, v_cmp, nsa, span)
+        input_checks.check_raw(q, k_sel, v_sel, span, "_sel")
+        input_checks.check_raw(q, k_win, v_win, span, "_win")
+        input_checks.check_branches((k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win))
+        input_checks.check_gates(q, gates)
+        if blocks is not None:
+            input_checks.check_blocks(q, k_sel, blocks, nsa, span)
+    modules, span_kwargs = _get_modules(backend, q, nsa, span if layout is None else None), _get_span_kwargs(span, layout)
     if all(module is kernels for module in modules.values()):
-        return kernels.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, blocks=blocks, **span_kwargs)
+        return kernels.nsa_attention(*tensors, nsa, blocks=blocks, **span_kwargs)
+    if layout is not None:
+        return _nsa_attention_uncompiled(*tensors, nsa, blocks=blocks, backend=backend, span=span)
     out_cmp, lse = modules["compressed"].compressed_attention(q, k_cmp, v_cmp, nsa, **span_kwargs)
     if blocks is None:
         blocks = modules["selection"].select_blocks(q, k_cmp, lse, nsa, **span_kwargs)
@@ -194,20 +204,30 @@ def score_and_select_blocks(
     *,
     backend: str | Mapping[str, ResolvedBackend] = "auto",
     span: Span | None = None,
+    layout: Layout | None = None,
 ) -> Tensor:
     """Select blocks without a given LSE: q [B, T, H, D], k_cmp [B, N, G, D] -> int32 [B, T, G, n_sel].
 
     For queries and compressed keys that are used only for selection (an indexer, arXiv 2512.02556). D can be any width, H
-    any multiple of G. There is no gradient. Raise the errors of `compressed_attention`.
+    any multiple of G. `layout`: the layout of a packed span for `nsa`. There is no gradient. Raise the errors of
+    `compressed_attention`.
     """
-    input_checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
+    if layout is None:
+        input_checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
     resolve_nsa = nsa
     # Backends that are already resolved are not checked again, because a copied configuration would break the traced graph.
     if isinstance(backend, str) and q.shape[2] == k_cmp.shape[2] and nsa.l == nsa.d:
         # The kernels' limit on strides per selection block does not apply to one head with blocks that do not overlap.
         resolve_nsa = nsa.model_copy(update={"l": nsa.l_sel, "d": nsa.l_sel})
-    module = _get_modules(backend, q, resolve_nsa, span)["selection"]
-    return module.select_blocks(q, k_cmp, None, nsa, **_get_span_kwargs(span))
+    module = _get_modules(backend, q, resolve_nsa, span if layout is None else None)["selection"]
+    if layout is not None and module is not kernels:
+        return _score_and_select_blocks_uncompiled(q, k_cmp, nsa, backend=backend, span=span)
+    return module.select_blocks(q, k_cmp, None, nsa, **_get_span_kwargs(span, layout))
+
+
+# Each batch has different documents. Traced, their bounds would be constants, and every batch would be compiled again.
+_nsa_attention_uncompiled = disable_compile(nsa_attention)
+_score_and_select_blocks_uncompiled = disable_compile(score_and_select_blocks)
 
 
 def _get_modules(
@@ -242,8 +262,10 @@ def _get_implementation(part: str, q: Tensor, nsa: NSAConfig, backend: str, span
     return _MODULES[resolve_backend(q.device, q.dtype, nsa, backend=backend, span=span)[part].backend]
 
 
-def _get_span_kwargs(span: Span | None) -> dict[str, Span]:
-    """Return {"span": span}, or {} for a full layout, which backends compute without one."""
+def _get_span_kwargs(span: Span | None, layout: Layout | None = None) -> dict[str, Any]:
+    """Return {"layout": layout} or {"span": span}; {} for a full span, which backends compute without one."""
+    if layout is not None:
+        return {"layout": layout}
     return {} if span is None or span.is_full else {"span": span}
 
 

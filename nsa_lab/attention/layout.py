@@ -5,9 +5,9 @@ as in decoding. Packed: documents one after another in one row, each computed se
 
 Invariants
 * A layout is immutable, hashable and equal by value. Malformed arguments raise ValueError when it is built, never later.
-* All counts are computed on the CPU. A device holds only copies of the document bounds, made once per device, and tensors
-  computed from them, cached in the layout and shared by all layers. `replace_documents` overwrites these tensors in place
-  with those of another layout, for a CUDA graph that reads them; the values on the CPU never change.
+* All counts are computed on the CPU. A device holds only a `Layout`, built once per device and block geometry, cached in
+  the span and shared by all layers and kernels. `replace_documents` overwrites its tensors in place with those of another
+  span, for a CUDA graph that reads them; the values on the CPU never change.
 * With a `capacity`, all tensor shapes depend only on the total number of tokens, as CUDA graphs and torch.compile need.
 """
 
@@ -24,25 +24,72 @@ from torch import Tensor
 
 from nsa_lab.attention import geometry
 from nsa_lab.attention.compile_utils import disable_compile
-from nsa_lab.attention.segment_ops import find_documents
+from nsa_lab.attention.segment_ops import find_documents, map_rows
 from nsa_lab.config import NSAConfig
 
 Cached = TypeVar("Cached")
 
 
-class DocumentRows(NamedTuple):
-    """Rows of one document in a layout: queries at positions start .. end-1, keys at positions 0 .. end-1."""
+class QueryRange(NamedTuple):
+    """Queries at positions start .. end-1 of one document, their rows of q, and the rows of the document's keys.
 
+    A whole document has keys at positions 0 .. end-1.
+    """
+
+    start: int
+    end: int
     query_rows: slice
     """Rows of q, gates, outputs and blocks."""
     key_rows: slice
-    """Rows of keys and values."""
-    start: int
-    end: int
+    """Rows of keys and values of the document, from position 0 on."""
 
     def positions(self, device: torch.device | None = None) -> Tensor:
         """Return the positions of the queries, int64 [end - start]."""
         return geometry.positions(self.start, self.end, device)
+
+
+class Layout(NamedTuple):
+    """A span as tensors on one device, for compression blocks of l and d tokens and selection blocks of l_sel tokens.
+
+    Built by `Span.layout`, once per batch, for all layers and kernels. Types and shapes do not depend on the documents if
+    the span has a capacity. A graph that torch.compile traced with one layout is then valid for all.
+    """
+
+    bounds: Tensor
+    """int32 [3, documents + 1]: first token (cu_seqlens), first compressed block and first selection block of each
+    document, then the ends of the last. Empty documents are appended up to the capacity, and to make each row a multiple of
+    4 integers (16 bytes) long."""
+    is_document_start: Tensor | None
+    """Bool [T], True at the first token of each document. This and the next four are None for a single document."""
+    token_indices: Tensor | None
+    """int64 [S * d]. Documents are compressed as one text of S strides of d tokens, in which each document starts at a
+    stride and is cut to whole strides, and l/d strides of zeros follow. This is the row of x for each row of the text."""
+    token_inverse: Tensor | None
+    """int64 [T], the inverse of `token_indices`; see `segment_ops.gather_rows`."""
+    block_indices: Tensor | None
+    """int64 [N], the blocks of the text that are within one document."""
+    block_inverse: Tensor | None
+    """int64 [S - l/d + 1], the inverse of `block_indices`."""
+    block_aligned_keys: Tensor
+    """int64 [selection blocks * l_sel], the key at each position of a text where each document starts at a selection block;
+    `ABSENT` if there is none."""
+    block_aligned_starts: Tensor
+    """int64 [N], the position in that text of the first token of each compressed block; `ABSENT` for padding."""
+    start: int
+    """Position of the first query; non-zero only for a chunk."""
+    n_keys: int
+    """Number of rows of keys and values."""
+    n_compressed: int
+    """Number of rows of compressed keys and values, including padding."""
+    longest: int
+    """Upper bound of the tokens of a document."""
+    max_seqlen: int
+    """`longest`, rounded up to a power of two, so that kernels are compiled for few lengths; at most `n_keys`."""
+    capacity: int | None
+    """Number of documents that tensors are allocated for; None: shapes depend on the documents."""
+    varlen_attn: Callable[..., Tensor] | None = None
+    """PyTorch's variable-length attention, if dense attention computes all documents in one call. Traced code cannot import
+    it."""
 
 
 class Span:
@@ -152,13 +199,13 @@ class Span:
         return self.start + self.bounds[-1]
 
     @property
-    def documents(self) -> tuple[DocumentRows, ...]:
+    def documents(self) -> tuple[QueryRange, ...]:
         """All documents in order, including empty ones."""
         return self.get_or_build("documents", Span._build_documents)
 
-    def _build_documents(self) -> tuple[DocumentRows, ...]:
+    def _build_documents(self) -> tuple[QueryRange, ...]:
         return tuple(
-            DocumentRows(slice(begin, end), slice(begin, end + self.start), self.start, self.start + end - begin)
+            QueryRange(self.start, self.start + end - begin, slice(begin, end), slice(begin, end + self.start))
             for begin, end in pairwise(self.bounds)
         )
 
@@ -229,9 +276,13 @@ class Span:
         """Return the number of selection blocks of the longest document; block indices are local to each document."""
         return geometry.num_selection(self.longest_document, nsa)
 
-    def is_document_start(self, device: torch.device) -> Tensor:
-        """Return whether each query is the first token of its document, bool [queries], built once per device."""
-        return self.get_or_build(("begins", device), lambda span: span.positions(device) == span.start)
+    def layout(self, nsa: NSAConfig, device: torch.device) -> Layout:
+        """Return the layout as tensors. For packed documents it is built once per device, l, d and l_sel."""
+        if self.kind != "packed":
+            # Everything follows from the shapes. It is built on the device, without a copy, as CUDA graphs need.
+            return _build_layout(self, nsa, device)
+        key = ("layout", device, nsa.l, nsa.d, nsa.l_sel)
+        return self.get_or_build(key, lambda span: _build_layout(span, nsa, device))
 
     def get_or_build(self, key: Hashable, build: Callable[[Span], Cached]) -> Cached:
         """Return `build(self)`, called once for each `key`. The key includes the device if the value is on one.
@@ -280,39 +331,12 @@ class Span:
         for tensor, value in pairs:
             tensor.copy_(value, non_blocking=True)
 
-    def copy_bounds(self, bounds: list[tuple[int, ...]], device: torch.device) -> Tensor:
-        """Return the bounds of several layouts as int32 [len(bounds), documents + 1], padded like `cu_seqlens`.
-
-        Bounds of packed documents are copied to the device. For one document they are computed on the device, so that a
-        CUDA graph can capture it.
-        """
-        if self.kind != "packed":
-            return torch.stack([geometry.positions(0, 2, device) * end for _, end in bounds]).int()
-        return _copy_to_device([self._pad_bounds(rows, 1) for rows in bounds], device)
-
     def cu_seqlens(self, device: torch.device) -> Tensor:
         """Return `bounds` as int32 [documents + 1] on `device`, copied once.
 
         With a capacity, [capacity + 1]: empty documents are appended.
         """
-        return self.get_or_build(device, lambda span: span.copy_bounds([span.bounds], device)[0])
-
-    def row_bounds(self, nsa: NSAConfig, device: torch.device) -> Tensor:
-        """Return `bounds` and `compressed_bounds`, int32 [2, documents + 1], on `device`, copied once per l and d.
-
-        Empty documents are appended up to the capacity, and to make each row a multiple of 4 integers (16 bytes) long.
-        """
-
-        def build_bounds(span: Span) -> Tensor:
-            return _copy_to_device(
-                [span._pad_bounds(bounds, 4) for bounds in (span.bounds, span.compressed_bounds(nsa))], device
-            )
-
-        return self.get_or_build(("row_bounds", device, nsa.l, nsa.d), build_bounds)
-
-    def _pad_bounds(self, bounds: tuple[int, ...], multiple: int) -> tuple[int, ...]:
-        n_documents = len(self.bounds) - 1 if self.capacity is None else self.capacity
-        return bounds + bounds[-1:] * (-(-(n_documents + 1) // multiple) * multiple - len(bounds))
+        return self.get_or_build(("cu_seqlens", device), lambda span: _copy_bounds(span, [span.bounds], 1, device)[0])
 
     def _compute_lengths(self) -> Tensor:
         return torch.tensor(self.bounds).diff()
@@ -337,6 +361,64 @@ def _compute_document_positions(span: Span, device: torch.device) -> Tensor:
     return geometry.positions(0, span.n_queries, device) - bounds[find_documents(span.n_queries, bounds)]
 
 
+def _build_layout(span: Span, nsa: NSAConfig, device: torch.device) -> Layout:
+    is_packed = span.kind == "packed"
+    key_bounds = tuple(accumulate((document.end for document in span.documents), initial=0))
+    bounds = _copy_bounds(span, [key_bounds, span.compressed_bounds(nsa), span.selection_bounds(nsa)], 4, device)
+    keys, compressed, selection = bounds
+    return Layout(
+        bounds,
+        _build_document_starts(span, device) if is_packed else None,
+        *(_build_gather_indices(span, nsa, keys, compressed, device) if is_packed else (None, None, None, None)),
+        block_aligned_keys=map_rows(span.num_selection_allocated(nsa) * nsa.l_sel, selection * nsa.l_sel, keys),
+        block_aligned_starts=map_rows(span.num_compressed(nsa) * nsa.d, compressed * nsa.d, selection * nsa.l_sel)[
+            :: nsa.d
+        ],
+        start=span.start,
+        n_keys=span.n_keys,
+        n_compressed=span.num_compressed(nsa),
+        longest=span.longest_allocated,
+        max_seqlen=min(1 << (span.longest_allocated - 1).bit_length(), span.n_keys),
+        capacity=span.capacity,
+    )
+
+
+def _build_document_starts(span: Span, device: torch.device) -> Tensor:
+    """Return whether each query is the first token of its document, bool [queries]; one tensor for all layouts."""
+    return span.get_or_build(("document_starts", device), lambda span: span.positions(device) == 0)
+
+
+def _build_gather_indices(
+    span: Span, nsa: NSAConfig, tokens: Tensor, blocks: Tensor, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return `token_indices`, `token_inverse`, `block_indices` and `block_inverse` of a `Layout`."""
+    # A document of L >= l tokens has L // d whole strides, and all of them lie in its blocks, since d divides l.
+    strides = tuple(accumulate((document.end // nsa.d for document in span.documents), initial=0))
+    n_strides = strides[-1] if span.capacity is None else span.n_queries // nsa.d
+    (text,) = _copy_bounds(span, [strides], 4, device)
+    return (
+        map_rows((n_strides + nsa.l // nsa.d) * nsa.d, text * nsa.d, tokens),
+        map_rows(span.n_queries, tokens, text * nsa.d),
+        map_rows(span.num_compressed(nsa), blocks, text),
+        map_rows(n_strides + 1, text, blocks),
+    )
+
+
+def _copy_bounds(span: Span, bounds: list[tuple[int, ...]], multiple: int, device: torch.device) -> Tensor:
+    """Return the bounds of several layouts of the span's documents as int32 [len(bounds), documents + 1] on `device`.
+
+    Bounds of packed documents are copied without waiting for the device. Empty documents are appended up to the capacity,
+    and to make the length of each row a multiple of `multiple`. A CUDA graph must not capture this copy: a replay would
+    read host memory that has been freed. For one document the bounds are computed on the device.
+    """
+    if span.kind != "packed":
+        return torch.stack([geometry.positions(0, 2, device) * end for _, end in bounds]).int()
+    n_documents = len(span.bounds) - 1 if span.capacity is None else span.capacity
+    length = -(-(n_documents + 1) // multiple) * multiple
+    rows = [row + row[-1:] * (length - len(row)) for row in bounds]
+    return torch.tensor(rows, dtype=torch.int32).to(device, non_blocking=True)
+
+
 def _iterate_tensors(value: object) -> Iterator[Tensor]:
     """Yield the tensors in a cached value: a tensor, or nested tuples."""
     if isinstance(value, Tensor):
@@ -344,14 +426,6 @@ def _iterate_tensors(value: object) -> Iterator[Tensor]:
     elif isinstance(value, tuple):
         for part in cast("tuple[object, ...]", value):
             yield from _iterate_tensors(part)
-
-
-def _copy_to_device(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
-    """Copy to an int32 tensor on `device` without waiting for it.
-
-    A CUDA graph must not capture this copy: a replay would read host memory that has been freed.
-    """
-    return torch.tensor(rows, dtype=torch.int32).to(device, non_blocking=True)
 
 
 def _check_integer(name: str, value: int, minimum: int) -> int:

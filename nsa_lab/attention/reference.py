@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from nsa_lab.attention import geometry
-from nsa_lab.attention.compression import check_phi
-from nsa_lab.attention.layout import DocumentRows, Span
+from nsa_lab.attention.compression import check_phi, unfold_blocks
+from nsa_lab.attention.layout import QueryRange, Span
 from nsa_lab.config import NSAConfig
 
 
@@ -34,9 +34,9 @@ def compress(x: Tensor, nsa: NSAConfig, phi: torch.nn.Module | None = None, *, s
     check_phi(nsa, phi)
     span = span or Span.full(x.shape[1])
     blocks = torch.cat(
-        [_unfold_blocks(x[:, document.key_rows], nsa) for document in span.documents], dim=1
+        [unfold_blocks(x[:, document.key_rows], nsa) for document in span.documents], dim=1
     )  # [B, N, G, D, l]
-    compressed = blocks.to(_get_accumulation_dtype(x.dtype)).mean(-1).to(x.dtype) if phi is None else phi(blocks)
+    compressed = blocks.to(get_definition_dtype(x.dtype)).mean(-1).to(x.dtype) if phi is None else phi(blocks)
     return torch.nn.functional.pad(compressed, (0, 0, 0, 0, 0, span.num_padding(nsa)))
 
 
@@ -48,7 +48,7 @@ def compressed_attention(
     q [B, T, H, D], k_cmp [B, N, G, D], v_cmp [B, N, G, Dv] -> out [B, T, H, Dv], lse [B, T, H].
     """
 
-    def attend_document(document: DocumentRows, rows: slice) -> tuple[Tensor, Tensor]:
+    def attend_document(document: QueryRange, rows: slice) -> tuple[Tensor, Tensor]:
         k, v = k_cmp[:, rows], v_cmp[:, rows]
         visible = geometry.sees_compressed(document.positions(q.device), k.shape[1], nsa)
         return _attend_masked(q[:, document.query_rows], k, v, visible[None, :, None])
@@ -111,7 +111,7 @@ def selected_attention(
     q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv], blocks int32 [B, T, G, n_sel] -> out [B, T, H, Dv], lse [B, T, H].
     """
 
-    def attend_document(document: DocumentRows) -> tuple[Tensor, Tensor]:
+    def attend_document(document: QueryRange) -> tuple[Tensor, Tensor]:
         document_blocks = blocks[:, document.query_rows]
         S, n = document.end, geometry.num_selection(document.end, nsa)
         none_selected = torch.zeros(*document_blocks.shape[:3], n + 1, dtype=torch.bool, device=q.device)
@@ -131,7 +131,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: S
     q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv] -> out [B, T, H, Dv], lse [B, T, H].
     """
 
-    def attend_document(document: DocumentRows) -> tuple[Tensor, Tensor]:
+    def attend_document(document: QueryRange) -> tuple[Tensor, Tensor]:
         t, s = document.positions(q.device), geometry.positions(0, document.end, q.device)
         is_visible = (s <= t[:, None]) & (s > t[:, None] - nsa.w)
         return _attend_masked(
@@ -179,16 +179,9 @@ def _concatenate(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
 
-def _unfold_blocks(x: Tensor, nsa: NSAConfig) -> Tensor:
-    """Return the tokens of every complete compression block of one document, [B, N, G, D, l]."""
-    if x.shape[1] < nsa.l:
-        return x.new_empty(x.shape[0], 0, *x.shape[2:], nsa.l)
-    return x.unfold(1, nsa.l, nsa.d)
-
-
-def _compute_document_importance(q: Tensor, k_cmp: Tensor, lse: Tensor, document: DocumentRows, nsa: NSAConfig) -> Tensor:
+def _compute_document_importance(q: Tensor, k_cmp: Tensor, lse: Tensor, document: QueryRange, nsa: NSAConfig) -> Tensor:
     """Return `block_importance` of one document."""
-    N, acc_dtype = k_cmp.shape[1], _get_accumulation_dtype(q.dtype)
+    N, acc_dtype = k_cmp.shape[1], get_definition_dtype(q.dtype)
     scores = _compute_scores(q, k_cmp)  # [B, T, G, h, N]
     sees_block = geometry.sees_compressed(document.positions(q.device), N, nsa)
     lse = _split_heads(lse.to(acc_dtype).unsqueeze(-1), k_cmp.shape[2])  # [B, T, G, h, 1]
@@ -199,7 +192,8 @@ def _compute_document_importance(q: Tensor, k_cmp: Tensor, lse: Tensor, document
     return (p.sum(dim=3) @ overlap_weights).float()
 
 
-def _get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+def get_definition_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of scores and block selection for inputs of `dtype`: float32 for half precision, else float64."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else torch.float64
 
 
@@ -210,7 +204,7 @@ def _split_heads(x: Tensor, groups: int) -> Tensor:
 
 def _compute_scores(q: Tensor, k: Tensor) -> Tensor:
     """Return scaled dot products [B, T, G, h, S] in the accumulation dtype."""
-    acc_dtype = _get_accumulation_dtype(q.dtype)
+    acc_dtype = get_definition_dtype(q.dtype)
     return (
         torch.einsum("btghd,bsgd->btghs", _split_heads(q.to(acc_dtype), k.shape[2]), k.to(acc_dtype)) * q.shape[-1] ** -0.5
     )
@@ -231,4 +225,4 @@ def _attend_masked(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> tuple[Te
         lse = torch.where(sees_none, float("-inf"), scores.masked_fill(sees_none.unsqueeze(-1), 0.0).logsumexp(-1))
     p = torch.where(allowed.unsqueeze(3), scores - torch.where(torch.isneginf(lse), 0.0, lse).unsqueeze(-1), float("-inf"))
     out = torch.einsum("btghs,bsgd->btghd", p.exp(), v.to(p.dtype)).flatten(2, 3).to(q.dtype)
-    return out, lse.flatten(2, 3).to(q.dtype if q.dtype == torch.float64 else torch.float32)
+    return out, lse.flatten(2, 3).to(torch.promote_types(q.dtype, torch.float32))

@@ -17,11 +17,15 @@ ABSENT = -1
 
 def find_documents(n_rows: int, bounds: Tensor) -> Tensor:
     """Return the document of each of `n_rows` rows, int64 [n_rows]; the last document for rows past the end."""
+    return find_documents_of_rows(torch.arange(n_rows, dtype=bounds.dtype, device=bounds.device), bounds)
+
+
+def find_documents_of_rows(rows: Tensor, bounds: Tensor) -> Tensor:
+    """Return the document of each of `rows`, int64 of their shape; the last document for rows past the end."""
     if len(bounds) == 2:
-        return bounds.new_zeros(n_rows, dtype=torch.int64)
-    row = torch.arange(n_rows, dtype=bounds.dtype, device=bounds.device)
+        return torch.zeros_like(rows, dtype=torch.int64)
     # If several documents start at the same row, all but the last are empty.
-    return (torch.searchsorted(bounds, row, right=True) - 1).clamp_max(len(bounds) - 2)
+    return (torch.searchsorted(bounds, rows.to(bounds.dtype), right=True) - 1).clamp_max(len(bounds) - 2)
 
 
 def map_rows(n_rows: int, from_bounds: Tensor, to_bounds: Tensor) -> Tensor:

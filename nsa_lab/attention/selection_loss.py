@@ -8,15 +8,12 @@ similar loss (arXiv 2512.02556, section 2.1). docs/science/retrieval.md reports 
 
 from __future__ import annotations
 
-from itertools import accumulate
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from nsa_lab.attention import geometry, input_checks
-from nsa_lab.attention.layout import Span
-from nsa_lab.attention.segment_ops import ABSENT, find_documents, map_rows
+from nsa_lab.attention.layout import Layout, Span
+from nsa_lab.attention.segment_ops import ABSENT, find_documents_of_rows
 from nsa_lab.config import NSAConfig
 
 # Added to every importance: it is 0 for a block that overlaps no visible compressed block, and log 0 has no gradient.
@@ -38,6 +35,7 @@ def selection_loss(
     attention_q: Tensor | None = None,
     n_queries: int | None = 64,
     span: Span | None = None,
+    layout: Layout | None = None,
 ) -> Tensor:
     """Return the cross-entropy of block importances against the selected branch's attention mass, nats, 0-d.
 
@@ -52,141 +50,64 @@ def selection_loss(
 
     `n_queries`: number of sampled queries, spread evenly over the sequence and over positions within a block; None: all.
     The sample is the same in every step, so a resumed run repeats it. Memory is proportional to the sampled queries times
-    all keys. Raise ValueError for inconsistent tensors.
+    all keys. `layout`: the span's layout for `nsa`; None: build it. Raise ValueError for inconsistent tensors.
     """
-    input_checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
     attention_q = q if attention_q is None else attention_q
-    input_checks.check_raw(attention_q, k_sel, k_sel, span, "_sel")
-    return compute_sampled_loss(
-        q, k_cmp, attention_q, k_sel, nsa, get_sampled_queries(span or Span.full(q.shape[1]), nsa, q.device, n_queries)
-    )
-
-
-class SampledQueries(NamedTuple):
-    """Sampled queries, and the positions of keys and blocks in a text where each document starts at a selection block.
-
-    int64 on the device. Without `document_rows`, the text is all documents one after another, and S keys and N compressed
-    blocks are counted over the row. With `document_rows`, each query's document is a separate text, and S and N are
-    counted within it.
-    """
-
-    query_rows: Tensor
-    """[R], rows of q."""
-    compressed_range: Tensor
-    """[2, R], the first compressed block of the query's document, and the end of the blocks visible to the query."""
-    key_range: Tensor
-    """[2, R], the first key of the query's document, and the end of the keys up to the query's own."""
-    text_positions: Tensor
-    """[2, R], text position of the first token of the query's document, and of the query."""
-    key_by_position: Tensor
-    """[blocks * l_sel], the key at each text position, or `ABSENT`."""
-    compressed_positions: Tensor
-    """[N], text position of the first token of each compressed block; `ABSENT` for padding."""
-    document_rows: tuple[Tensor, Tensor] | None = None
-    """[R, S] and [R, N], rows of the keys and compressed blocks of the query's document; arbitrary past its end."""
-
-
-def get_sampled_queries(span: Span, nsa: NSAConfig, device: torch.device, n_queries: int | None = 64) -> SampledQueries:
-    """Return the sampled queries. For packed documents they are built once per span, device, geometry and number."""
-
-    def build(span: Span) -> SampledQueries:
-        return _build_sampled_queries(span, nsa, device, n_queries)
-
-    # For one document everything follows from the shapes. It is built on the device, without a copy, as CUDA graphs need.
-    key = ("asked", device, nsa.l, nsa.d, nsa.l_sel, n_queries)
-    return span.get_or_build(key, build) if span.kind == "packed" else build(span)
-
-
-def _build_sampled_queries(span: Span, nsa: NSAConfig, device: torch.device, n_queries: int | None) -> SampledQueries:
-    query = sample_rows(span.n_queries, n_queries, device)
-    # Number of keys per document. For a chunk this includes the keys before it.
-    key_bounds = tuple(accumulate((document.end for document in span.documents), initial=0))
-    layouts = [span.bounds, key_bounds, span.compressed_bounds(nsa), span.selection_bounds(nsa)]
-    row_starts, key_starts, compressed_starts, block_starts = span.copy_bounds(layouts, device)
-    document = find_documents(span.n_queries, row_starts)[query]
-    t = span.start + query - row_starts[document]
-    first_key, first_compressed, document_position = (
-        key_starts[document],
-        compressed_starts[document],
-        block_starts[document] * nsa.l_sel,
-    )
-    n_visible = geometry.visible_compressed(t, nsa)
-    if span.kind == "packed" and SEPARATE_DOCUMENTS_RATIO * span.longest_allocated <= span.n_keys:
-        return _build_separate_documents(span, nsa, query, t, n_visible, first_key, first_compressed)
-    return SampledQueries(
-        query_rows=query,
-        compressed_range=torch.stack([first_compressed, first_compressed + n_visible]),
-        key_range=torch.stack([first_key, first_key + t + 1]),
-        text_positions=torch.stack([document_position, document_position + t]),
-        key_by_position=map_rows(span.num_selection_allocated(nsa) * nsa.l_sel, block_starts * nsa.l_sel, key_starts),
-        compressed_positions=map_rows(
-            span.num_compressed(nsa) * nsa.d, compressed_starts * nsa.d, block_starts * nsa.l_sel
-        )[:: nsa.d],
-    )
-
-
-def _build_separate_documents(
-    span: Span, nsa: NSAConfig, query: Tensor, t: Tensor, n_visible: Tensor, first_key: Tensor, first_compressed: Tensor
-) -> SampledQueries:
-    """Return the samples with a separate text for each query's document.
-
-    `t`: position of each query in its document. `n_visible`: number of compressed blocks that it sees. `first_key`,
-    `first_compressed`: first rows of its document's keys and compressed blocks.
-    """
-    max_length, n_compressed = span.longest_allocated, span.num_compressed(nsa)
-    position = geometry.positions(0, geometry.num_selection(max_length, nsa) * nsa.l_sel, query.device)
-    block = geometry.positions(0, min(geometry.num_compressed(max_length, nsa), n_compressed), query.device)
-    zeros = torch.zeros_like(t)
-    return SampledQueries(
-        query_rows=query,
-        compressed_range=torch.stack([zeros, n_visible]),
-        key_range=torch.stack([zeros, t + 1]),
-        text_positions=torch.stack([zeros, t]),
-        key_by_position=torch.where(position < max_length, position, ABSENT),
-        compressed_positions=block * nsa.d,
-        document_rows=(
-            (first_key[:, None] + position[:max_length]).clamp_max(span.n_keys - 1),
-            (first_compressed[:, None] + block).clamp_max(n_compressed - 1),
-        ),
-    )
-
-
-def compute_sampled_loss(
-    q: Tensor, k_cmp: Tensor, attention_q: Tensor, k_sel: Tensor, nsa: NSAConfig, sampled: SampledQueries
-) -> Tensor:
-    """Return `selection_loss` of the `sampled` queries. The number of kernel launches does not depend on the documents."""
+    if layout is None:
+        input_checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
+        input_checks.check_raw(attention_q, k_sel, k_sel, span, "_sel")
+        layout = (span or Span.full(q.shape[1])).layout(nsa, q.device)
     acc_dtype, G = torch.promote_types(q.dtype, torch.float32), k_sel.shape[2]
-    n_blocks = geometry.num_selection(len(sampled.key_by_position), nsa)
-    document_position, query_position = sampled.text_positions
+    # The number of kernel launches below does not depend on the documents.
+    rows = sample_rows(q.shape[1], n_queries, q.device)
+    document = find_documents_of_rows(rows, layout.bounds[0])
+    first_key, first_compressed, first_block = (starts[document] for starts in layout.bounds)
+    t = layout.start + rows - first_key
+    n_visible = geometry.visible_compressed(t, nsa)
+    keys_of_query = compressed_of_query = None
+    if _has_separate_texts(layout):
+        # Each query's document is a separate text. Rows past its end are arbitrary, because they are never visible.
+        position = geometry.positions(0, geometry.num_selection(layout.longest, nsa) * nsa.l_sel, q.device)
+        block = geometry.positions(0, min(geometry.num_compressed(layout.longest, nsa), layout.n_compressed), q.device)
+        keys_of_query = (first_key[:, None] + position[: layout.longest]).clamp_max(layout.n_keys - 1)
+        compressed_of_query = (first_compressed[:, None] + block).clamp_max(layout.n_compressed - 1)
+        text_keys, compressed_starts = torch.where(position < layout.longest, position, ABSENT), block * nsa.d
+        document_start = first_key = first_compressed = torch.zeros_like(t)
+    else:
+        # All documents are one text, in which each document starts at a selection block.
+        text_keys, compressed_starts = layout.block_aligned_keys, layout.block_aligned_starts
+        document_start = first_block * nsa.l_sel
+    n_blocks = geometry.num_selection(len(text_keys), nsa)
+    query_position = document_start + t
     is_free = geometry.candidate_blocks(query_position, n_blocks, nsa) & ~geometry.forced_blocks(
         query_position, n_blocks, nsa
     )  # [R, n_blocks]
-    is_free = is_free & (geometry.positions(0, n_blocks, q.device) * nsa.l_sel > document_position[:, None])
-    document_keys, document_compressed = sampled.document_rows or (None, None)
+    is_free = is_free & (geometry.positions(0, n_blocks, q.device) * nsa.l_sel > document_start[:, None])
     # Disable autocast: targets from scores rounded to bfloat16 are too coarse.
     with torch.autocast(q.device.type, enabled=False):
         with torch.no_grad():
             mass = _compute_attention_mass(
-                _gather_queries(attention_q, sampled, G), k_sel, sampled.key_range, document_keys
+                _gather_queries(attention_q, rows, G), k_sel, first_key, first_key + t + 1, keys_of_query
             )
-            mass = mass.index_select(-1, sampled.key_by_position.clamp_min(0))
-            mass = mass.masked_fill(sampled.key_by_position == ABSENT, 0)  # [B, R, G, n_blocks * l_sel]
-            mass = torch.unflatten(mass, -1, (n_blocks, nsa.l_sel)).sum(-1)
+            mass = mass.index_select(-1, text_keys.clamp_min(0)).masked_fill(text_keys == ABSENT, 0)
+            mass = torch.unflatten(mass, -1, (n_blocks, nsa.l_sel)).sum(-1)  # [B, R, G, n_blocks]
         probabilities = _compute_attention_mass(
-            _gather_queries(q, sampled, G), k_cmp, sampled.compressed_range, document_compressed
+            _gather_queries(q, rows, G), k_cmp, first_compressed, first_compressed + n_visible, compressed_of_query
         )
-        importance = (
-            probabilities @ geometry.overlap_at(sampled.compressed_positions, n_blocks, nsa, dtype=acc_dtype)
-            + MIN_IMPORTANCE
-        )
+        overlap = geometry.overlap_at(compressed_starts, n_blocks, nsa, dtype=acc_dtype)
+        importance = probabilities @ overlap + MIN_IMPORTANCE
         is_free = is_free[:, None]
         log_share = importance.log() - (importance * is_free).sum(-1, keepdim=True).clamp_min(MIN_IMPORTANCE).log()
-        return -(mass * is_free * log_share).sum() / (q.shape[0] * G * len(sampled.query_rows))
+        return -(mass * is_free * log_share).sum() / (q.shape[0] * G * len(rows))
 
 
-def _gather_queries(q: Tensor, sampled: SampledQueries, groups: int) -> Tensor:
-    """Return the sampled queries, [B, R, G, h, D], scaled, in the accumulation dtype."""
-    sampled_q = q.index_select(1, sampled.query_rows).to(torch.promote_types(q.dtype, torch.float32))
+def _has_separate_texts(layout: Layout) -> bool:
+    return layout.is_document_start is not None and SEPARATE_DOCUMENTS_RATIO * layout.longest <= layout.n_keys
+
+
+def _gather_queries(q: Tensor, rows: Tensor, groups: int) -> Tensor:
+    """Return the queries at `rows`, [B, R, G, h, D], scaled, in the accumulation dtype."""
+    sampled_q = q.index_select(1, rows).to(torch.promote_types(q.dtype, torch.float32))
     return torch.unflatten(sampled_q, 2, (groups, -1)) * q.shape[-1] ** -0.5
 
 
@@ -205,8 +126,8 @@ def sample_rows(length: int, count: int | None, device: torch.device | None = No
     return segment_starts[:-1] + offsets * segment_starts.diff() // GOLDEN_DENOMINATOR
 
 
-def _compute_attention_mass(q: Tensor, k: Tensor, visible_range: Tensor, document_rows: Tensor | None) -> Tensor:
-    """Return the attention of q [B, R, G, h, D] over keys k [B, N, G, D] in visible_range[0] .. visible_range[1]-1.
+def _compute_attention_mass(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, document_rows: Tensor | None) -> Tensor:
+    """Return the attention of q [B, R, G, h, D] over the keys `start` .. `stop`-1, each [R], of k [B, N, G, D].
 
     The mean over the h heads, [B, R, G, N]; or [B, R, G, S] over the keys that `document_rows` [R, S] gathers from k. 0 for
     a query that sees no key.
@@ -222,6 +143,6 @@ def _compute_attention_mass(q: Tensor, k: Tensor, visible_range: Tensor, documen
         rows = document_rows[None, :, None, None]
         scores, is_nonfinite = (x.gather(-1, rows.expand(*x.shape[:-1], -1)) for x in (scores, is_nonfinite))
     position = geometry.positions(0, scores.shape[-1], q.device)
-    allowed = ((position >= visible_range[0][:, None]) & (position < visible_range[1][:, None]))[None, :, None, None]
+    allowed = ((position >= start[:, None]) & (position < stop[:, None]))[None, :, None, None]
     scores = scores.masked_fill(is_nonfinite, torch.nan).masked_fill(~allowed, torch.finfo(scores.dtype).min)
     return (scores.softmax(-1) * allowed).mean(3)

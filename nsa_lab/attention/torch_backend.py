@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from torch.nn.functional import pad
 
 from nsa_lab.attention import geometry, reference
 from nsa_lab.attention.compile_utils import disable_compile
-from nsa_lab.attention.layout import DocumentRows, Span
+from nsa_lab.attention.layout import QueryRange, Span
+from nsa_lab.attention.reference import get_definition_dtype
 from nsa_lab.config import NSAConfig
 
 # Bytes of scores, or of gathered keys, per chunk of queries: about the cache of a CPU, or enough to fill a GPU.
@@ -35,17 +36,8 @@ MIN_WINDOW_CHUNK = 64
 GATHER_MIN_BUDGETS = 8
 
 
-class Chunk(NamedTuple):
-    """Queries at positions start .. end-1 of a document, their rows of q, and the rows of the document's keys."""
-
-    start: int
-    end: int
-    query_rows: slice
-    key_rows: slice
-
-
 # Map a chunk to its range of key rows, and a mask of the keys hidden from each query: bool [B|1, G|1, C, keys]
-KeyRange = Callable[[Chunk], tuple[slice, Tensor]]
+KeyRange = Callable[[QueryRange], tuple[slice, Tensor]]
 
 
 @disable_compile
@@ -54,14 +46,14 @@ def compressed_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return `reference.compressed_attention`, in its dtype, because block selection depends on the LSE."""
     span = span or Span.full(q.shape[1])
-    acc_dtype = get_selection_dtype(q.dtype)
+    acc_dtype = get_definition_dtype(q.dtype)
 
-    def get_keys(chunk: Chunk) -> tuple[slice, Tensor]:
+    def get_keys(chunk: QueryRange) -> tuple[slice, Tensor]:
         n_visible = geometry.num_compressed(chunk.end, nsa)
         t = geometry.positions(chunk.start, chunk.end, q.device)
         return _slice_keys(chunk, 0, n_visible), ~geometry.sees_compressed(t, n_visible, nsa)[None, None]
 
-    chunks: list[Chunk] = []
+    chunks: list[QueryRange] = []
     for document, rows in zip(span.documents, span.compressed_rows(nsa), strict=True):
         chunks += _split_into_chunks(document, rows, _compute_score_bytes(q, rows.stop - rows.start, acc_dtype), q.device)
     return _attend_ranges(q, k_cmp, v_cmp, get_keys, acc_dtype, chunks)
@@ -75,7 +67,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, nsa: NSAConfig, 
         _, lse = compressed_attention(q.detach(), k_cmp.detach(), k_cmp.detach(), nsa, span=span)
     B, T, H, _ = q.shape
     G = k_cmp.shape[2]
-    acc_dtype = get_selection_dtype(q.dtype)
+    acc_dtype = get_definition_dtype(q.dtype)
     k = k_cmp.detach().to(acc_dtype).transpose(1, 2)  # [B, G, N, D]
     blocks = torch.empty(B, T, G, nsa.n_sel, dtype=torch.int32, device=q.device)
     with torch.no_grad():
@@ -86,7 +78,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, nsa: NSAConfig, 
                 start, end = chunk.start, chunk.end
                 n = geometry.num_compressed(end, nsa)
                 s = (
-                    _to_group_rows(q[:, chunk.query_rows], G, acc_dtype)
+                    to_group_rows(q[:, chunk.query_rows].to(acc_dtype), G)
                     @ k[:, :, _slice_keys(chunk, 0, n)].mT
                     * q.shape[-1] ** -0.5
                 )
@@ -124,7 +116,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: S
     """Return `reference.window_attention`."""
     span = span or Span.full(q.shape[1])
 
-    def get_keys(chunk: Chunk) -> tuple[slice, Tensor]:
+    def get_keys(chunk: QueryRange) -> tuple[slice, Tensor]:
         query_start, end = chunk.start, chunk.end
         key_start = max(query_start - nsa.w + 1, 0)
         future = ~_build_causal_mask(query_start, end, key_start, end, q.device)
@@ -132,7 +124,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: S
         return _slice_keys(chunk, key_start, end), (future | too_old)[None, None]
 
     acc_dtype = get_accumulation_dtype(q.dtype)
-    chunks: list[Chunk] = []
+    chunks: list[QueryRange] = []
     for document in span.documents:
         # A chunk's key range is the window plus the chunk's own length, so chunks longer than the window only enlarge the
         # mask. For a narrow window this limit would give one chunk per query, hence the minimum.
@@ -142,25 +134,23 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: S
     return _attend_ranges(q, k, v, get_keys, acc_dtype, chunks)
 
 
-def _is_long_document(document: DocumentRows, nsa: NSAConfig) -> bool:
+def _is_long_document(document: QueryRange, nsa: NSAConfig) -> bool:
     return GATHER_MIN_BUDGETS * nsa.n_sel * nsa.l_sel < document.end
 
 
-def _shift_to_first_row(run: list[DocumentRows]) -> list[DocumentRows]:
+def _shift_to_first_row(run: list[QueryRange]) -> list[QueryRange]:
     """Return the documents with rows relative to the first document of the run."""
     first_row = run[0].query_rows.start
     shifted = [slice(d.query_rows.start - first_row, d.query_rows.stop - first_row) for d in run]
-    return [
-        DocumentRows(document_rows, document_rows, d.start, d.end) for document_rows, d in zip(shifted, run, strict=True)
-    ]
+    return [QueryRange(d.start, d.end, document_rows, document_rows) for document_rows, d in zip(shifted, run, strict=True)]
 
 
 def _attend_selected(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig, is_long: bool, documents: list[DocumentRows]
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig, is_long: bool, documents: list[QueryRange]
 ) -> tuple[Tensor, Tensor]:
     """Return `selected_attention` of documents that are all long or all short."""
     acc_dtype = get_accumulation_dtype(q.dtype)
-    chunks: list[Chunk] = []
+    chunks: list[QueryRange] = []
     if is_long:
         B, G, h = q.shape[0], k.shape[2], q.shape[2] // k.shape[2]
         gathered_bytes = B * G * blocks.shape[3] * nsa.l_sel * (q.shape[3] + v.shape[3] + h) * acc_dtype.itemsize
@@ -169,7 +159,7 @@ def _attend_selected(
         return _attend_gathered(q, k, v, blocks, nsa.l_sel, chunks)
     per_group = blocks.transpose(1, 2)  # [B, G, T, n_sel]
 
-    def get_keys(chunk: Chunk) -> tuple[slice, Tensor]:
+    def get_keys(chunk: QueryRange) -> tuple[slice, Tensor]:
         start, end = chunk.start, chunk.end
         n = geometry.num_selection(end, nsa)
         chunk_blocks = per_group[:, :, chunk.query_rows]
@@ -194,12 +184,12 @@ class _RangeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, get_keys: KeyRange, acc_dtype: torch.dtype, chunks: list[Chunk]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, get_keys: KeyRange, acc_dtype: torch.dtype, chunks: list[QueryRange]
     ) -> tuple[Tensor, Tensor]:
         B, T, H, D = q.shape
         G, Dv, scale = k.shape[2], v.shape[3], D**-0.5
         out = q.new_empty(B, T, H, Dv)
-        lse = torch.empty(B, T, H, dtype=_get_lse_dtype(q.dtype), device=q.device)
+        lse = torch.empty(B, T, H, dtype=get_accumulation_dtype(q.dtype), device=q.device)
         k_with_nan, finite_v = _replace_nonfinite(k, v, mark=float("nan"))
         for chunk in chunks:
             key_range, hidden = get_keys(chunk)
@@ -207,10 +197,10 @@ class _RangeAttention(torch.autograd.Function):
                 k_with_nan[:, key_range].to(acc_dtype).transpose(1, 2).mT,
                 finite_v[:, key_range].to(acc_dtype).transpose(1, 2),
             )
-            p = _mask_scores(_to_group_rows(q[:, chunk.query_rows], G, acc_dtype) * scale @ chunk_k_T, hidden)
+            p = _mask_scores(to_group_rows(q[:, chunk.query_rows].to(acc_dtype), G) * scale @ chunk_k_T, hidden)
             denominator, chunk_lse = _exponentiate(p)
             o = p.flatten(2, 3) @ chunk_v / denominator.flatten(2, 3)
-            out[:, chunk.query_rows] = _from_group_rows(o, H // G).to(q.dtype)
+            out[:, chunk.query_rows] = from_group_rows(o, H // G).to(q.dtype)
             lse[:, chunk.query_rows] = chunk_lse.transpose(1, 2).flatten(2)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.get_keys, ctx.acc_dtype, ctx.chunks = get_keys, acc_dtype, chunks
@@ -231,8 +221,8 @@ class _RangeAttention(torch.autograd.Function):
         for chunk in ctx.chunks:
             key_range, hidden = ctx.get_keys(chunk)
             q_rows, do_rows = (
-                _to_group_rows(q[:, chunk.query_rows], G, acc_dtype) * scale,
-                _to_group_rows(grad_out[:, chunk.query_rows], G, acc_dtype),
+                to_group_rows(q[:, chunk.query_rows].to(acc_dtype), G) * scale,
+                to_group_rows(grad_out[:, chunk.query_rows].to(acc_dtype), G),
             )
             chunk_k, chunk_v = (
                 finite_k[:, key_range].to(acc_dtype).transpose(1, 2),
@@ -248,7 +238,7 @@ class _RangeAttention(torch.autograd.Function):
             )
             grad_v[:, :, key_range] += p.mT @ do_rows
             grad_k[:, :, key_range] += ds.mT @ q_rows
-            grad_q[:, chunk.query_rows] = _from_group_rows(ds @ chunk_k * scale, h).to(q.dtype)
+            grad_q[:, chunk.query_rows] = from_group_rows(ds @ chunk_k * scale, h).to(q.dtype)
         return grad_q, grad_k.transpose(1, 2).to(k.dtype), grad_v.transpose(1, 2).to(v.dtype), None, None, None
 
 
@@ -257,13 +247,13 @@ class _GatherAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int, chunks: list[Chunk]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int, chunks: list[QueryRange]
     ) -> tuple[Tensor, Tensor]:
         B, T, H, D = q.shape
         G, Dv = k.shape[2], v.shape[3]
         acc_dtype = get_accumulation_dtype(q.dtype)
         out = q.new_empty(B, T, H, Dv)
-        lse = torch.empty(B, T, H, dtype=_get_lse_dtype(q.dtype), device=q.device)
+        lse = torch.empty(B, T, H, dtype=get_accumulation_dtype(q.dtype), device=q.device)
         k_with_nan, finite_v = _replace_nonfinite(k, v, mark=float("nan"))
         for chunk in chunks:
             index, hidden = _index_block_tokens(blocks, chunk, l_sel)
@@ -312,18 +302,18 @@ class _GatherAttention(torch.autograd.Function):
 
 
 def _attend_ranges(
-    q: Tensor, k: Tensor, v: Tensor, get_keys: KeyRange, acc_dtype: torch.dtype, chunks: list[Chunk]
+    q: Tensor, k: Tensor, v: Tensor, get_keys: KeyRange, acc_dtype: torch.dtype, chunks: list[QueryRange]
 ) -> tuple[Tensor, Tensor]:
     return _RangeAttention.apply(q, k, v, get_keys, acc_dtype, chunks)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 def _attend_gathered(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int, chunks: list[Chunk]
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int, chunks: list[QueryRange]
 ) -> tuple[Tensor, Tensor]:
     return _GatherAttention.apply(q, k, v, blocks, l_sel, chunks)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
-def _index_block_tokens(blocks: Tensor, chunk: Chunk, l_sel: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+def _index_block_tokens(blocks: Tensor, chunk: QueryRange, l_sel: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """Return the index of the chunk's selected tokens [B, C, G, n] in keys [B, S, G, D], and which of them are hidden."""
     chunk_blocks = blocks[:, chunk.query_rows]
     tokens = (chunk_blocks.long().unsqueeze(-1) * l_sel + torch.arange(l_sel, device=chunk_blocks.device)).flatten(-2)
@@ -368,16 +358,16 @@ def _compute_score_bytes(q: Tensor, n_keys: int, acc_dtype: torch.dtype) -> int:
 
 
 def _split_into_chunks(
-    document: DocumentRows, key_rows: slice, bytes_per_query: int, device: torch.device, max_length: int | None = None
-) -> list[Chunk]:
+    document: QueryRange, key_rows: slice, bytes_per_query: int, device: torch.device, max_length: int | None = None
+) -> list[QueryRange]:
     size = max(CHUNK_BYTES[device.type] // bytes_per_query, 1)
     size = min(size, max_length or size)
     row = document.query_rows.start - document.start
     ranges = [(start, min(start + size, document.end)) for start in range(document.start, document.end, size)]
-    return [Chunk(start, end, slice(row + start, row + end), key_rows) for start, end in ranges]
+    return [QueryRange(start, end, slice(row + start, row + end), key_rows) for start, end in ranges]
 
 
-def _slice_keys(chunk: Chunk, start: int, stop: int) -> slice:
+def _slice_keys(chunk: QueryRange, start: int, stop: int) -> slice:
     """Return the tensor rows of keys start .. stop-1 of the chunk's document."""
     return slice(chunk.key_rows.start + start, chunk.key_rows.start + stop)
 
@@ -414,13 +404,17 @@ def _zero_neginf(lse: Tensor) -> Tensor:
     return torch.where(torch.isneginf(lse), 0.0, lse)
 
 
-def _to_group_rows(x: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """Reshape [B, C, H, D] to [B, G, C*h, D]; the heads of a group are rows of one matrix."""
-    return torch.unflatten(x.to(dtype), 2, (groups, -1)).transpose(1, 2).flatten(2, 3)
+def to_group_rows(x: Tensor, groups: int) -> Tensor:
+    """Reshape [B, C, H, D] to [B, G, C*h, D]; the heads of a group are rows of one matrix and share its keys and values."""
+    if x.shape[1] == 1:  # no transpose needed
+        return x.reshape(len(x), groups, -1, x.shape[3])
+    return torch.unflatten(x, 2, (groups, -1)).transpose(1, 2).flatten(2, 3)
 
 
-def _from_group_rows(x: Tensor, heads: int) -> Tensor:
-    """Reshape [B, G, C*h, D] to [B, C, H, D]."""
+def from_group_rows(x: Tensor, heads: int) -> Tensor:
+    """Reshape [B, G, C*h, D] to [B, C, H, D]; `heads`: h, the number of heads of a group."""
+    if x.shape[2] == heads:
+        return x.reshape(len(x), 1, -1, x.shape[3])
     return torch.unflatten(x, 2, (-1, heads)).transpose(1, 2).flatten(2, 3)
 
 
@@ -435,13 +429,5 @@ def _split_heads(x: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
 
 
 def get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def get_selection_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of block selection, as in `reference`, so that both backends select the same blocks."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else torch.float64
-
-
-def _get_lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    """Return the dtype of sums and of the LSE for inputs of `dtype`: float64 for float64, else float32."""
+    return torch.promote_types(dtype, torch.float32)

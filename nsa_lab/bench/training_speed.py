@@ -233,8 +233,8 @@ def _load_batches(parts: TrainContext) -> list[Batch]:
 
 
 def _compute_documents_per_row(batches: list[Batch]) -> float:
-    rows = [len(row) - 1 for batch in batches if batch.documents for row in batch.documents.row_bounds]
-    return statistics.fmean(rows) if rows else 1.0
+    masked = [(len(batch.documents) - 1) / len(batch.inputs) for batch in batches if batch.documents is not None]
+    return statistics.fmean(masked) if masked else 1.0
 
 
 def _move_to_device(batch: Batch, device: torch.device) -> Batch:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nsa_lab.data.document_starts import Documents, locate_documents
+from nsa_lab.data.document_starts import locate_documents, split_documents
 from nsa_lab.data.sequence_packing import RowPacking, StreamPacking, check_length
 from nsa_lab.data.shards import TokenStore
 
@@ -36,14 +36,17 @@ class Batch(NamedTuple):
     """int64 [rows, T], the inputs one token later."""
     weights: torch.Tensor | None = None
     """Loss weight of each target, float32 [rows, T]; None: all weights are equal."""
-    documents: Documents | None = None
-    """Document starts; attention stays within a document. None: each row is one document."""
+    documents: torch.Tensor | None = None
+    """Document starts in all rows, and the end: int32 [documents + 1], on the CPU, as from `locate_documents`. Attention
+    stays within a document. None: each row is one document."""
 
     def split(self, size: int) -> list[Batch]:
         """Split into batches of `size` rows, in order."""
         inputs, targets = self.inputs.split(size), self.targets.split(size)
         weights = [None] * len(inputs) if self.weights is None else self.weights.split(size)
-        documents = [None] * len(inputs) if self.documents is None else self.documents.split(size)
+        documents = [None] * len(inputs)
+        if self.documents is not None:
+            documents = split_documents(self.documents, size * self.inputs.shape[1])
         return [Batch(*parts) for parts in zip(inputs, targets, weights, documents, strict=True)]
 
 
@@ -94,7 +97,7 @@ class Batches:
         documents = locate_documents(inputs.numpy(), self._separator)
         return Batch(inputs, targets, torch.ones(targets.shape) if target_weights is None else target_weights, documents)
 
-    def find_documents(self, step: int) -> Documents | None:
+    def find_documents(self, step: int) -> torch.Tensor | None:
         """Return the document starts of all rows of the step, as `weighted_batch` does, without inserting facts."""
         if self._separator is None:
             return None
@@ -199,7 +202,7 @@ class EvalBatches(Sequence):
             digest.update(self._tokens.read(self._get_position(window), self._seq_len + 1).astype("<i8").tobytes())
         return digest.hexdigest()[:16]
 
-    def find_documents(self, inputs: torch.Tensor) -> Documents | None:
+    def find_documents(self, inputs: torch.Tensor) -> torch.Tensor | None:
         """Return the document starts in the inputs of an item; None without a `separator`."""
         return None if self._separator is None else locate_documents(inputs.numpy(), self._separator)
 

@@ -12,53 +12,42 @@ function of the step.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Documents:
-    """Documents of a batch of rows. No document spans two rows."""
+def locate_documents(inputs: Iterable[np.ndarray], separator: int) -> Tensor:
+    """Return where documents start in rows of inputs, int64 [T] each, and the end: int32 [documents + 1], on the CPU.
 
-    row_bounds: tuple[Tensor, ...]
-    """Document starts of each row, followed by the end of the row: int32 [documents + 1], on the CPU."""
-
-    @property
-    def capacity(self) -> int:
-        """Number of documents to allocate for: a power of four, at least two per row.
-
-        Each capacity is compiled separately, so few sizes should serve all batches. With two per row, a batch of long
-        documents has the same capacity whether or not some of them end in it. The maximum over the whole text would need
-        only one size, but it was twenty times the actual number, and every kernel launch iterates over the unused entries.
-        """
-        twos = (max(sum(len(row) - 1 for row in self.row_bounds), 2 * len(self.row_bounds)) - 1).bit_length()
-        return 1 << twos + twos % 2
-
-    @property
-    def longest(self) -> int:
-        """Length of a row in tokens, an upper bound on the length of a document."""
-        return max(int(row[-1]) for row in self.row_bounds)
-
-    @property
-    def cu_seqlens(self) -> Tensor:
-        """Cumulative document lengths over all rows, concatenated: int32 [documents + 1]."""
-        ends = [0]
-        for row in self.row_bounds:
-            ends.extend((row[1:] + ends[-1]).tolist())
-        return torch.tensor(ends, dtype=torch.int32)
-
-    def split(self, size: int) -> list[Documents]:
-        """Split into groups of `size` rows, in order."""
-        return [Documents(self.row_bounds[first : first + size]) for first in range(0, len(self.row_bounds), size)]
+    Positions count over all rows, one after another, like flash-attn's cu_seqlens. No document spans two rows.
+    """
+    starts, end = [np.zeros(0, np.int64)], 0
+    for row in inputs:
+        starts.append(find_document_starts(row, separator) + end)
+        end += len(row)
+    return torch.from_numpy(np.append(np.concatenate(starts), end).astype(np.int32))
 
 
-def locate_documents(inputs: Iterable[np.ndarray], separator: int) -> Documents:
-    """Return the documents of rows of inputs, int64 [T] each."""
-    rows = (np.append(find_document_starts(row, separator), len(row)) for row in inputs)
-    return Documents(tuple(torch.from_numpy(bounds.astype(np.int32)) for bounds in rows))
+def split_documents(documents: Tensor, length: int) -> list[Tensor]:
+    """Split documents, as in `locate_documents`, into parts of `length` tokens each, a whole number of rows."""
+    total = int(documents[-1])
+    starts = torch.arange(0, total, length, dtype=documents.dtype)
+    firsts = torch.searchsorted(documents, starts).tolist()
+    lasts = torch.searchsorted(documents, (starts + length).clamp(max=total)).tolist()
+    return [documents[first : last + 1] - documents[first] for first, last in zip(firsts, lasts, strict=True)]
+
+
+def compute_document_capacity(documents: Tensor, seq_len: int) -> int:
+    """Return the number of documents to allocate for, for rows of `seq_len` tokens: a power of four, at least two per row.
+
+    Each capacity is compiled separately, so few sizes should serve all batches. With two per row, a batch of long documents
+    has the same capacity whether or not some of them end in it. The maximum over the whole text would need only one size,
+    but it was twenty times the actual number, and every kernel launch iterates over the unused entries.
+    """
+    twos = (max(len(documents) - 1, 2 * (int(documents[-1]) // seq_len)) - 1).bit_length()
+    return 1 << twos + twos % 2
 
 
 def find_document_starts(tokens: np.ndarray, separator: int) -> np.ndarray:

@@ -19,7 +19,6 @@ import torch
 
 from nsa_lab.config import DataConfig, StageConfig, TrainConfig
 from nsa_lab.data.batches import Batch, Batches, EvalBatches, Inserter
-from nsa_lab.data.document_starts import Documents
 from nsa_lab.data.recall import insert_in_share, insert_per_document, make_inserter
 from nsa_lab.data.sequence_packing import BestFitPacking
 from nsa_lab.data.shards import TokenStore
@@ -57,7 +56,7 @@ class StagedBatches:
         batches, within = self._locate_step(step)
         return batches.weighted_batch(within, start, count)
 
-    def find_documents(self, step: int) -> Documents | None:
+    def find_documents(self, step: int) -> torch.Tensor | None:
         """Return the document starts of all rows of the step; see `Batches.find_documents`."""
         batches, within = self._locate_step(step)
         return batches.find_documents(within)

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from nsa_lab.attention import Span
 from nsa_lab.data import BestFitPacking, TokenStore
-from nsa_lab.data.document_starts import locate_documents
+from nsa_lab.data.document_starts import compute_document_capacity, locate_documents
 from nsa_lab.evaluate.loss_by_position import split_into_ranges
 from nsa_lab.model import NSATransformer
 
@@ -107,7 +107,8 @@ def get_packed_row(packed: BestFitPacking, row: int, separator: int) -> tuple[Te
     window, n_targets = packed.read_window(row), int(packed.get_weights(row)[1:].sum())
     documents = locate_documents([window[:-1]], separator)
     # Keep the padding, so that all rows have the same shape. It is at the end.
-    span = Span.packed(documents.cu_seqlens, capacity=documents.capacity, longest=documents.longest)
+    n_tokens = len(window) - 1
+    span = Span.packed(documents, capacity=compute_document_capacity(documents, n_tokens), longest=n_tokens)
     return torch.from_numpy(window), n_targets, span
 
 

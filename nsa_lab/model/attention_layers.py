@@ -21,7 +21,6 @@ from nsa_lab.attention import (
     compress,
     compressed_attention,
     dense_attention,
-    kernels,
     nsa_attention,
     resolve_backend,
     score_and_select_blocks,
@@ -30,10 +29,10 @@ from nsa_lab.attention import (
     window_attention,
 )
 from nsa_lab.attention.compile_utils import disable_compile
-from nsa_lab.attention.compression import PackedBlockIndices, compress_packed, get_packed_indices, make_phi
-from nsa_lab.attention.dense import VarlenInputs, get_varlen_inputs, packed_dense_attention, supports_varlen
+from nsa_lab.attention.compression import make_phi
+from nsa_lab.attention.dense import find_single_call
 from nsa_lab.attention.dispatch import ResolvedBackend
-from nsa_lab.attention.selection_loss import SampledQueries, compute_sampled_loss, get_sampled_queries
+from nsa_lab.attention.layout import Layout
 from nsa_lab.config import BRANCHES, ModelConfig, NSAConfig
 from nsa_lab.model.indexer import Indexer
 from nsa_lab.model.layers import Rotary, ShortConvolution, rotate
@@ -44,74 +43,20 @@ SelectionInputs = tuple[Tensor, Tensor, NSAConfig]
 """Inputs of block selection: queries [B, T, ., D], compressed keys [B, N, G, D], and the configuration of the keys."""
 
 
-class PackedInputs(NamedTuple):
-    """Tensors that describe packed documents to a layer. Traced by torch.compile, the graph is equal for all documents."""
+def get_layouts(span: Span | None, config: ModelConfig, device: torch.device) -> tuple[Layout, ...] | None:
+    """Return the layouts of a packed span for a layer: of `config.nsa`, and with an indexer also of its index keys.
 
-    is_document_start: Tensor
-    """Bool [T], True at the first token of each document."""
-    block_indices: PackedBlockIndices
-    indexer_block_indices: PackedBlockIndices | None
-    """Gather indices of the indexer's keys; None without an indexer."""
-    sampled_queries: SampledQueries | None
-    """None if the layer computes no selection loss."""
-    kernel_table: kernels.DocumentTable | None
-    """Documents as the kernels take them; None unless all parts run on the kernels."""
-    indexer_kernel_table: kernels.DocumentTable | None
-
-
-def get_packed_inputs(
-    span: Span | None,
-    config: ModelConfig,
-    backends: Mapping[str, ResolvedBackend] | None,
-    device: torch.device,
-    *,
-    has_selection_loss: bool,
-) -> PackedInputs | None:
-    """Return the packed inputs of a layer, built once per span, device and geometry.
-
-    `backends`: the backends of the layer. `has_selection_loss`: whether it computes the loss. Return None if `span` is not
-    packed; the layer is then traced as one graph.
+    Built once per span and device, for all layers. None if `span` is not packed: everything then follows from shapes.
     """
-    if span is None or span.kind != "packed":
-        return None
-    return _build_packed_inputs(span, config, backends, device, has_selection_loss)
+    return None if span is None or span.kind != "packed" else _build_layouts(span, config, device)
 
 
 @disable_compile
-def _build_packed_inputs(
-    span: Span,
-    config: ModelConfig,
-    backends: Mapping[str, ResolvedBackend] | None,
-    device: torch.device,
-    has_selection_loss: bool,
-) -> PackedInputs:
-    use_kernels = backends is not None and all(resolved.backend == "triton" for resolved in backends.values())
-    return PackedInputs(
-        span.is_document_start(device),
-        get_packed_indices(span, config.nsa, device),
-        get_packed_indices(span, config.selection_nsa, device) if config.has_indexer else None,
-        get_sampled_queries(span, config.selection_nsa, device) if has_selection_loss else None,
-        kernels.make_document_table(span, config.nsa, device) if use_kernels else None,
-        kernels.make_document_table(span, config.selection_nsa, device) if use_kernels and config.has_indexer else None,
-    )
-
-
-class DensePackedInputs(NamedTuple):
-    """`PackedInputs` of a dense layer."""
-
-    is_document_start: Tensor
-    varlen_inputs: VarlenInputs | None
-    """None if documents are attended in several calls."""
-
-
-def get_dense_packed_inputs(span: Span | None, device: torch.device) -> DensePackedInputs | None:
-    """Return the packed inputs of a dense layer; None if `span` is not packed."""
-    return None if span is None or span.kind != "packed" else _build_dense_packed_inputs(span, device)
-
-
-@disable_compile
-def _build_dense_packed_inputs(span: Span, device: torch.device) -> DensePackedInputs:
-    return DensePackedInputs(span.is_document_start(device), get_varlen_inputs(span, device))
+def _build_layouts(span: Span, config: ModelConfig, device: torch.device) -> tuple[Layout, ...]:
+    if config.attention == "dense":
+        return (span.layout(config.nsa, device)._replace(varlen_attn=find_single_call(span, device)),)
+    geometries = (config.nsa, config.selection_nsa) if config.has_indexer else (config.nsa,)
+    return tuple(span.layout(nsa, device) for nsa in geometries)
 
 
 class ProjectedHeads(NamedTuple):
@@ -151,7 +96,7 @@ def split_heads(
 ) -> UnrotatedHeads:
     """Split the output of a layer's projection, [B, T, H d_k + branches G (d_k + d_v)], and convolve the keys.
 
-    `is_document_start`: as in `PackedInputs`; None: one document. `previous_k`: `k_before_conv` of the token before,
+    `is_document_start`: as in `Layout`; None: one document. `previous_k`: `k_before_conv` of the token before,
     [B, 1, branches, G, d_k]; None: x starts the sequence.
     """
     qk, values = split_projection(qkv, config, n_branches)
@@ -203,27 +148,24 @@ class SparseAttention(nn.Module):
         self._resolved_backends: dict[tuple[torch.device, torch.dtype, bool], Mapping[str, ResolvedBackend]] = {}
 
     def forward(
-        self, x: Tensor, rotary: Rotary, span: Span | None = None, packed_inputs: PackedInputs | None = None
+        self, x: Tensor, rotary: Rotary, span: Span | None = None, layouts: tuple[Layout, ...] | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output and, in training, the layer's `selection_loss`, 0-d; None if `ModelConfig.selection_loss` is 0.
 
-        `packed_inputs`: the result of `get_packed_inputs` for this layer; None: build it here, which breaks a compiled
-        graph in two.
+        `layouts`: the result of `get_layouts` for this layer; None: build it here, which breaks a compiled graph in two.
         """
-        packed_inputs = packed_inputs or self._get_packed_inputs(span, x.device)
-        inputs = self._project(x, rotary, span, packed_inputs)
-        selection_inputs = self._project_indexer(x, rotary, span, packed_inputs)
-        loss = (
-            self._compute_selection_loss(inputs, selection_inputs, span, packed_inputs)
-            if self._has_selection_loss
-            else None
-        )
-        if packed_inputs is None:
-            out = self._attend(inputs, selection_inputs, span)
-        elif packed_inputs.kernel_table is None:
-            out = _attend_uncompiled(self, inputs, selection_inputs, span)
-        else:
-            out = self._attend_with_kernels(inputs, selection_inputs, packed_inputs)
+        layouts = layouts or get_layouts(span, self.config, x.device)
+        layout, index_layout = (layouts[0], layouts[-1]) if layouts else (None, None)
+        inputs = self._project(x, rotary, span, layout)
+        selection_inputs = self._project_indexer(x, rotary, span, index_layout)
+        loss = None
+        if self.training and self.config.has_selection_loss:
+            q, k, nsa = selection_inputs or (*inputs[:2], self.config.nsa)
+            loss = selection_loss(q, k, inputs[3], nsa, attention_q=inputs[0], span=span, layout=index_layout)
+        backends, blocks = self.backends or self._get_backends(inputs[0], span), None
+        if selection_inputs:
+            blocks = score_and_select_blocks(*selection_inputs, backend=backends, span=span, layout=index_layout)
+        out = nsa_attention(*inputs, self.config.nsa, blocks=blocks, backend=backends, span=span, layout=layout)
         return self.out(out.flatten(2)), loss
 
     def project(self, x: Tensor, rotary: Rotary, span: Span | None = None) -> AttentionInputs:
@@ -231,16 +173,15 @@ class SparseAttention(nn.Module):
 
         `rotary`: tables at the positions of x. x holds all keys, so `span` is full or packed.
         """
-        return self._project(x, rotary, span, self._get_packed_inputs(span, x.device))
+        layouts = get_layouts(span, self.config, x.device)
+        return self._project(x, rotary, span, layouts[0] if layouts else None)
 
     def project_selection_inputs(
         self, x: Tensor, inputs: AttentionInputs, rotary: Rotary, span: Span | None = None
     ) -> SelectionInputs:
         """Return the selection inputs of the indexer, or of the compressed branch in `inputs` (from `project`)."""
-        return self._project_indexer(x, rotary, span, self._get_packed_inputs(span, x.device)) or (
-            *inputs[:2],
-            self.config.nsa,
-        )
+        layouts = get_layouts(span, self.config, x.device)
+        return self._project_indexer(x, rotary, span, layouts[-1] if layouts else None) or (*inputs[:2], self.config.nsa)
 
     def project_heads(
         self, x: Tensor, rotary: Rotary, is_document_start: Tensor | None = None, previous_k: Tensor | None = None
@@ -254,68 +195,24 @@ class SparseAttention(nn.Module):
         """Return the heads of x before the rotation."""
         return split_heads(self.qkv(x), self.config, self.convolution, self.N_BRANCHES, is_document_start, previous_k)
 
-    def _get_packed_inputs(self, span: Span | None, device: torch.device) -> PackedInputs | None:
-        return get_packed_inputs(span, self.config, self.backends, device, has_selection_loss=self._has_selection_loss)
-
-    def _project(self, x: Tensor, rotary: Rotary, span: Span | None, packed_inputs: PackedInputs | None) -> AttentionInputs:
+    def _project(self, x: Tensor, rotary: Rotary, span: Span | None, layout: Layout | None) -> AttentionInputs:
         q, (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win), _ = self.project_heads(
-            x, rotary, packed_inputs and packed_inputs.is_document_start
+            x, rotary, layout and layout.is_document_start
         )
-        nsa = self.config.nsa
-        if packed_inputs is None:
-            k_cmp, v_cmp = compress(k_cmp, nsa, self.phi_k, span=span), compress(v_cmp, nsa, self.phi_v, span=span)
-        else:
-            k_cmp = compress_packed(k_cmp, nsa, self.phi_k, packed_inputs.block_indices)
-            v_cmp = compress_packed(v_cmp, nsa, self.phi_v, packed_inputs.block_indices)
+        k_cmp, v_cmp = (
+            compress(raw, self.config.nsa, phi, span=span, layout=layout)
+            for raw, phi in ((k_cmp, self.phi_k), (v_cmp, self.phi_v))
+        )
         return q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, self.compute_gates(x).to(q.dtype)
 
     def _project_indexer(
-        self, x: Tensor, rotary: Rotary, span: Span | None, packed_inputs: PackedInputs | None
+        self, x: Tensor, rotary: Rotary, span: Span | None, layout: Layout | None
     ) -> SelectionInputs | None:
         """Return the indexer's selection inputs; None without an indexer."""
         if self.indexer is None:
             return None
-        output = self.indexer(x, rotary, packed_inputs and packed_inputs.is_document_start)
-        return (
-            output.q,
-            self.indexer.compress(output.k, span, packed_inputs and packed_inputs.indexer_block_indices),
-            self.indexer.nsa,
-        )
-
-    @property
-    def _has_selection_loss(self) -> bool:
-        return self.training and self.config.has_selection_loss
-
-    def _compute_selection_loss(
-        self,
-        inputs: AttentionInputs,
-        selection_inputs: SelectionInputs | None,
-        span: Span | None,
-        packed_inputs: PackedInputs | None,
-    ) -> Tensor:
-        attention_q, k_cmp, _, k_sel, *_ = inputs
-        q, k_cmp, nsa = selection_inputs or (attention_q, k_cmp, self.config.nsa)
-        if packed_inputs is None or packed_inputs.sampled_queries is None:
-            return selection_loss(q, k_cmp, k_sel, nsa, attention_q=attention_q, span=span)
-        return compute_sampled_loss(q, k_cmp, attention_q, k_sel, nsa, packed_inputs.sampled_queries)
-
-    def _attend(self, inputs: AttentionInputs, selection_inputs: SelectionInputs | None, span: Span | None) -> Tensor:
-        """Return the gated sum of the branches, [B, T, H, d_v]."""
-        nsa, backends = self.config.nsa, self.backends or self._get_backends(inputs[0], span)
-        blocks = score_and_select_blocks(*selection_inputs, backend=backends, span=span) if selection_inputs else None
-        return nsa_attention(*inputs, nsa, blocks=blocks, backend=backends, span=span)
-
-    def _attend_with_kernels(
-        self, inputs: AttentionInputs, selection_inputs: SelectionInputs | None, packed_inputs: PackedInputs
-    ) -> Tensor:
-        """Return `_attend` of packed documents, computed by kernels only."""
-        blocks = None
-        if selection_inputs:
-            with torch.no_grad():
-                blocks = kernels.select_blocks(
-                    *selection_inputs[:2], None, selection_inputs[2], span=packed_inputs.indexer_kernel_table
-                )
-        return kernels.nsa_attention(*inputs, self.config.nsa, blocks=blocks, span=packed_inputs.kernel_table)
+        output = self.indexer(x, rotary, layout and layout.is_document_start)
+        return output.q, self.indexer.compress(output.k, span, layout), self.indexer.nsa
 
     def compute_gates(self, x: Tensor) -> Tensor:
         """Return the gates [B, T, H, 3] in the order cmp, sel, win: sigmoid per branch, or softmax over branches.
@@ -394,18 +291,13 @@ class DenseAttention(nn.Module):
         self.out = nn.Linear(H * d_v, config.dim, bias=False)
 
     def forward(
-        self, x: Tensor, rotary: Rotary, span: Span | None = None, packed_inputs: DensePackedInputs | None = None
+        self, x: Tensor, rotary: Rotary, span: Span | None = None, layouts: tuple[Layout, ...] | None = None
     ) -> tuple[Tensor, None]:
-        """Return the output and None (no selection loss); `packed_inputs`: the result of `get_dense_packed_inputs`."""
-        packed_inputs = packed_inputs or get_dense_packed_inputs(span, x.device)
-        q, (k,), (v,), _ = self.project_heads(x, rotary, packed_inputs and packed_inputs.is_document_start)
-        backend = self.backends["dense"].backend
-        if packed_inputs is None:
-            out = dense_attention(q, k, v, backend=backend, span=span)
-        elif packed_inputs.varlen_inputs is not None and backend == "torch" and supports_varlen(q, v):
-            out = packed_dense_attention(q, k, v, packed_inputs.varlen_inputs)
-        else:
-            out = _dense_attention_uncompiled(q, k, v, backend=backend, span=span)
+        """Return the output and None (no selection loss); `layouts`: the result of `get_layouts`."""
+        layouts = layouts or get_layouts(span, self.config, x.device)
+        layout = layouts[0] if layouts else None
+        q, (k,), (v,), _ = self.project_heads(x, rotary, layout and layout.is_document_start)
+        out = dense_attention(q, k, v, backend=self.backends["dense"].backend, span=span, layout=layout)
         return self.out(out.flatten(2)), None
 
     def project_heads(
@@ -414,8 +306,3 @@ class DenseAttention(nn.Module):
         """Return the rotated heads of x, as `SparseAttention.project_heads`, with one branch."""
         unrotated = split_heads(self.qkv(x), self.config, self.convolution, self.N_BRANCHES, is_document_start, previous_k)
         return rotate_heads(unrotated, self.config, self.N_BRANCHES, rotary)
-
-
-# Each batch has different documents. Traced, their bounds would be constants, and every batch would be compiled again.
-_attend_uncompiled = disable_compile(SparseAttention._attend)  # pyright: ignore[reportPrivateUsage]
-_dense_attention_uncompiled = disable_compile(dense_attention)

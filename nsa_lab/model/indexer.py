@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from nsa_lab.attention import Span, compress
-from nsa_lab.attention.compression import PackedBlockIndices, compress_packed, make_phi
+from nsa_lab.attention.compression import make_phi
+from nsa_lab.attention.layout import Layout
 from nsa_lab.config import ModelConfig
 from nsa_lab.model.layers import Rotary, ShortConvolution, rotate, subsample_rotary
 
@@ -78,11 +79,6 @@ class Indexer(nn.Module):
         q, k = rotate(torch.cat([q, k], dim=2), subsample_rotary(rotary, self.rotary_width)).split(G, dim=2)
         return IndexerOutput(q, k, k_before_conv)
 
-    def compress(self, k: Tensor, span: Span | None = None, packed_indices: PackedBlockIndices | None = None) -> Tensor:
-        """Compress keys k [B, T, G, D] to index keys [B, N, G, D].
-
-        `packed_indices`: gather indices of packed documents; None: use `span`.
-        """
-        if packed_indices is not None:
-            return compress_packed(k, self.nsa, self.phi, packed_indices)
-        return compress(k, self.nsa, self.phi, span=span)
+    def compress(self, k: Tensor, span: Span | None = None, layout: Layout | None = None) -> Tensor:
+        """Compress keys k [B, T, G, D] to index keys [B, N, G, D]; `layout`: of a packed `span`, for `self.nsa`."""
+        return compress(k, self.nsa, self.phi, span=span, layout=layout)

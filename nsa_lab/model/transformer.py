@@ -11,16 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa_lab.attention import Span, geometry, resolve_backend
 from nsa_lab.attention.dispatch import ResolvedBackend
+from nsa_lab.attention.layout import Layout
 from nsa_lab.config import ModelConfig
-from nsa_lab.model.attention_layers import (
-    DenseAttention,
-    DensePackedInputs,
-    PackedInputs,
-    SparseAttention,
-    get_dense_packed_inputs,
-    get_packed_inputs,
-    scale_selection_loss,
-)
+from nsa_lab.model.attention_layers import DenseAttention, SparseAttention, get_layouts, scale_selection_loss
 from nsa_lab.model.init_weights import initialize_weights
 from nsa_lab.model.layers import MLP, RMSNorm, Rotary, check_span, get_rotary_table, rms_normalize
 from nsa_lab.model.ngrams import NgramEmbedding
@@ -45,11 +38,11 @@ class Block(nn.Module):
         x: Tensor,
         rotary: tuple[Tensor, Tensor],
         span: Span | None = None,
-        packed_inputs: PackedInputs | DensePackedInputs | None = None,
+        layouts: tuple[Layout, ...] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output and the selection loss of the attention, or None; `packed_inputs` as its attention takes it."""
+        """Return the output and the selection loss of the attention, or None; `layouts`: the result of `get_layouts`."""
         # The loss is returned, not stored: FSDP and activation checkpointing handle only the outputs of a block.
-        attended, selection_loss = self.attention(self.attention_norm(x), rotary, span, packed_inputs)
+        attended, selection_loss = self.attention(self.attention_norm(x), rotary, span, layouts)
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), selection_loss
 
@@ -102,13 +95,13 @@ class NSATransformer(nn.Module):
         """
         self._selection_loss = None  # in case this pass fails: do not return the loss of the pass before
         x, rotary = self.prepare_inputs(tokens, span)
-        packed_inputs = self._get_packed_inputs(span, x.device)
+        layouts = get_layouts(span, self.config, x.device)
         losses: list[Tensor] = []
         for block in self.blocks:
             if self.gradient_checkpointing and self.training:
-                x, selection_loss = checkpoint(block, x, rotary, span, packed_inputs, use_reentrant=False)
+                x, selection_loss = checkpoint(block, x, rotary, span, layouts, use_reentrant=False)
             else:
-                x, selection_loss = block(x, rotary, span, packed_inputs)
+                x, selection_loss = block(x, rotary, span, layouts)
             if selection_loss is not None:
                 losses.append(selection_loss)
         self._selection_loss = torch.stack(losses).sum() if losses else None
@@ -192,14 +185,6 @@ class NSATransformer(nn.Module):
             f"{c.attention} transformer: {self.parameter_count():,} parameters, {c.n_layers} layers of width {c.dim}, "
             f"{c.n_heads} heads in {c.n_kv_groups} groups; {flops[c.attention] / 1e6:,.1f} MFLOPs per token at {length:,} "
             f"tokens ({flops['nsa'] / flops['dense']:.2f} of dense); backends: {backends}"
-        )
-
-    def _get_packed_inputs(self, span: Span | None, device: torch.device) -> PackedInputs | DensePackedInputs | None:
-        """Return the packed inputs of all layers; None if `span` is not packed."""
-        if self.config.attention == "dense":
-            return get_dense_packed_inputs(span, device)
-        return get_packed_inputs(
-            span, self.config, self.backends, device, has_selection_loss=self.training and self.config.has_selection_loss
         )
 
     def prepare_inputs(self, tokens: Tensor, span: Span | None = None) -> tuple[Tensor, Rotary]:

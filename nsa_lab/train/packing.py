@@ -9,22 +9,23 @@ from torch import Tensor
 
 from nsa_lab.attention import Span
 from nsa_lab.config import TrainConfig, divide_among_ranks
-from nsa_lab.data import Batch, Documents, StagedBatches
+from nsa_lab.data import Batch, StagedBatches, compute_document_capacity, split_documents
 
 CPU = torch.device("cpu")
 # Limits of the scan for document counts before a run starts. It takes seconds; a row takes about 20 us.
 MAX_SCANNED_TOKENS, MAX_SCANNED_ROWS = 1 << 27, 1 << 17
 
 
-def make_span(documents: Documents | None, capacity: int | None = None) -> Span | None:
-    """Return the span of all rows packed into one row; None without documents.
+def make_span(documents: Tensor | None, seq_len: int, capacity: int | None = None) -> Span | None:
+    """Return the span of all rows of `seq_len` tokens, packed into one row; None without documents.
 
     Spans have the same shapes for nearly all batches with the same number of rows, whatever documents they contain.
-    `capacity`: number of documents to allocate for; None: `documents.capacity`.
+    `documents`: as in `Batch`. `capacity`: number of documents to allocate for; None: `compute_document_capacity`.
     """
     if documents is None:
         return None
-    return Span.packed(documents.cu_seqlens, capacity=capacity or documents.capacity, longest=documents.longest)
+    capacity = capacity or compute_document_capacity(documents, seq_len)
+    return Span.packed(documents, capacity=capacity, longest=seq_len)
 
 
 def make_spans(micro_batches: Sequence[Batch]) -> list[Span | None]:
@@ -32,13 +33,15 @@ def make_spans(micro_batches: Sequence[Batch]) -> list[Span | None]:
 
     Steps then have few distinct shapes, however their documents are distributed over micro-batches.
     """
-    capacity = get_capacity([micro_batch.documents for micro_batch in micro_batches])
-    return [make_span(micro_batch.documents, capacity) for micro_batch in micro_batches]
+    seq_len = micro_batches[0].inputs.shape[1]
+    capacity = get_capacity([micro_batch.documents for micro_batch in micro_batches], seq_len)
+    return [make_span(micro_batch.documents, seq_len, capacity) for micro_batch in micro_batches]
 
 
-def get_capacity(micro_batches: Sequence[Documents | None]) -> int | None:
+def get_capacity(micro_batches: Sequence[Tensor | None], seq_len: int) -> int | None:
     """Return the largest document capacity of these micro-batches; None without document masking."""
-    return max((documents.capacity for documents in micro_batches if documents), default=None)
+    found = (compute_document_capacity(documents, seq_len) for documents in micro_batches if documents is not None)
+    return max(found, default=None)
 
 
 def find_steps_with_new_capacity(batches: StagedBatches, train: TrainConfig, n_ranks: int, first_step: int) -> list[int]:
@@ -52,8 +55,9 @@ def find_steps_with_new_capacity(batches: StagedBatches, train: TrainConfig, n_r
         stage = train.plan[index]
         if documents is None or n_tokens >= MAX_SCANNED_TOKENS or n_rows >= MAX_SCANNED_ROWS:
             break
-        shares = documents.split(divide_among_ranks(stage.sequences_per_step, n_ranks))
-        capacities = (get_capacity(share.split(stage.sequences_per_forward)) for share in shares)
+        shares = split_documents(documents, divide_among_ranks(stage.sequences_per_step, n_ranks) * stage.seq_len)
+        tokens_per_forward = stage.sequences_per_forward * stage.seq_len
+        capacities = (get_capacity(split_documents(share, tokens_per_forward), stage.seq_len) for share in shares)
         keys = {(index, rank, capacity) for rank, capacity in enumerate(capacities)}
         if not keys <= known_keys:
             steps.append(step)

@@ -71,7 +71,9 @@ def _replay_step(context: TrainContext, batch: Batch) -> tuple[list[str], str | 
             n_tokens = micro_batch.targets.numel()
             with context.stepper.autocast():
                 logits = compute_logits(
-                    context.model, micro_batch.inputs.to(context.device), make_span(micro_batch.documents)
+                    context.model,
+                    micro_batch.inputs.to(context.device),
+                    make_span(micro_batch.documents, micro_batch.inputs.shape[1]),
                 )
             loss = sum_token_losses(logits, micro_batch.targets.to(context.device)) / n_tokens
             losses.append(repr(loss.item()))

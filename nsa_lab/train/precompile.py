@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from nsa_lab.config import ConfigError, RunConfig
-from nsa_lab.data import Batch, Documents
+from nsa_lab.data import Batch
 from nsa_lab.model import NSATransformer
 from nsa_lab.train.build import build_model
 from nsa_lab.train.distributed import World
@@ -63,5 +63,5 @@ def dry_run_stages(model: NSATransformer, config: RunConfig) -> None:
         tokens = torch.zeros(stage.sequences_per_forward, stage.seq_len, dtype=torch.int64)
         stepper.dry_run(Batch(tokens, tokens))
         if config.data.documents == "mask":
-            rows = (torch.tensor([0, stage.seq_len], dtype=torch.int32),) * stage.sequences_per_forward
-            stepper.dry_run(Batch(tokens, tokens, torch.ones(tokens.shape), Documents(rows)))
+            rows = torch.arange(stage.sequences_per_forward + 1, dtype=torch.int32) * stage.seq_len
+            stepper.dry_run(Batch(tokens, tokens, torch.ones(tokens.shape), rows))

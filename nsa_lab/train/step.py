@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from nsa_lab.attention import Span
 from nsa_lab.config import StageConfig, TrainConfig
-from nsa_lab.data import Batch, Documents
+from nsa_lab.data import Batch
 from nsa_lab.train.cuda_graph import GradientGraphs, Spans
 from nsa_lab.train.distributed import World
 from nsa_lab.train.muon import Muon, find_muon_matrices
@@ -136,7 +136,7 @@ class Stepper:
         poll: Callable[[], None],
         *,
         weights: Tensor | None = None,
-        documents: Documents | None = None,
+        documents: Tensor | None = None,
         should_stop: bool = False,
         interruptible: Callable[[], AbstractContextManager] = nullcontext,
     ) -> Tensor:
@@ -144,9 +144,9 @@ class Stepper:
 
         The result is indexed by `LOSS` and the other constants above. The sequences are this rank's share of a batch of
         `stage`. `weights`, float32 [n, T]: weights of the targets; with them, the losses of text and of marked tokens are
-        returned too. `documents`: each is computed as if alone. `poll` is called before each micro-batch and may raise,
-        and so may `interruptible()`, a context entered around each; the step then has no effect. `should_stop`: this
-        rank's request to stop; the result counts the ranks that request it.
+        returned too. `documents`, as in `Batch`: each is computed as if alone. `poll` is called before each micro-batch
+        and may raise, and so may `interruptible()`, a context entered around each; the step then has no effect.
+        `should_stop`: this rank's request to stop; the result counts the ranks that request it.
         """
         batch = Batch(inputs, targets, weights, documents)
         spans = make_spans(self.split_micro_batches(batch))

@@ -110,7 +110,7 @@ def _evaluate_batches(
         documents = held_out.find_documents(inputs_cpu)
         inputs, targets = inputs_cpu.to(context.device), targets_cpu.to(context.device)
         with context.stepper.autocast():
-            logits = compute_logits(context.model, inputs, make_span(documents))
+            logits = compute_logits(context.model, inputs, make_span(documents, inputs.shape[1]))
         begins = None if documents is None else inputs == context.dataset.tokenizer.separator
         yield _EvaluatedBatch(index, weight, logits, targets, begins)
 
@@ -162,7 +162,7 @@ def compute_branch_statistics(context: TrainContext, batch: Batch) -> dict[str, 
             tokens = first.inputs.to(context.device, non_blocking=True)
             if first.documents is None:
                 return context.model.statistics(tokens)
-            return context.model.statistics(tokens.flatten()[None], make_span(first.documents))
+            return context.model.statistics(tokens.flatten()[None], make_span(first.documents, tokens.shape[1]))
     finally:
         context.model.train()
 

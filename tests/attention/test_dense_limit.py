@@ -215,12 +215,9 @@ def test_max_seqlen_has_few_values_within_the_row(
     longest: int, row: int, max_seqlen: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the next power of two, so that torch.compile sees few lengths."""
-    monkeypatch.setattr(dense, "_load_varlen_attn", lambda: len)
-    monkeypatch.setattr(Span, "cu_seqlens", lambda span, device: torch.tensor(span.bounds))
     span = Span.packed(torch.tensor([0, 1, row] if longest < row else [0, row], dtype=torch.int32), 4, row)
     monkeypatch.setattr(Span, "longest_allocated", longest)
-    actual = dense.get_varlen_inputs(span, torch.device("cuda"))
-    assert actual is not None and actual.max_seqlen == max_seqlen
+    assert span.layout(NSAConfig(), torch.device("cpu")).max_seqlen == max_seqlen
 
 
 def compute_expected(span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> np.ndarray:
@@ -320,17 +317,32 @@ def test_short_documents_are_attended_in_one_call(monkeypatch: pytest.MonkeyPatc
     cuda = torch.device("cuda")
     monkeypatch.setattr(dense, "_load_varlen_attn", lambda: len)
     monkeypatch.setattr(dense, "_prefers_sdpa", lambda device: True)
-    monkeypatch.setattr(Span, "cu_seqlens", lambda span, device: torch.tensor(span.bounds))
     bounds = [torch.tensor([0, n, n + 5], dtype=torch.int32) for n in (dense.LONG_DOCUMENT - 1, dense.LONG_DOCUMENT)]
     short, long = (Span.packed(b, capacity=4, longest=int(b[1])) for b in bounds)
-    actual = dense.get_varlen_inputs(short, cuda)
-    assert (
-        actual is not None
-        and actual.cu_seqlens.tolist() == [0, dense.LONG_DOCUMENT - 1, dense.LONG_DOCUMENT + 4]
-        and actual.max_seqlen == dense.LONG_DOCUMENT
-    )
-    assert dense.get_varlen_inputs(long, cuda) is None
-    assert dense.get_varlen_inputs(short, torch.device("cpu")) is None
-    assert dense.get_varlen_inputs(Span.packed(bounds[0]), cuda) is None, "each number of documents would be another graph"
+    assert dense.find_single_call(short, cuda) is len
+    assert dense.find_single_call(long, cuda) is None
+    assert dense.find_single_call(short, torch.device("cpu")) is None
+    assert dense.find_single_call(Span.packed(bounds[0]), cuda) is None, "each number of documents would be another graph"
     monkeypatch.setattr(dense, "_prefers_sdpa", lambda device: False)
-    assert dense.get_varlen_inputs(long, cuda) is not None
+    assert dense.find_single_call(long, cuda) is len
+    monkeypatch.setattr(dense, "_load_varlen_attn", lambda: None)
+    assert dense.find_single_call(short, cuda) is None
+
+
+@pytest.mark.parametrize("capacity", [8, None])
+def test_a_layout_gives_the_output_of_its_span(capacity: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one varlen call, and in one call per document."""
+    stub = FlashStub()
+    monkeypatch.setattr(dense, "supports_varlen", lambda q, v: True)
+    monkeypatch.setattr(dense, "_get_varlen_attn", lambda q, v: None)
+
+    def varlen_attn(*x, window_size):
+        return stub.flash_attn_varlen_func(*x, causal=window_size == (-1, 0))
+
+    span = Span.packed(BOUNDS, capacity)
+    x = Shape(T=40, G=2, h=3, d_v=6).inputs()
+    layout = span.layout(NSAConfig(), torch.device("cpu"))
+    for single_call in (None, varlen_attn):
+        out = dense.dense_attention(x.q, x.k_win, x.v_win, span=span, layout=layout._replace(varlen_attn=single_call))
+        np.testing.assert_allclose(out.numpy(), compute_expected(span, x.q, x.k_win, x.v_win), rtol=1e-12, atol=1e-12)
+    assert stub.max_seqlens == [40 if capacity else 32]

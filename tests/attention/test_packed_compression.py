@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from nsa_lab.attention import Span, reference, selection_loss
-from nsa_lab.attention.compression import compress, get_packed_indices, make_phi
+from nsa_lab.attention.compression import compress, make_phi
 from nsa_lab.attention.layout import _iterate_tensors
 from nsa_lab.attention.segment_ops import ABSENT, gather_rows, map_rows
-from nsa_lab.attention.selection_loss import get_sampled_queries, sample_rows
+from nsa_lab.attention.selection_loss import sample_rows
 from nsa_lab.config import NSAConfig
 
 CPU = torch.device("cpu")
@@ -197,10 +197,10 @@ def test_cached_values_are_built_once_and_support_backward() -> None:
     nsa, span, x = make_nsa("l = 2 d"), make_span((20, 11), 4), draw_normal(31, 8)
     with torch.inference_mode():
         compress(x, nsa, span=span)
-        begins = span.is_document_start(CPU)
+        begins = span.layout(nsa, CPU).is_document_start
     before = dict(span._cache)
     compress(x.requires_grad_(), nsa, span=span).sum().backward()
-    assert span.is_document_start(CPU) is begins and begins.nonzero().flatten().tolist() == [0, 20]
+    assert span.layout(nsa, CPU).is_document_start is begins and begins.nonzero().flatten().tolist() == [0, 20]
     assert all(span._cache[key] is value for key, value in before.items()) and len(span._cache) == len(before)
 
 
@@ -209,15 +209,8 @@ def test_cached_values_are_built_once_and_support_backward() -> None:
 def test_cached_values_are_separate_per_configuration(lengths: str, capacity: int | None) -> None:
     """An indexer can have the stride of the compressed branch and shorter blocks, over the same documents."""
     span = make_span(LENGTHS[lengths], capacity)
-    for l, d, l_sel, queries in ((6, 3, 6, 7), (3, 3, 6, 7), (6, 6, 6, 7), (6, 3, 12, 7), (6, 3, 6, None), (6, 3, 6, 7)):
+    for l, d, l_sel in ((6, 3, 6), (3, 3, 6), (6, 6, 6), (6, 3, 12), (6, 3, 6)):
         nsa, new = NSAConfig(l=l, d=d, l_sel=l_sel, n_sel=4, w=7), make_span(LENGTHS[lengths], capacity)
-        actual, expected = (
-            list(
-                _iterate_tensors(
-                    (*get_packed_indices(of, nsa, CPU), of.row_bounds(nsa, CPU), get_sampled_queries(of, nsa, CPU, queries))
-                )
-            )
-            for of in (span, new)
-        )
+        actual, expected = (list(_iterate_tensors(of.layout(nsa, CPU))) for of in (span, new))
         assert span.compressed_bounds(nsa) == new.compressed_bounds(nsa)
         assert len(actual) == len(expected) and all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))

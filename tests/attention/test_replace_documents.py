@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsa_lab.attention import Span, compress, selection_loss
-from nsa_lab.attention.compression import get_packed_indices
 from nsa_lab.attention.layout import _iterate_tensors
-from nsa_lab.attention.selection_loss import get_sampled_queries
+from nsa_lab.attention.selection_loss import _has_separate_texts
 from nsa_lab.config import NSAConfig
 
 CPU = torch.device("cpu")
@@ -27,10 +26,8 @@ def make_packed_span(*lengths: int, capacity: int | None = 8, longest: int | Non
 
 
 def build_all_tensors(span: Span) -> list[Tensor]:
-    """Return all tensors that a layout caches on a device."""
-    tables = span.cu_seqlens(CPU), span.row_bounds(NSA, CPU), span.row_bounds(INDEX, CPU), span.is_document_start(CPU)
-    samples = get_sampled_queries(span, NSA, CPU), get_sampled_queries(span, INDEX, CPU, None)
-    return [*tables, *get_packed_indices(span, NSA, CPU), *get_packed_indices(span, INDEX, CPU), *_iterate_tensors(samples)]
+    """Return all tensors that a span caches on a device."""
+    return [span.cu_seqlens(CPU), *_iterate_tensors((span.layout(NSA, CPU), span.layout(INDEX, CPU)))]
 
 
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=8)
@@ -82,9 +79,9 @@ LAYOUTS = {
 def test_functions_compute_the_other_documents(layouts: str) -> None:
     """Compression, the selection loss and their gradients are bitwise equal."""
     span, other = LAYOUTS[layouts]()
-    assert (get_sampled_queries(other, NSA, CPU).document_rows is None) is (layouts == "one row")
+    assert _has_separate_texts(other.layout(NSA, CPU)) is (layouts == "separate")
     compress(torch.randn(1, 40, 2, 4), NSA, span=span)
-    get_sampled_queries(span, NSA, CPU)
+    span.layout(NSA, CPU)
     span.replace_documents(other)
     results = []
     for layout in (span, other):

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nsa_lab.attention import Span, compress, geometry, selection_loss
-from nsa_lab.attention.selection_loss import MIN_IMPORTANCE, compute_sampled_loss, get_sampled_queries, sample_rows
+from nsa_lab.attention.selection_loss import MIN_IMPORTANCE, _has_separate_texts, sample_rows
 from nsa_lab.config import NSAConfig
 
 GEOMETRIES = [Geometry(4, 2, 4, 3, 5), Geometry(6, 3, 3, 4, 7), Geometry(8, 4, 4, 3, 6), Geometry(3, 1, 5, 5, 4)]
@@ -91,7 +91,7 @@ PACKED = [
 @pytest.mark.parametrize("span", PACKED, ids=str)
 def test_documents_are_scored_separately(span: Span, geometry: Geometry) -> None:
     nsa = make_nsa(geometry)
-    assert (get_sampled_queries(span, nsa, torch.device("cpu")).document_rows is None) is (len(span.documents) < 7)
+    assert _has_separate_texts(span.layout(nsa, torch.device("cpu"))) is (len(span.documents) >= 7)
     q, k_cmp, k_sel = draw_tensors(0, nsa, span, B=1)
     total = 0.0
     for rows, compressed in zip(span.documents, span.compressed_rows(nsa), strict=True):
@@ -113,13 +113,13 @@ def test_separate_documents_have_the_same_loss_and_gradients(
     tensors = draw_tensors(0, nsa, span, B=1)
     results = []
     for ratio in (4, 10**6):
-        monkeypatch.setattr(sys.modules[compute_sampled_loss.__module__], "SEPARATE_DOCUMENTS_RATIO", ratio)
+        monkeypatch.setattr(sys.modules[_has_separate_texts.__module__], "SEPARATE_DOCUMENTS_RATIO", ratio)
         q, k_cmp, k_sel = (x.clone().requires_grad_() for x in tensors)
-        rows = get_sampled_queries(
-            make_packed_span([17, 0, 2, 1, 25, 9, 20, 13, 27], capacity=11, longest=28), nsa, q.device, queries
+        layout = span.layout(nsa, q.device)
+        assert _has_separate_texts(layout) is (ratio == 4)
+        loss = selection_loss(
+            q, k_cmp, k_sel, nsa, attention_q=q.detach().flip(1), n_queries=queries, span=span, layout=layout
         )
-        assert (rows.document_rows is None) is (ratio > 4)
-        loss = compute_sampled_loss(q, k_cmp, q.detach().flip(1), k_sel, nsa, rows)
         results.append((loss.detach(), *torch.autograd.grad(loss, (q, k_cmp))))
     for first, second in zip(*results, strict=True):
         torch.testing.assert_close(first, second, rtol=1e-11, atol=1e-13)
@@ -205,7 +205,6 @@ def test_64_queries_are_sampled_by_default(span: Span | None) -> None:
     assert torch.equal(
         selection_loss(q, k_cmp, k_sel, nsa, span=span), selection_loss(q, k_cmp, k_sel, nsa, n_queries=64, span=span)
     )
-    assert get_sampled_queries(span or Span.full(131), nsa, q.device).query_rows.tolist() == sample_rows(131, 64).tolist()
 
 
 def test_sampling_fits_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +237,7 @@ def test_one_document_needs_no_copy_from_the_host(span: Span, monkeypatch: pytes
     nsa = make_nsa(GEOMETRIES[0])
     q, k_cmp, k_sel = (x.to("meta").requires_grad_() for x in draw_tensors(37, nsa, span))
     with RecordDeviceOps() as devices:
-        compute_sampled_loss(q, k_cmp, q, k_sel, nsa, get_sampled_queries(span, nsa, q.device, 5)).backward()
+        selection_loss(q, k_cmp, k_sel, nsa, n_queries=5, layout=span.layout(nsa, q.device)).backward()
     assert devices.seen == {"meta"}
 
 

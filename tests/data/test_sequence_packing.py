@@ -12,11 +12,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from looping import looped
 
 from nsa_lab.config import ConfigError, DataConfig, RecallConfig, TrainConfig
 from nsa_lab.config.run_config import RunConfig
 from nsa_lab.data import Batches, BestFitPacking, EvalBatches, StagedBatches, StreamPacking, TokenStore
-from nsa_lab.data.document_starts import Documents, count_max_documents, find_document_starts
+from nsa_lab.data.document_starts import (
+    compute_document_capacity,
+    count_max_documents,
+    find_document_starts,
+    split_documents,
+)
 from nsa_lab.data.recall import insert_per_document, make_inserter
 from nsa_lab.data.sequence_packing import pack_best_fit
 
@@ -45,6 +51,7 @@ def batches_of(lengths: list[int], seq_len: int = 16, packing: str = "stream", s
 MANY = [random.Random(1).choice([1, 3, 9, 30, 70]) for _ in range(120)]
 
 
+@pytest.mark.slow
 def test_max_documents_equals_brute_force() -> None:
     draw = np.random.default_rng(0)
     for _ in range(500):
@@ -60,6 +67,7 @@ def test_find_returns_all_positions_of_a_token() -> None:
     assert tokens.find(SEP) is tokens.find(SEP) and TokenStore([]).find(SEP).tolist() == []
 
 
+@looped
 @pytest.mark.parametrize(
     ("tokens", "begins"),
     [
@@ -82,15 +90,15 @@ def test_batches_record_document_starts_and_padding(packing: str) -> None:
     for step in range(12):
         inputs, targets, weights, documents = batches.weighted_batch(step)
         assert weights.dtype == torch.float32 and weights.shape == targets.shape == (4, 16)
-        for row, bounds in zip(inputs.numpy(), documents.row_bounds, strict=True):
+        rows = split_documents(documents, 16)
+        for row, bounds in zip(inputs.numpy(), rows, strict=True):
             assert bounds.dtype == torch.int32 and bounds.tolist() == [*find_document_starts(row, SEP), 16]
             assert len(bounds) - 1 <= batches.max_documents_per_row
             seen = max(seen, len(bounds) - 1)
-        lengths = torch.cat([bounds.diff() for bounds in documents.row_bounds])
-        assert documents.cu_seqlens.tolist() == [0, *lengths.cumsum(0).tolist()]
-        assert documents.cu_seqlens.dtype == torch.int32 and documents.longest == 16
-        wanted = max(len(lengths), 2 * len(inputs))
-        assert documents.capacity / 4 < wanted <= documents.capacity == 4 ** round(math.log(documents.capacity, 4))
+        lengths = torch.cat([bounds.diff() for bounds in rows])
+        assert documents.tolist() == [0, *lengths.cumsum(0).tolist()] and documents.dtype == torch.int32
+        wanted, capacity = max(len(lengths), 2 * len(inputs)), compute_document_capacity(documents, 16)
+        assert capacity / 4 < wanted <= capacity == 4 ** round(math.log(capacity, 4))
         padding = (inputs == SEP) & (targets == SEP)
         assert torch.equal(weights == 0, padding) and (weights[~padding] == 1).all()
     assert seen > 1
@@ -98,22 +106,21 @@ def test_batches_record_document_starts_and_padding(packing: str) -> None:
 
 def test_capacity_is_equal_whether_or_not_documents_end() -> None:
     """Otherwise a rare size would be compiled in the middle of a run."""
-    none, some = (
-        [torch.tensor(row, dtype=torch.int32) for row in rows] for rows in ([[0, 9]] * 16, [[0, 9], [0, 4, 9]] * 8)
-    )
-    assert Documents(tuple(none)).capacity == Documents(tuple(some)).capacity == 64
+    rows = [9 * row for row in range(17)]
+    for documents in (rows, sorted([*rows, *(start + 4 for start in rows[1:-1:2])])):
+        assert compute_document_capacity(torch.tensor(documents, dtype=torch.int32), 9) == 64
 
 
 def test_split_keeps_the_documents_of_the_rows() -> None:
     whole = batches_of(MANY).weighted_batch(2)
     parts = whole.split(3)
-    assert [len(part.inputs) for part in parts] == [3, 1] and [len(part.documents.row_bounds) for part in parts] == [3, 1]
+    assert [len(part.inputs) for part in parts] == [3, 1] and [int(part.documents[-1]) for part in parts] == [48, 16]
     assert torch.equal(torch.cat([part.weights for part in parts]), whole.weights)
-    assert parts[1].documents.cu_seqlens.tolist() == whole.documents.row_bounds[3].tolist()
+    rows = split_documents(whole.documents, 16)
+    assert parts[1].documents.tolist() == rows[3].tolist() == [*find_document_starts(whole.inputs[3].numpy(), SEP), 16]
+    assert [row.tolist() for row in split_documents(parts[0].documents, 16)] == [row.tolist() for row in rows[:3]]
     one = batches_of(MANY).weighted_batch(2, 3, 1)
-    assert torch.equal(one.inputs, parts[1].inputs) and torch.equal(
-        one.documents.row_bounds[0], whole.documents.row_bounds[3]
-    )
+    assert torch.equal(one.inputs, parts[1].inputs) and torch.equal(one.documents, rows[3])
     assert all(
         part.documents is part.weights is None for part in Batches(store_of(MANY), 16, 4, 3).weighted_batch(2).split(3)
     )
@@ -190,8 +197,8 @@ def test_stream_summary_equals_the_content_of_its_rows(lengths: list[int], seq_l
     pieces: Counter[int] = Counter()
     for step in range(batches.windows_per_epoch):
         found = batches.weighted_batch(step).documents
-        pieces.update(found.row_bounds[0].diff().tolist())
-        assert len(found.row_bounds[0]) - 1 <= batches.max_documents_per_row
+        pieces.update(found.diff().tolist())
+        assert len(found) - 1 <= batches.max_documents_per_row
     assert pieces == Counter(dict(batches.count_document_lengths()))
     report = batches.summarize_packing()
     assert report["padded_tokens"] == 0 and report["rows"] == batches.windows_per_epoch
@@ -223,7 +230,7 @@ def test_validation_batches_record_documents() -> None:
     batches = batches_of(MANY).make_eval_batches(9, 2)
     inputs, _ = batches[1]
     found = batches.find_documents(inputs)
-    assert [bounds.tolist() for bounds in found.row_bounds] == [
+    assert [bounds.tolist() for bounds in split_documents(found, 16)] == [
         [*find_document_starts(row, SEP), 16] for row in inputs.numpy()
     ]
     plain = EvalBatches(store_of(MANY), 16, 9, 2)
@@ -289,7 +296,7 @@ def test_a_masked_run_inserts_facts_per_document() -> None:
     data, train = DataConfig(source="recall", documents="mask", bytes_per_fact=256), TrainConfig(seq_len=2000, batch_size=4)
     batch = StagedBatches(TokenStore([text]), train, data, SEP).weighted_batch(1)
     asked = 0
-    for row, bounds in zip(batch.inputs.numpy().astype(np.uint8), batch.documents.row_bounds, strict=True):
+    for row, bounds in zip(batch.inputs.numpy().astype(np.uint8), split_documents(batch.documents, 2000), strict=True):
         for document in np.split(row, bounds[1:-1].numpy()):
             for question in bytes(document).split(b"Q: What is the secret number of the ")[1:]:
                 name = question.split(b"?")[0]

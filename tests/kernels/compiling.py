@@ -39,7 +39,6 @@ from triton.runtime.jit import JITFunction
 from nsa_lab.attention import Span, kernels
 from nsa_lab.attention.geometry import num_compressed, num_selection
 from nsa_lab.attention.kernels import fast_launch, launch_table
-from nsa_lab.attention.kernels.packed_tiles import make_token_bounds
 from nsa_lab.attention.kernels.parallel_compile import compile_in_parallel
 from nsa_lab.attention.kernels.selected import launch as selected
 from nsa_lab.attention.kernels.selected import workspace_pieces
@@ -182,8 +181,8 @@ launch_table.is_blackwell = lambda device: ARCHITECTURE == 100
 
 def narrow() -> None:
     # The only kernel that is used for packed documents and not otherwise.
-    table = Span.packed(torch.tensor([0, 9, 20], dtype=torch.int32)).row_bounds(NSAConfig(), torch.device("cpu"))
-    globalize_blocks(torch.zeros(1, 20, 1, 16, dtype=torch.int32), 64, make_token_bounds(table, 16, 20))
+    table = Span.packed(torch.tensor([0, 9, 20], dtype=torch.int32)).layout(NSAConfig(), torch.device("cpu")).bounds
+    globalize_blocks(torch.zeros(1, 20, 1, 16, dtype=torch.int32), 64, table[0])
     attend(T=300, H=6, G=1, D=64)
     selected.UNION_TOKENS = 0
     attend(T=300, H=6, G=1, D=64)

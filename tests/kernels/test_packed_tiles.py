@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from nsa_lab import attention
 from nsa_lab.attention import Span, kernels, reference
 from nsa_lab.attention.kernels.band.launch import band_attention
-from nsa_lab.attention.kernels.packed_tiles import PackedBounds, find_document_of_row, find_document_of_tile
+from nsa_lab.attention.kernels.packed_tiles import count_tiles, find_document_of_row, find_document_of_tile
 from nsa_lab.attention.kernels.selected import launch as selected
 from nsa_lab.attention.kernels.selected import workspace_pieces
 from nsa_lab.config import NSAConfig
@@ -56,7 +56,9 @@ FEW = (0, 5, 0, 0, 1, 8, 3, 4, 0)
 
 
 @pytest.mark.parametrize(
-    "lengths", [(6,), FEW, FEW * 7, FEW * 8, (0, 0, 1, 0) * 520], ids=lambda lengths: f"{len(lengths)}_documents"
+    "lengths",
+    [(6,), FEW, FEW * 7, *(pytest.param(many, marks=pytest.mark.slow) for many in (FEW * 8, (0, 0, 1, 0) * 520))],
+    ids=lambda lengths: f"{len(lengths)}_documents",
 )
 def test_every_tile_of_every_document_has_one_program(lengths: tuple[int, ...], device: torch.device) -> None:
     """One program finds each tile, the rows of its document, and the document's compressed keys.
@@ -65,12 +67,12 @@ def test_every_tile_of_every_document_has_one_program(lengths: tuple[int, ...], 
     """
     rows_per_token, tile = 3, 2
     span = Span.packed(make_cu_seqlens(*lengths))
-    table = span.row_bounds(NSA, device)
-    rows = PackedBounds(table[0], table[0], table.shape[1] - 1, 0)
-    n_programs = max(rows.count_tiles(span.n_queries * rows_per_token, tile), span.n_queries)
+    table = span.layout(NSA, device).bounds
+    n_documents = table.shape[1] - 1
+    n_programs = max(count_tiles(span.n_queries * rows_per_token, tile, n_documents), span.n_queries)
     found = torch.full((n_programs, 5), -1, dtype=torch.int64, device=device)
     owners = torch.full((span.n_queries,), -1, dtype=torch.int64, device=device)
-    _find[(n_programs,)](table[0], table[1], found, owners, rows.n_documents, ROWS_PER_TOKEN=rows_per_token, TILE=tile)
+    _find[(n_programs,)](table[0], table[1], found, owners, n_documents, ROWS_PER_TOKEN=rows_per_token, TILE=tile)
     expected = [
         [index, row, document.end, compressed.start, compressed.stop - compressed.start]
         for index, (document, compressed) in enumerate(zip(span.documents, span.compressed_rows(NSA), strict=True))
@@ -80,18 +82,23 @@ def test_every_tile_of_every_document_has_one_program(lengths: tuple[int, ...], 
     assert owners.tolist() == span.query_document_ids().tolist()
 
 
-def test_row_bounds_are_computed_on_the_cpu() -> None:
-    """The table has the bounds of documents and of their compressed keys; each row is a multiple of 16 bytes."""
-    span = Span.packed(make_cu_seqlens(9, 0, 21), capacity=6)
-    table = span.row_bounds(NSA, torch.device("cpu"))
-    assert table.tolist() == [[0, 9, 9, 30, 30, 30, 30, 30], [0, 1, 1, 5, 5, 5, 5, 5]] and table.dtype == torch.int32
-    assert span.row_bounds(NSA, torch.device("cpu")) is table
-    without_capacity = Span.packed(make_cu_seqlens(9, 0, 21)).row_bounds(NSA, torch.device("cpu"))
-    assert without_capacity.tolist() == [[0, 9, 9, 30], [0, 1, 1, 5]]
-    # `longest` is the total length if there is a capacity, otherwise the longest document rounded up to a power of two.
+def test_kernels_get_the_bounds_of_documents() -> None:
+    """Of tokens, compressed keys and selection blocks; each row is a multiple of 16 bytes."""
+    span, cpu, l_sel = Span.packed(make_cu_seqlens(9, 0, 21), capacity=6), torch.device("cpu"), NSA.l_sel
+    table = span.layout(NSA, cpu).bounds
+    first, last = -(-9 // l_sel), -(-9 // l_sel) - (-21 // l_sel)
+    assert table.dtype == torch.int32 and table.tolist() == [
+        [0, 9, 9, 30, 30, 30, 30, 30],
+        [0, 1, 1, 5, 5, 5, 5, 5],
+        [0, first, first, *[last] * 5],
+    ]
+    assert span.layout(NSA, cpu).bounds is table
+    without_capacity = Span.packed(make_cu_seqlens(9, 0, 21)).layout(NSA, cpu).bounds
+    assert without_capacity.tolist() == [[0, 9, 9, 30], [0, 1, 1, 5], [0, first, first, last]]
+    # `max_seqlen` is the total length if there is a capacity, otherwise the longest document rounded up to a power of two.
     q = torch.empty(1)
-    assert [kernels._get_layout_args(s, NSA, q)[1] for s in (span, Span.packed(make_cu_seqlens(9, 0, 21)))] == [30, 30]
-    assert kernels._get_layout_args(Span.packed(make_cu_seqlens(40, 9, 21)), NSA, q)[1] == 64
+    spans = span, Span.packed(make_cu_seqlens(9, 0, 21)), Span.packed(make_cu_seqlens(40, 9, 21))
+    assert [kernels._get_layout_args(s, None, NSA, q)[1] for s in spans] == [30, 30, 64]
 
 
 def run_operator(case: Case, x: Inputs, weight: torch.Tensor) -> tuple[torch.Tensor, Inputs]:
@@ -164,7 +171,7 @@ def test_pieces_equal_one_piece(device, monkeypatch, poisoned) -> None:
     monkeypatch.setattr(selected, "UNION_TOKENS", 0)
     case = make_case((10, 0, 7), None, h=1)
     x = case.inputs(torch.float32).map(lambda y: y.to(device).requires_grad_())
-    table, longest, _ = kernels._get_layout_args(case.span, NSA, x.q)
+    table, longest, _ = kernels._get_layout_args(case.span, None, NSA, x.q)
     blocks = torch.tensor([0, -1, -1, -1], dtype=torch.int32, device=device).expand(1, 17, 1, 4)
 
     def run():
@@ -206,7 +213,7 @@ def test_one_compiled_graph_for_all_documents(device) -> None:
 
     compiled = torch.compile(attend, fullgraph=True, backend=counter)
     for lengths in ((12, 5), (2, 0, 15)):
-        table = Span.packed(make_cu_seqlens(*lengths), capacity=3).row_bounds(NSA, device)
+        table = Span.packed(make_cu_seqlens(*lengths), capacity=3).layout(NSA, device).bounds
         assert torch.equal(compiled(table), attend(table))
     assert counter.frame_count == 1
 
@@ -214,7 +221,7 @@ def test_one_compiled_graph_for_all_documents(device) -> None:
 # Under the interpreter a packing takes ten seconds to a minute, so `make test` runs only the quickest configuration.
 QUICKEST = 7
 NUMBERS = [
-    pytest.param(number, marks=pytest.mark.slow if CUDA or number == QUICKEST else pytest.mark.soak)
+    pytest.param(number, marks=pytest.mark.slow if CUDA or number == QUICKEST else pytest.mark.nightly)
     for number in range(len(packings.CONFIGURATIONS))
 ]
 

@@ -87,9 +87,8 @@ def test_a_dense_layer_with_documents_is_one_graph(more: dict[str, object], monk
     model = NSATransformer(config, seed=0)
     apart = model(torch.randint(0, 256, (1, 47), generator=torch.Generator().manual_seed(1)), DOCUMENTS)
     # With the signature of the function that `_load_varlen_attn` returns.
-    found = dense.VarlenInputs(DOCUMENTS.cu_seqlens(torch.device("cpu")), 32, functools.partial(varlen))
-    monkeypatch.setattr(layers, "get_varlen_inputs", lambda span, device: found)
-    monkeypatch.setattr(layers, "supports_varlen", lambda q, v: True)
+    monkeypatch.setattr(layers, "find_single_call", lambda span, device: functools.partial(varlen))
+    monkeypatch.setattr(dense, "supports_varlen", lambda q, v: True)
     graphs, compiled, eager = compile_and_run(model, DOCUMENTS)
     assert graphs == 1
     torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)

@@ -67,8 +67,9 @@ def test_blocks_are_selected_by_its_queries_and_keys() -> None:
     assert torch.equal(seen["blocks"], score_and_select_blocks(q, k, nsa))
     own = reference.select_blocks(inputs[0], inputs[1], seen["lse_cmp"], model.config.nsa)
     assert not torch.equal(seen["blocks"], own)
-    out = layer._attend(inputs, (q, k, nsa), None)
-    torch.testing.assert_close(out, reference.nsa_attention(*inputs, model.config.nsa, blocks=seen["blocks"]))
+    out, _ = layer(x, rotary)
+    expected = reference.nsa_attention(*inputs, model.config.nsa, blocks=seen["blocks"])
+    torch.testing.assert_close(out, layer.out(expected.flatten(2)))
 
 
 @pytest.mark.parametrize(("width", "channels"), [(0, [*range(8)]), (4, [0, 2, 4, 6])])

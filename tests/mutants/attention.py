@@ -64,8 +64,8 @@ MUTANTS = [
     Mutant(
         "span: positions go on from one document to the next",
         "attention.layout",
-        "self.start, self.start + end - begin)",
-        "self.start + begin, self.start + end)",
+        "QueryRange(self.start, self.start + end - begin,",
+        "QueryRange(self.start + begin, self.start + end,",
     ),
     Mutant(
         "span: rotary positions do not restart",
@@ -88,8 +88,8 @@ MUTANTS = [
     Mutant(
         "span: a chunk's keys begin at its first query",
         "attention.layout",
-        "slice(begin, end + self.start), self.start",
-        "slice(begin + self.start, end + self.start), self.start",
+        "slice(begin, end + self.start))",
+        "slice(begin + self.start, end + self.start))",
     ),
     Mutant(
         "span: a chunk is full",
@@ -123,24 +123,34 @@ MUTANTS = [
     ),
     Mutant(
         "compression: blocks across the border of documents",
-        "attention.compression",
-        "block_indices=map_rows(span.num_compressed(nsa), blocks, text)",
-        "block_indices=torch.arange(span.num_compressed(nsa), device=device)",
+        "attention.layout",
+        "map_rows(span.num_compressed(nsa), blocks, text)",
+        "torch.arange(span.num_compressed(nsa), device=device)",
     ),
     Mutant(
         "compression: a document begins in its neighbour's last stride",
-        "attention.compression",
-        "token_indices=map_rows((n_strides + nsa.l // nsa.d) * nsa.d, text * nsa.d, tokens)",
-        "token_indices=torch.arange((n_strides + nsa.l // nsa.d) * nsa.d, device=device).clamp_max(span.n_queries - 1)",
+        "attention.layout",
+        "map_rows((n_strides + nsa.l // nsa.d) * nsa.d, text * nsa.d, tokens)",
+        "torch.arange((n_strides + nsa.l // nsa.d) * nsa.d, device=device).clamp_max(span.n_queries - 1)",
     ),
     Mutant(
         "compression: padding is what phi makes of nothing",
         "attention.compression",
-        "zero_absent_rows(\n        phi(gather_rows(_unfold_blocks(text, nsa), packed_indices.block_indices, packed_indices.block_inverse)),\n        packed_indices.block_indices,\n    )",
-        "phi(gather_rows(_unfold_blocks(text, nsa), packed_indices.block_indices, packed_indices.block_inverse))",
+        "zero_absent_rows(phi(gather_rows(unfold_blocks(text, nsa), blocks, inverse)), blocks)",
+        "phi(gather_rows(unfold_blocks(text, nsa), blocks, inverse))",
     ),
-    Mutant("packing: empty documents own rows", "attention.segment_ops", "(bounds, row, right=True) - 1", "(bounds, row)"),
-    Mutant("packing: rows past a document's end", "attention.segment_ops", "row_in_document < common_length", "row_in_document <= common_length"),
+    Mutant(
+        "packing: empty documents own rows",
+        "attention.segment_ops",
+        "rows.to(bounds.dtype), right=True) - 1",
+        "rows.to(bounds.dtype))",
+    ),
+    Mutant(
+        "packing: rows past a document's end",
+        "attention.segment_ops",
+        "row_in_document < common_length",
+        "row_in_document <= common_length",
+    ),
     Mutant("packing: absent rows are not zero", "attention.segment_ops", "(rows == ABSENT)", "(rows < ABSENT)"),
     Mutant(
         "packing: the gradient goes where the row came from",
@@ -166,7 +176,7 @@ MUTANTS = [
     Mutant(
         "reference: normaliser over blocks of the future",
         "attention.reference",
-        "p = torch.where(visible, scores - torch.where(torch.isneginf(lse), 0.0, lse), float(\"-inf\")).exp()",
+        'p = torch.where(visible, scores - torch.where(torch.isneginf(lse), 0.0, lse), float("-inf")).exp()',
         "p = torch.where(visible, scores.softmax(-1), 0.0)",
     ),
     Mutant(
@@ -195,7 +205,9 @@ MUTANTS = [
         "p.sum(dim=3)",
         "p.sum(dim=(2, 3)).unsqueeze(2).expand(-1, -1, p.shape[2], -1)",
     ),
-    Mutant("reference: unscaled logits", "attention.reference", "k.to(acc_dtype)) * q.shape[-1] ** -0.5", "k.to(acc_dtype))"),
+    Mutant(
+        "reference: unscaled logits", "attention.reference", "k.to(acc_dtype)) * q.shape[-1] ** -0.5", "k.to(acc_dtype))"
+    ),
     Mutant(
         "reference: top-n one short",
         "attention.reference",
@@ -238,7 +250,7 @@ MUTANTS = [
     Mutant(
         "reference: a row that sees nothing has an LSE",
         "attention.reference",
-        "lse = torch.where(sees_none, float(\"-inf\"), scores.masked_fill(sees_none.unsqueeze(-1), 0.0).logsumexp(-1))",
+        'lse = torch.where(sees_none, float("-inf"), scores.masked_fill(sees_none.unsqueeze(-1), 0.0).logsumexp(-1))',
         "lse = scores.masked_fill(sees_none.unsqueeze(-1), 0.0).logsumexp(-1)",
     ),
     Mutant("reference: gates in another order", "attention.reference", "g_cmp, g_sel, g_win =", "g_sel, g_cmp, g_win ="),
@@ -250,19 +262,19 @@ MUTANTS = [
     ),
     Mutant(
         "reference: a block averages its neighbour's tokens",
-        "attention.reference",
+        "attention.compression",
         "return x.unfold(1, nsa.l, nsa.d)",
         "return x.roll(1, 1).unfold(1, nsa.l, nsa.d)",
     ),
     Mutant(
         "reference: blocks one block apart",
-        "attention.reference",
+        "attention.compression",
         "return x.unfold(1, nsa.l, nsa.d)",
         "return x.unfold(1, nsa.l, nsa.l)",
     ),
     Mutant(
         "reference: the cut block is averaged too",
-        "attention.reference",
+        "attention.compression",
         "return x.unfold(1, nsa.l, nsa.d)",
         "return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, nsa.d)).unfold(1, nsa.l, nsa.d)",
     ),
@@ -309,7 +321,7 @@ MUTANTS = [
     Mutant(
         "torch: normaliser over the chunk's future",
         "attention.torch_backend",
-        "torch.where(is_visible.unsqueeze(1), s - norm, float(\"-inf\")).exp().sum(3)",
+        'torch.where(is_visible.unsqueeze(1), s - norm, float("-inf")).exp().sum(3)',
         "torch.where(is_visible.unsqueeze(1), s.softmax(-1), 0.0).sum(3)",
     ),
     Mutant(
@@ -361,8 +373,8 @@ MUTANTS = [
     Mutant(
         "torch: heads of a group interleaved",
         "attention.torch_backend",
-        "return torch.unflatten(x.to(dtype), 2, (groups, -1)).transpose(1, 2).flatten(2, 3)",
-        "return x.to(dtype).unflatten(2, (-1, groups)).permute(0, 3, 1, 2, 4).flatten(2, 3)",
+        "return torch.unflatten(x, 2, (groups, -1)).transpose(1, 2).flatten(2, 3)",
+        "return x.unflatten(2, (-1, groups)).permute(0, 3, 1, 2, 4).flatten(2, 3)",
     ),
     Mutant(
         "torch: backward without delta",
@@ -392,8 +404,8 @@ MUTANTS = [
     Mutant(
         "torch: dQ not scaled",
         "attention.torch_backend",
-        "_from_group_rows(ds @ chunk_k * scale, h)",
-        "_from_group_rows(ds @ chunk_k, h)",
+        "from_group_rows(ds @ chunk_k * scale, h)",
+        "from_group_rows(ds @ chunk_k, h)",
     ),
     Mutant(
         "torch: gathered gradients overwrite each other",
@@ -412,26 +424,26 @@ MUTANTS = [
     Mutant(
         "dispatch: the whole operator of triton is computed by torch",
         "attention.dispatch",
-        "        return kernels.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, blocks=blocks, **span_kwargs)",
+        "        return kernels.nsa_attention(*tensors, nsa, blocks=blocks, **span_kwargs)",
         "        modules = dict.fromkeys(PARTS, torch_backend)",
     ),
     Mutant(
         "dispatch: a backend that cannot run falls back silently",
         "attention.dispatch",
         "raise BackendError(f\"backend = 'triton' cannot run: {device_problem}\")",
-        "return dict.fromkeys(PARTS, ResolvedBackend(\"torch\", \"requested by name\"))",
+        'return dict.fromkeys(PARTS, ResolvedBackend("torch", "requested by name"))',
     ),
     Mutant(
         "dispatch: a shape that the kernels refuse falls back silently",
         "attention.dispatch",
         "raise NotImplementedError(f\"backend = 'triton' does not support this shape: {shape_problem}\")",
-        "return dict.fromkeys(PARTS, ResolvedBackend(\"torch\", \"requested by name\"))",
+        'return dict.fromkeys(PARTS, ResolvedBackend("torch", "requested by name"))',
     ),
     Mutant(
         "dispatch: selected branch on the window's keys",
         "attention.dispatch",
-        "modules[\"selected\"].selected_attention(q, k_sel, v_sel,",
-        "modules[\"selected\"].selected_attention(q, k_win, v_win,",
+        'modules["selected"].selected_attention(q, k_sel, v_sel,',
+        'modules["selected"].selected_attention(q, k_win, v_win,',
     ),
     Mutant(
         "dispatch: compressed keys of any length are taken",
@@ -477,15 +489,20 @@ MUTANTS = [
         "return reference.select_by_importance(importance.float(), nsa, first=first)",
         "return reference.select_by_importance(importance.float(), nsa, first=first - 1)",
     ),
-    Mutant("decoding: float32 is never in doubt", "attention.fp32_selection", "first_rejected * error_factor)", "first_rejected)"),
+    Mutant(
+        "decoding: float32 is never in doubt",
+        "attention.fp32_selection",
+        "first_rejected * error_factor)",
+        "first_rejected)",
+    ),
     Mutant(
         "decoding: doubt without the length of keys", "attention.fp32_selection", "(max_q_norm * max_k_norm)", "max_q_norm"
     ),
     Mutant(
         "decoding: one sequence in doubt, and the first is computed wide",
         "attention.cached_attention",
-        "_compute_probabilities(q[sample], k[sample], first, selection_nsa, get_selection_dtype",
-        "_compute_probabilities(q[:1], k[:1], first, selection_nsa, get_selection_dtype",
+        "_compute_probabilities(q[sample], k[sample], first, selection_nsa, get_definition_dtype",
+        "_compute_probabilities(q[:1], k[:1], first, selection_nsa, get_definition_dtype",
     ),
     Mutant(
         "decoding: every row as long as the first",
@@ -548,8 +565,8 @@ MUTANTS = [
     Mutant(
         "dense: long documents go in one call, however fast one text is",
         "attention.dense",
-        "if varlen_attn is None or (span.longest_document >= LONG_DOCUMENT and _prefers_sdpa(device)):",
-        "if varlen_attn is None:",
+        "varlen_attn is not None and _prefers_sdpa(device):\n        return None",
+        "varlen_attn is not None and _prefers_sdpa(device):\n        pass",
     ),
     Mutant(
         "dense: a long document loses its last rows",
@@ -593,26 +610,26 @@ MUTANTS = [
     Mutant(
         "selection loss: the target sees the future",
         "attention.selection_loss",
-        "key_range=torch.stack([first_key, first_key + t + 1])",
-        "key_range=torch.stack([first_key, first_key + t + 2])",
+        "k_sel, first_key, first_key + t + 1, keys_of_query",
+        "k_sel, first_key, first_key + t + 2, keys_of_query",
     ),
     Mutant(
         "selection loss: the target sees the document before",
         "attention.selection_loss",
-        "key_range=torch.stack([first_key, first_key + t + 1])",
-        "key_range=torch.stack([first_key * 0, first_key + t + 1])",
+        "k_sel, first_key, first_key + t + 1, keys_of_query",
+        "k_sel, first_key * 0, first_key + t + 1, keys_of_query",
     ),
     Mutant(
         "selection loss: blocks of the document before are free",
         "attention.selection_loss",
-        "* nsa.l_sel > document_position[:, None]",
-        "* nsa.l_sel >= 0 * document_position[:, None]",
+        "* nsa.l_sel > document_start[:, None]",
+        "* nsa.l_sel >= 0 * document_start[:, None]",
     ),
     Mutant(
         "selection loss: compressed blocks of the document before are seen",
         "attention.selection_loss",
-        "compressed_range=torch.stack([first_compressed, first_compressed + n_visible])",
-        "compressed_range=torch.stack([first_compressed * 0, first_compressed + n_visible])",
+        "first_compressed, first_compressed + n_visible",
+        "first_compressed * 0, first_compressed + n_visible",
     ),
     Mutant(
         "selection loss: what is not finite reaches other documents' gradients",
@@ -623,47 +640,44 @@ MUTANTS = [
     Mutant(
         "selection loss: documents ask from where the row begins",
         "attention.selection_loss",
-        "span.start + query - row_starts[document]",
-        "query - row_starts[document]",
-    ),
-    Mutant(
-        "selection loss: apart, a query sees the keys after its own",
-        "attention.selection_loss",
-        "key_range=torch.stack([zeros, t + 1])",
-        "key_range=torch.stack([zeros, t + 2])",
+        "layout.start + rows - first_key",
+        "rows - first_key",
     ),
     Mutant(
         "selection loss: apart, a query sees all compressed blocks of its document",
         "attention.selection_loss",
-        "compressed_range=torch.stack([zeros, n_visible])",
-        "compressed_range=torch.stack([zeros, n_visible * 0 + len(block)])",
+        "document_start = first_key = first_compressed = torch.zeros_like(t)",
+        "document_start = first_key = first_compressed = torch.zeros_like(t); n_visible = n_visible * 0 + len(block)",
     ),
     Mutant(
         "selection loss: apart, the row's first keys in the place of the document's",
         "attention.selection_loss",
-        "(first_key[:, None] + position[:max_length])",
-        "(0 * first_key[:, None] + position[:max_length])",
+        "(first_key[:, None] + position[: layout.longest])",
+        "(0 * first_key[:, None] + position[: layout.longest])",
     ),
     Mutant(
         "selection loss: the last key that is seen is not",
         "attention.selection_loss",
-        "(position < visible_range[1][:, None])",
-        "(position + 1 < visible_range[1][:, None])",
+        "(position < stop[:, None])",
+        "(position + 1 < stop[:, None])",
     ),
     Mutant("selection loss: scores without the scale", "attention.selection_loss", " * q.shape[-1] ** -0.5", ""),
     Mutant(
-        "selection loss: equal distances", "attention.selection_loss", "offsets * segment_starts.diff() // GOLDEN_DENOMINATOR", "0"
+        "selection loss: equal distances",
+        "attention.selection_loss",
+        "offsets * segment_starts.diff() // GOLDEN_DENOMINATOR",
+        "0",
     ),
     Mutant(
         "selection loss: its queries copied from the host",
         "attention.selection_loss",
-        "sample_rows(span.n_queries, n_queries, device)",
-        "sample_rows(span.n_queries, n_queries).to(device)",
+        "sample_rows(q.shape[1], n_queries, q.device)",
+        "sample_rows(q.shape[1], n_queries).to(q.device)",
     ),
     Mutant(
         "the whole operator: blocks from outside unchecked",
         "attention.dispatch",
-        "    if blocks is not None:\n        input_checks.check_blocks(q, k_sel, blocks, nsa, span)\n",
+        "        if blocks is not None:\n            input_checks.check_blocks(q, k_sel, blocks, nsa, span)\n",
         "",
     ),
     Mutant(
@@ -674,9 +688,9 @@ MUTANTS = [
     ),
     Mutant(
         "a span's compressed rows: kept for any length of block",
-        "attention.compression",
-        '("block_rows", device, nsa.l, nsa.d)',
-        '("block_rows", device, nsa.d)',
+        "attention.layout",
+        '("layout", device, nsa.l, nsa.d, nsa.l_sel)',
+        '("layout", device, nsa.d, nsa.l_sel)',
     ),
     Mutant(
         "torch backward: dK added up in the keys' own dtype",

@@ -81,8 +81,8 @@ MUTANTS = [
     Mutant(
         "documents: no room beside one for each row",
         "data.document_starts",
-        "2 * len(self.row_bounds)",
-        "len(self.row_bounds)",
+        "2 * (int(documents[-1]) // seq_len)",
+        "int(documents[-1]) // seq_len",
     ),
     Mutant(
         "documents: a document begins behind its separator",
@@ -93,8 +93,8 @@ MUTANTS = [
     Mutant(
         "documents: rows share a document",
         "data.document_starts",
-        "ends.extend((row[1:] + ends[-1]).tolist())",
-        "ends.extend((row[1:-1] + ends[-1]).tolist() + [ends[-1] + int(row[-1])] * (row is self.row_bounds[-1]))",
+        "find_document_starts(row, separator) + end)",
+        "find_document_starts(row, separator)[end > 0 :] + end)",
     ),
     Mutant(
         "documents: room for those of an average row",

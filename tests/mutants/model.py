@@ -27,14 +27,14 @@ MUTANTS = [
     Mutant(
         "model: compressed values from the selected branch",
         "model.attention_layers",
-        "compress(v_cmp, nsa, self.phi_v, ",
-        "compress(v_sel, nsa, self.phi_v, ",
+        "(v_cmp, self.phi_v))",
+        "(v_sel, self.phi_v))",
     ),
     Mutant(
         "model: compressed branch cut off from its keys",
         "model.attention_layers",
-        "compress(k_cmp, nsa, self.phi_k, ",
-        "compress(k_cmp.detach(), nsa, self.phi_k, ",
+        "((k_cmp, self.phi_k),",
+        "((k_cmp.detach(), self.phi_k),",
     ),
     Mutant(
         "model: window on the selected branch's keys",
@@ -47,12 +47,6 @@ MUTANTS = [
         "model.attention_layers",
         "logits = logits.unflatten(-1, (self.config.n_heads, 3))",
         "logits = logits.unflatten(-1, (3, self.config.n_heads)).mT",
-    ),
-    Mutant(
-        "model: packed compressed values from the selected branch",
-        "model.attention_layers",
-        "compress_packed(v_cmp, nsa, self.phi_v, ",
-        "compress_packed(v_sel, nsa, self.phi_v, ",
     ),
     Mutant("model: a silent branch is heard", "model.attention_layers", "if self.config.silent:", "if False:"),
     Mutant(
@@ -68,14 +62,24 @@ MUTANTS = [
         "        if is_document_start is not None:\n",
         "        if False:\n",
     ),
-    Mutant("model: late keys are two tokens late", "model.layers", "[first, x[:, :-1]]", "[first, first, x[:, :-2]]"),
+    Mutant(
+        "model: late keys are two tokens late",
+        "model.layers",
+        "[torch.zeros_like(x[:, :1]), x[:, :-1]]",
+        "[torch.zeros_like(x[:, :2]), x[:, :-2]]",
+    ),
     Mutant(
         "model: decoding forgets the unread key",
         "model.layers",
-        "if previous_k is None else previous_k",
-        "if True else previous_k",
+        "if previous_k is None:",
+        "if True:",
     ),
-    Mutant("model: the selection loss in evaluation too", "model.attention_layers", "return self.training and ", "return "),
+    Mutant(
+        "model: the selection loss in evaluation too",
+        "model.attention_layers",
+        "if self.training and self.config.has_selection_loss",
+        "if self.config.has_selection_loss",
+    ),
     Mutant("model: the selection loss without its weight", "model.attention_layers", "else loss * weight", "else loss"),
     Mutant(
         "model: matching heads of the second group",
@@ -91,7 +95,10 @@ MUTANTS = [
         "self.weight[1] = 1.0",
     ),
     Mutant(
-        "model: the short convolution's weights change places", "model.layers", "current_weight, previous_weight = self", "previous_weight, current_weight = self"
+        "model: the short convolution's weights change places",
+        "model.layers",
+        "current_weight, previous_weight = self",
+        "previous_weight, current_weight = self",
     ),
     Mutant(
         "model: a pool does not start as the mean", "model.init_weights", "ShortConvolution | BlockPool", "ShortConvolution"
@@ -107,14 +114,14 @@ MUTANTS = [
     Mutant(
         "indexer: documents are compressed as the heads' keys",
         "model.attention_layers",
-        "get_packed_indices(span, config.selection_nsa, device)",
-        "get_packed_indices(span, config.nsa, device)",
+        "geometries = (config.nsa, config.selection_nsa) if",
+        "geometries = (config.nsa, config.nsa) if",
     ),
     Mutant(
         "indexer: taught by the geometry of the heads' keys",
         "model.attention_layers",
-        "q, k_cmp, nsa = selection_inputs or (attention_q, k_cmp, self.config.nsa)",
-        "q, k_cmp, nsa = (*(selection_inputs or (attention_q, k_cmp))[:2], self.config.nsa)",
+        "q, k, nsa = selection_inputs or (*inputs[:2], self.config.nsa)",
+        "q, k, nsa = (*(selection_inputs or inputs)[:2], self.config.nsa)",
     ),
     Mutant("indexer: its scores are not counted", "model.transformer", "if c.has_indexer:", "if False:"),
     Mutant(
@@ -123,8 +130,18 @@ MUTANTS = [
         "return rotary[0][..., ::n], rotary[1][..., ::n]",
         "return rotary[0][..., : width // 2], rotary[1][..., : width // 2]",
     ),
-    Mutant("indexer: starts with the window's keys", "model.init_weights", "index_keys.copy_(keys[1]", "index_keys.copy_(keys[2]"),
-    Mutant("indexer: taught by its own attention", "model.attention_layers", "attention_q=attention_q,", "attention_q=None,"),
+    Mutant(
+        "indexer: starts with the window's keys",
+        "model.init_weights",
+        "index_keys.copy_(keys[1]",
+        "index_keys.copy_(keys[2]",
+    ),
+    Mutant(
+        "indexer: taught by its own attention",
+        "model.attention_layers",
+        "attention_q=inputs[0],",
+        "attention_q=None,",
+    ),
     Mutant(
         "indexer: the model does not read its blocks",
         "model.attention_layers",
@@ -224,8 +241,8 @@ MUTANTS = [
     Mutant(
         "model: an indexer's keys of documents lie as the compressed branch's",
         "model.attention_layers",
-        "kernels.make_document_table(span, config.selection_nsa, device) if use_kernels and",
-        "kernels.make_document_table(span, config.nsa, device) if use_kernels and",
+        "layout, index_layout = (layouts[0], layouts[-1])",
+        "layout, index_layout = (layouts[0], layouts[0])",
     ),
     Mutant(
         "layer: under autocast it takes anything",
@@ -262,7 +279,7 @@ MUTANTS = [
     Mutant(
         "an indexer in packed rows: mixed over the borders of documents",
         "model.attention_layers",
-        "self.indexer(x, rotary, packed_inputs and packed_inputs.is_document_start)",
+        "self.indexer(x, rotary, layout and layout.is_document_start)",
         "self.indexer(x, rotary)",
     ),
     Mutant(

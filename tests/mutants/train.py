@@ -87,8 +87,8 @@ MUTANTS = [
     Mutant(
         "graphs: a capacity for every micro-batch",
         "train.packing",
-        "[make_span(micro_batch.documents, capacity) for micro_batch in micro_batches]",
-        "[make_span(micro_batch.documents) for micro_batch in micro_batches]",
+        "[make_span(micro_batch.documents, seq_len, capacity) for micro_batch in micro_batches]",
+        "[make_span(micro_batch.documents, seq_len) for micro_batch in micro_batches]",
     ),
     Mutant(
         "step: all micro-batches have the documents of the first",
@@ -171,7 +171,7 @@ MUTANTS = [
     Mutant(
         "documents: evaluated as one text",
         "train.validation",
-        "logits = compute_logits(context.model, inputs, make_span(documents))",
+        "logits = compute_logits(context.model, inputs, make_span(documents, inputs.shape[1]))",
         "logits = context.model(inputs)",
     ),
     Mutant(

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import torch
 
-from nsa_lab.data import Batch, Documents
+from nsa_lab.data import Batch
 
 SEP = 255
 
@@ -18,5 +18,6 @@ def make_document_batch(lengths: list[list[int]], seed: int) -> Batch:
     rows = tuple(torch.tensor([*accumulate(row, initial=0)], dtype=torch.int32) for row in lengths)
     for row, bounds in enumerate(rows):
         tokens[row, bounds[:-1].long()] = SEP
+    documents = torch.cat([bounds[:-1] + row * bounds[-1] for row, bounds in enumerate(rows)] + [rows[0][-1:] * len(rows)])
     weights = (torch.rand(tokens[:, 1:].shape, generator=generator) < 0.9).float()
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), weights, Documents(rows))
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), weights, documents)

@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from nsa_lab.attention import Span, dense
 from nsa_lab.attention.segment_ops import find_documents
 from nsa_lab.config import ConfigError, DataConfig, RunConfig, RuntimeConfig, StageConfig
-from nsa_lab.data import Batch, Documents
+from nsa_lab.data import Batch, compute_document_capacity
 from nsa_lab.train import cuda_graph
 from nsa_lab.train.build import build_model
 from nsa_lab.train.distributed import World
@@ -104,6 +104,7 @@ def trained(model: nn.Module, stepper: Stepper, batches: list[Batch]) -> tuple[T
     return torch.stack(results), left
 
 
+@pytest.mark.slow
 def test_a_graph_replays_long_documents_of_any_length(stepper: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a graph, a step would attend to each long document separately, if that is faster."""
     alone, attend = [], dense._attend_padded
@@ -123,6 +124,7 @@ def test_a_graph_replays_long_documents_of_any_length(stepper: Callable[..., Any
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("micro", "optimizer"), [(4, "adamw"), (2, "adamw"), (1, "adamw"), (2, "muon")])
 def test_steps_with_graphs_equal_those_without(stepper: Callable[..., Any], micro: int, optimizer: str) -> None:
     """Losses, gradients and weights are equal bit for bit, with layouts of two capacities, for every grouping of rows."""
@@ -186,9 +188,9 @@ def test_a_stage_may_disable_graphs(stepper: Callable[..., Any]) -> None:
     assert graphed._graphs._pool is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:divide by zero encountered in log2:RuntimeWarning")  # a row that sees no block
-@pytest.mark.parametrize("recipe", [pytest.param(False, marks=pytest.mark.soak), True])
+@pytest.mark.parametrize("recipe", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_the_kernels_use_the_documents_of_the_spans(stepper: Callable[..., Any], recipe: bool) -> None:
     """With the interpreter. In the training recipe, indexer, convolved keys and selection loss have their own tables."""
     pytest.importorskip("triton.runtime.interpreter")
@@ -282,7 +284,7 @@ def test_nan_fails_the_replay_check(stepper: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("documents", [None, BATCHES[0].documents], ids=["one text", "documents"])
 def test_moments_are_allocated_before_the_first_capture_only(
-    stepper: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, documents: Documents | None
+    stepper: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, documents: Tensor | None
 ) -> None:
     """Without documents nothing is checked, so the torch backend is accepted."""
     monkeypatch.setattr(dense, "_get_varlen_attn", lambda q, v: None if documents is None else by_tables)
@@ -296,7 +298,7 @@ def test_moments_are_allocated_before_the_first_capture_only(
     )
     _, graphed = stepper(True)
     for batch in (BATCHES[0], BATCHES[2]):
-        step(graphed, batch._replace(documents=documents and batch.documents))
+        step(graphed, batch._replace(documents=None if documents is None else batch.documents))
     captures = ["plain", "moments"] if documents is None else ["plain"] * 3 + ["moments"] + ["plain"] * 3
     assert recorded == captures
 
@@ -307,10 +309,10 @@ def test_a_configuration_may_set_graphs_and_masking() -> None:
 
 def test_micro_batches_of_a_step_have_one_capacity() -> None:
     micro_batches = BATCHES[2].split(1)
-    assert [part.documents.capacity for part in micro_batches] == [16, 4, 4, 4]
+    assert [compute_document_capacity(part.documents, 32) for part in micro_batches] == [16, 4, 4, 4]
     spans = make_spans(micro_batches)
     assert [span.capacity for span in spans] == [16] * 4 and len({span.graph_key for span in spans}) == 1
-    assert [span.bounds for span in spans] == [tuple(part.documents.cu_seqlens.tolist()) for part in micro_batches]
+    assert [span.bounds for span in spans] == [tuple(part.documents.tolist()) for part in micro_batches]
     assert make_spans([part._replace(documents=None) for part in micro_batches]) == [None] * 4
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nsa_lab.attention import geometry
 from nsa_lab.config import RunConfig
-from nsa_lab.data import Batch
+from nsa_lab.data import Batch, split_documents
 from nsa_lab.model.ngrams import NgramEmbedding
 from nsa_lab.runs import directory, events
 from nsa_lab.train import validation
@@ -61,7 +61,7 @@ def make_context(
 def compute_separately(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Return losses of all tokens, one document per call; their weights; and a mask of the first tokens of documents."""
     losses, weights, firsts = [], [], []
-    for row, bounds in enumerate(batch.documents.row_bounds):
+    for row, bounds in enumerate(split_documents(batch.documents, batch.inputs.shape[1])):
         for begin, end in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
             tokens, wanted = batch.inputs[row, begin:end], batch.targets[row, begin:end]
             losses.append(nn.functional.cross_entropy(model(tokens[None])[0], wanted, reduction="none"))
@@ -263,6 +263,7 @@ def test_short_documents_are_excluded_from_both_splits(
         builders.data(data.model_copy(update={"min_document_bytes": 91}), 256, 32, None)
 
 
+@pytest.mark.slow
 def test_flops_of_a_masked_run_follow_its_documents(
     new_run: Make, train: Train, masked_changes: Callable[..., dict[str, Any]]
 ) -> None:

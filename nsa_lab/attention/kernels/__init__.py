@@ -23,13 +23,12 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa_lab.attention.layer_cache import CacheWriteBuffers, LayerCache, PoolWeights
-from nsa_lab.attention.layout import Span
+from nsa_lab.attention.layout import Layout, Span
 from nsa_lab.config import NSAConfig
 
 WIDTH_STEP, WIDTH_LIMIT = 16, 256
@@ -142,79 +141,70 @@ def _raise_unsupported(function: str, reason: str | None) -> None:
         raise NotImplementedError(f"{function}, backend = 'triton': {reason}; or use backend = 'torch'")
 
 
-class DocumentTable(NamedTuple):
-    """Row bounds of packed documents for one geometry.
-
-    The functions here accept it in place of a `span`: its type and shape do not depend on the documents, so a graph that
-    torch.compile traced with one table is valid for all tables.
-    """
-
-    row_bounds: Tensor
-    """`Span.row_bounds`"""
-    longest: int
-    """Upper bound of the number of tokens of a document."""
-
-
-def make_document_table(span: Span, nsa: NSAConfig, device: torch.device) -> DocumentTable:
-    """Return the table of a packed span."""
-    # Rounded up to a power of two, so that kernels are compiled for few lengths.
-    longest = min(1 << (span.longest_allocated - 1).bit_length(), span.n_queries)
-    return DocumentTable(span.row_bounds(nsa, device), longest)
-
-
-def _get_layout_args(span: Span | DocumentTable | None, nsa: NSAConfig, q: Tensor) -> tuple[Tensor | None, int, int]:
-    """Return (row bounds, longest document, position of the first query); (None, 0, position) if the span is not packed."""
-    if isinstance(span, DocumentTable):
-        return span.row_bounds, span.longest, 0
-    if span is None or span.kind != "packed":
+def _get_layout_args(span: Span | None, layout: Layout | None, nsa: NSAConfig, q: Tensor) -> tuple[Tensor | None, int, int]:
+    """Return (bounds, longest document, position of the first query); (None, 0, position) if the span is not packed."""
+    if layout is None and span is not None and span.kind == "packed":
+        layout = span.layout(nsa, q.device)
+    if layout is None:
         return None, 0, 0 if span is None else span.start
-    table = make_document_table(span, nsa, q.device)
-    return table.row_bounds, table.longest, 0
+    return layout.bounds, layout.max_seqlen, 0
 
 
 # Each function raises NotImplementedError if its kernels do not support a shape. The caller has checked that shapes match.
 def compressed_attention(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig, *, span: Span | DocumentTable | None = None
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    nsa: NSAConfig,
+    *,
+    span: Span | None = None,
+    layout: Layout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.compressed_attention`."""
     from nsa_lab.attention.kernels.band import launch
 
     _raise_unsupported("compressed_attention", find_width_problem(q.shape[3], v_cmp.shape[3]))
-    return launch.band_attention(q, k_cmp, v_cmp, nsa.l, nsa.d, 0, *_get_layout_args(span, nsa, q))
+    return launch.band_attention(q, k_cmp, v_cmp, nsa.l, nsa.d, 0, *_get_layout_args(span, layout, nsa, q))
 
 
 def select_blocks(
-    q: Tensor, k_cmp: Tensor, lse: Tensor | None, nsa: NSAConfig, *, span: Span | DocumentTable | None = None
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor | None,
+    nsa: NSAConfig,
+    *,
+    span: Span | None = None,
+    layout: Layout | None = None,
 ) -> Tensor:
     """See `reference.select_blocks`."""
     from nsa_lab.attention.kernels import block_topk
 
     if lse is None and (q.shape[2] != k_cmp.shape[2] or nsa.l != nsa.d):
-        _, lse = compressed_attention(q, k_cmp, k_cmp, nsa, span=span)
+        _, lse = compressed_attention(q, k_cmp, k_cmp, nsa, span=span, layout=layout)
     _raise_unsupported(
         "select_blocks", find_width_problem(q.shape[3], None) or _find_selection_problem(nsa, with_lse=lse is not None)
     )
-    return block_topk.select_blocks(q, k_cmp, lse, nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, *_get_layout_args(span, nsa, q))
+    return block_topk.select_blocks(
+        q, k_cmp, lse, nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, *_get_layout_args(span, layout, nsa, q)
+    )
 
 
 def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig, *, span: Span | DocumentTable | None = None
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig, *, span: Span | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `reference.selected_attention`."""
     from nsa_lab.attention.kernels.selected import launch
 
     _raise_unsupported("selected_attention", find_width_problem(q.shape[3], v.shape[3]) or _find_l_sel_problem(nsa))
-    return launch.selected_attention(q, k, v, blocks, nsa.l_sel, *_get_layout_args(span, nsa, q))
+    return launch.selected_attention(q, k, v, blocks, nsa.l_sel, *_get_layout_args(span, None, nsa, q))
 
 
-def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: Span | DocumentTable | None = None
-) -> tuple[Tensor, Tensor]:
+def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> tuple[Tensor, Tensor]:
     """See `reference.window_attention`."""
     from nsa_lab.attention.kernels.band import launch
 
     _raise_unsupported("window_attention", find_width_problem(q.shape[3], v.shape[3]))
-    return launch.band_attention(q, k, v, 1, 1, nsa.w, *_get_layout_args(span, nsa, q))
+    return launch.band_attention(q, k, v, 1, 1, nsa.w, *_get_layout_args(span, None, nsa, q))
 
 
 def combine(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
@@ -227,14 +217,14 @@ def combine(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) ->
 # fmt: off
 def nsa_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
-    nsa: NSAConfig, *, blocks: Tensor | None = None, span: Span | DocumentTable | None = None,
+    nsa: NSAConfig, *, blocks: Tensor | None = None, span: Span | None = None, layout: Layout | None = None,
 ) -> Tensor:
     """See `dispatch.nsa_attention`. All parts run on Triton kernels."""
     from nsa_lab.attention.kernels import nsa_operator
 
     _raise_unsupported("nsa_attention", find_shape_problem(nsa, q.shape[3], v_cmp.shape[3]))
     return nsa_operator.nsa_attention(
-        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, blocks, *_get_layout_args(span, nsa, q)
+        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, blocks, *_get_layout_args(span, layout, nsa, q)
     )
 
 

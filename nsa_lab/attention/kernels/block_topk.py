@@ -31,7 +31,7 @@ from nsa_lab.attention.kernels import kernel_names, launch_table
 from nsa_lab.attention.kernels.fast_launch import cache_launches
 from nsa_lab.attention.kernels.kernel_names import UNSPECIALIZED_ARGS
 from nsa_lab.attention.kernels.launch_utils import ceil_div, get_strides, make_rows_contiguous, padded_width
-from nsa_lab.attention.kernels.packed_tiles import find_document_of_tile, make_compressed_bounds
+from nsa_lab.attention.kernels.packed_tiles import COMPRESSED_ROW, count_tiles, find_document_of_tile, split_bounds
 from nsa_lab.attention.kernels.tiles import LOG2E, get_reversed_tile, load_at, load_rows
 
 NO_BLOCK = tl.constexpr(0x7FFFFFFF)
@@ -310,18 +310,19 @@ def forward(
     blocks = q.new_empty(B, T, G, n_sel, dtype=torch.int32)
     n_strides, reach = l_sel // d, l // d
     spill = ceil_div(reach - 1, n_strides)
-    bounds = make_compressed_bounds(documents, longest, T + first)
+    q_bounds, k_bounds, n_documents = split_bounds(documents, COMPRESSED_ROW)
+    n_blocks = ceil_div(T + first if documents is None else longest, l_sel)
     tf32 = CAN_COMPILE_TF32_SHIFT and not launch_table.is_blackwell(q.device)
-    tile = launch_table.block_topk(q.dtype, Dk, n_strides, spill, ceil_div(bounds.longest, l_sel), q.device)
+    tile = launch_table.block_topk(q.dtype, Dk, n_strides, spill, n_blocks, q.device)
     strides_at_once = padded_width(n_strides)
     if lse is None:
         strides_at_once = min(strides_at_once, launch_table.block_topk_strides(q.dtype, Dk))
         tile = launch_table.block_topk_without_lse(tile, q.device)
     columns = launch_table.block_topk_columns(q.dtype, Dk, strides_at_once, tile)
-    nsa_block_topk[(bounds.count_tiles(T, tile.rows) * B * G,)](
-        q, k_cmp, None if lse is None else lse.contiguous(), blocks, bounds.q, bounds.k,
+    nsa_block_topk[(count_tiles(T, tile.rows, n_documents) * B * G,)](
+        q, k_cmp, None if lse is None else lse.contiguous(), blocks, q_bounds, k_bounds,
         *get_strides(q, k_cmp),
-        T, N, B, G, bounds.n_documents, first or None, Dk**-0.5 * kernel_names.LOG2E,
+        T, N, B, G, n_documents, first or None, Dk**-0.5 * kernel_names.LOG2E,
         HEADS=H // G, L=l, STRIDE=d, L_SEL=l_sel, N_SEL=n_sel,
         STRIDES=n_strides, STRIDES_PAD=strides_at_once, REACH=reach, SPILL=spill, N_SEL_PAD=padded_width(n_sel),
         DK=Dk, DK_PAD=padded_width(Dk), COLUMNS=columns, QUERIES=tile.rows, BLOCKS=tile.keys, TF32=tf32,
@@ -354,7 +355,7 @@ def select_blocks(
         k_cmp: [B, N, G, Dk].
         lse: float32 [B, T, H] of the compressed branch; None only with one head per group and l = d, which need no LSE.
         l, d, l_sel, n_sel: the geometry, as in `NSAConfig`.
-        documents: `Span.row_bounds` of packed documents (B = 1); block indices are local to a document. None: not packed.
+        documents: `Layout.bounds` of packed documents (B = 1); block indices are local to a document. None: not packed.
         longest: upper bound of the tokens of a document.
         first: position of query 0; keys start at position 0.
     """

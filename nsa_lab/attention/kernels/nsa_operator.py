@@ -46,7 +46,7 @@ def nsa_attention(
         k_sel, v_sel, k_win, v_win: [B, T, G, .].
         gates: [B, T, H, 3] in the order cmp, sel, win.
         chosen: int32 [B, T, G, n_sel], the blocks of the selected branch; None: select them by the compressed scores.
-        documents: `Span.row_bounds` of packed documents (B = 1), each computed independently; None: not packed.
+        documents: `Layout.bounds` of packed documents (B = 1), each computed independently; None: not packed.
         longest: upper bound of the tokens of a document.
         first: position of query 0; keys start at position 0. If it is not 0, there is no backward pass.
 
@@ -173,7 +173,7 @@ def _(
     sizes = selected.get_saved_index_sizes(q, v_sel, blocks.shape[3], l_sel, strategy, documents)
     saved = _split_indices((entries, starts, work, order), sizes)
     dkv_sel = selected.backward(
-        d_sel, deltas[1], q, k_sel, v_sel, lse_sel, blocks, l_sel, dq, documents, longest, add=True, indices=saved
+        d_sel, deltas[1], q, k_sel, v_sel, lse_sel, blocks, l_sel, dq, documents, add=True, indices=saved
     )
     join()
     return dq, *dkv_cmp, *dkv_sel, *dkv_win, dgates

@@ -18,8 +18,6 @@ code.
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -100,38 +98,19 @@ def find_document_of_row(bounds_ptr, n_documents, row):
     return document
 
 
-class PackedBounds(NamedTuple):
-    """First rows of all documents and the end of the last one, int32 [n_documents + 1] on the device; None if not packed.
+TOKEN_ROW, COMPRESSED_ROW = 0, 1  # rows of `Layout.bounds`
 
-    `longest`: upper bound of the number of tokens of a document.
+
+def split_bounds(documents: Tensor | None, key_row: int) -> tuple[Tensor | None, Tensor | None, int | None]:
+    """Return the first rows of documents in q and in k, int32 [n_documents + 1], and n_documents; Nones if not packed.
+
+    `documents`: `Layout.bounds`. `key_row`: `TOKEN_ROW`, or `COMPRESSED_ROW` if the keys are compressed blocks.
     """
-
-    q: Tensor | None
-    k: Tensor | None
-    n_documents: int | None
-    longest: int
-
-    def count_tiles(self, n_rows: int, tile_rows: int) -> int:
-        """Return the number of programs that cover `n_rows` rows in tiles of `tile_rows`."""
-        return ceil_div(n_rows, tile_rows) if self.n_documents is None else n_rows // tile_rows + self.n_documents
+    if documents is None:
+        return None, None, None
+    return documents[TOKEN_ROW], documents[key_row], documents.shape[1] - 1
 
 
-NOT_PACKED = PackedBounds(None, None, None, 0)
-
-
-def make_token_bounds(table: Tensor | None, longest: int, T: int) -> PackedBounds:
-    """Return bounds for queries and for keys of tokens. `table` is `Span.row_bounds`; None: not packed."""
-    return (
-        PackedBounds(None, None, None, T)
-        if table is None
-        else PackedBounds(table[0], table[0], table.shape[1] - 1, longest)
-    )
-
-
-def make_compressed_bounds(table: Tensor | None, longest: int, T: int) -> PackedBounds:
-    """Return bounds for queries and for compressed keys; see `make_token_bounds`."""
-    return (
-        PackedBounds(None, None, None, T)
-        if table is None
-        else PackedBounds(table[0], table[1], table.shape[1] - 1, longest)
-    )
+def count_tiles(n_rows: int, tile_rows: int, n_documents: int | None) -> int:
+    """Return the number of programs that cover `n_rows` rows in tiles of `tile_rows`; None: not packed."""
+    return ceil_div(n_rows, tile_rows) if n_documents is None else n_rows // tile_rows + n_documents

@@ -31,10 +31,9 @@ import torch
 from nsa_lab.attention import resolve_backend
 from nsa_lab.config import RunConfig
 from nsa_lab.config.model_config import N_FORCED_BLOCKS
-from nsa_lab.data import BuildProgress, DataError, ProgressMeter
-from nsa_lab.data import check as check_data_source
+from nsa_lab.data import BuildProgress, DataError, ProgressMeter, describe_split
 from nsa_lab.runs import resolve
-from nsa_lab.runs.lifecycle import check_ranks
+from nsa_lab.runs.lifecycle import check_ranks, check_text
 from nsa_lab.runs.summary import format_fill_progress, format_size
 from nsa_lab.train import checkpoint_state
 from nsa_lab.train.build import Builders, TrainContext, build_context, force_eager, select_device, set_determinism
@@ -118,9 +117,12 @@ def _make_fill_callback(report: Callable[[str], None]) -> Callable[[BuildProgres
 
 
 def check_startable(config: RunConfig, n_ranks: int = 1) -> None:
-    """Raise an error if the ranks, the data, the device, the model's size or the backend would prevent a run."""
+    """Raise an error if the ranks, the data, the device, the model's size or the backend would prevent a run.
+
+    `lifecycle.check_ranks` and `check_text` check the first two without torch.
+    """
     check_ranks(config, n_ranks)
-    check_data_source(config.data, config.model.vocab_size)
+    check_text(config)
     dtype = torch.bfloat16 if config.runtime.precision == "bf16" else torch.float32
     resolve_backend(select_device(config, World(size=n_ranks)), dtype, config.nsa, config.model, config.runtime.backend)
 
@@ -175,10 +177,12 @@ def check_data(context: TrainContext) -> PreflightCheck:
         return PreflightCheck("data", False, str(error), "shards that match their manifest")
     train, held_out = len(context.dataset.train), len(context.dataset.validation)
     identity = context.dataset.identity[:16]
+    split_note = describe_split(context.dataset.manifest["source"], context.config.data.val_fraction)
     return PreflightCheck(
         "data",
         True,
-        f"{train:,} training and {held_out:,} validation tokens, identity {identity}",
+        f"{train:,} training and {held_out:,} validation tokens, identity {identity}"
+        + (f"; {split_note}" if split_note else ""),
         "shards that match their manifest",
     )
 
@@ -186,7 +190,7 @@ def check_data(context: TrainContext) -> PreflightCheck:
 @torch.no_grad()
 def check_initial_loss(context: TrainContext) -> PreflightCheck:
     inputs, targets = context.evaluations[0][0]
-    span = make_span(context.evaluations[0].find_documents(inputs))
+    span = make_span(context.evaluations[0].find_documents(inputs), inputs.shape[1])
     with force_eager(), context.stepper.autocast():
         logits = compute_logits(context.model, inputs.to(context.device), span)
     loss = sum_token_losses(logits, targets.to(context.device)).item() / targets.numel()
@@ -242,7 +246,8 @@ def check_gradients(context: TrainContext) -> PreflightCheck:
     if context.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(context.device)
     with context.stepper.autocast():
-        logits = compute_logits(context.model, batch.inputs.to(context.device), make_span(batch.documents))
+        span = make_span(batch.documents, batch.inputs.shape[1])
+        logits = compute_logits(context.model, batch.inputs.to(context.device), span)
     (
         sum_token_losses(logits, batch.targets.to(context.device))
         + context.stepper.compute_auxiliary_loss(batch.inputs.numel())

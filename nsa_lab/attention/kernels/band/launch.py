@@ -21,7 +21,7 @@ from nsa_lab.attention.kernels.launch_utils import (
     padded_width,
     register_autograd,
 )
-from nsa_lab.attention.kernels.packed_tiles import PackedBounds, make_compressed_bounds, make_token_bounds
+from nsa_lab.attention.kernels.packed_tiles import COMPRESSED_ROW, TOKEN_ROW, count_tiles, split_bounds
 
 # Defined by schema to save host time; see selected/launch.py for the measurement.
 torch.library.define(
@@ -55,7 +55,7 @@ def band_attention(
         k: [B, N, G, Dk].
         v: [B, N, G, Dv].
         l, d, w: the band; w = 0: no window.
-        documents: `Span.row_bounds` of packed documents (B = 1), each computed independently; None: not packed.
+        documents: `Layout.bounds` of packed documents (B = 1), each computed independently; None: not packed.
         longest: upper bound of the tokens of a document.
         first: position of query 0; keys start at position 0. If it is not 0, there is no backward pass.
 
@@ -80,12 +80,12 @@ def forward(
     q, k, v = map(make_rows_contiguous, (q, k, v))
     out = q.new_empty(B, T, H, Dv)
     lse = q.new_empty(B, T, H, dtype=torch.float32)
-    bounds = _make_bounds(documents, longest, T, w)
+    q_bounds, k_bounds, n_documents = split_bounds(documents, TOKEN_ROW if w else COMPRESSED_ROW)
     tile = launch_table.band_forward(q.dtype, max(Dk, Dv), w > 0, q.device)
-    nsa_band_forward[(bounds.count_tiles(T * (H // G), tile.rows) * B * G,)](
-        q, k, v, out, lse, bounds.q, bounds.k,
+    nsa_band_forward[(count_tiles(T * (H // G), tile.rows, n_documents) * B * G,)](
+        q, k, v, out, lse, q_bounds, k_bounds,
         *get_strides(q, k, v),
-        T, N, B, G, bounds.n_documents, first or None, Dk**-0.5 * LOG2E,
+        T, N, B, G, n_documents, first or None, Dk**-0.5 * LOG2E,
         **_get_constants(q, k, v, l, d, w, tile), **_get_width_parts(q, v), **tile.compile_options(),
     )
     return out, lse
@@ -125,20 +125,20 @@ def compute_dq(
     """
     B, T, H, Dk = q.shape
     N, G = k.shape[1:3]
-    bounds = _make_bounds(documents, longest, T, w)
+    q_bounds, k_bounds, n_documents = split_bounds(documents, TOKEN_ROW if w else COMPRESSED_ROW)
     stats_pad = launch_table.band_dkv(q.dtype, max(Dk, v.shape[3]), q.device).rows
     # The value of `get_first_stat` for a document after the last one.
-    stats = q.new_empty(B, H, 2, (T // 16 + (bounds.n_documents or 1) * (stats_pad // 16 + 1)) * 16, dtype=torch.float32)
+    stats = q.new_empty(B, H, 2, (T // 16 + (n_documents or 1) * (stats_pad // 16 + 1)) * 16, dtype=torch.float32)
     if N == 0:
         if not add:
             dq.zero_()
         return stats
     scale = Dk**-0.5
     tile = launch_table.band_dq(q.dtype, max(Dk, v.shape[3]), w > 0, q.device)
-    nsa_band_dq[(bounds.count_tiles(T * (H // G), tile.rows) * B * G,)](
-        q, k, v, out, lse, do, None if dlse is None else dlse.contiguous(), delta, dq, stats, bounds.q, bounds.k,
+    nsa_band_dq[(count_tiles(T * (H // G), tile.rows, n_documents) * B * G,)](
+        q, k, v, out, lse, do, None if dlse is None else dlse.contiguous(), delta, dq, stats, q_bounds, k_bounds,
         *get_strides(q, k, v, do), stats.stride(2),
-        T, N, B, G, bounds.n_documents, scale * LOG2E, scale,
+        T, N, B, G, n_documents, scale * LOG2E, scale,
         **_get_constants(q, k, v, l, d, w, tile), **_get_width_parts(q, v),
         HAS_DLSE=dlse is not None, HAS_DELTA=delta is not None, ADD=add,
         STATS_PAD=stats_pad, ONE_LOOP=tile.one_loop, **tile.compile_options(),
@@ -153,28 +153,28 @@ def compute_dkv(
     """Return dk and dv. Call it after `compute_dq`, with the same tensors."""
     B, T, H, Dk = q.shape
     N, G = k.shape[1:3]
-    bounds = _make_bounds(documents, longest, T, w)
+    q_bounds, k_bounds, n_documents = split_bounds(documents, TOKEN_ROW if w else COMPRESSED_ROW)
     # Compressed keys after the last document belong to no tile; their gradient is zero.
-    dk, dv = (x.new_zeros(x.shape) if w == 0 and bounds.n_documents else x.new_empty(x.shape) for x in (k, v))
+    dk, dv = (x.new_zeros(x.shape) if w == 0 and n_documents else x.new_empty(x.shape) for x in (k, v))
     if N == 0:
         return dk, dv
     scale = Dk**-0.5
     tile = launch_table.band_dkv(q.dtype, max(Dk, v.shape[3]), q.device)
     constants = _get_constants(q, k, v, l, d, w, tile)
-    chunks, chunk_steps = _plan_chunks(bounds.longest, N, B * G, H // G, w, tile)
+    chunks, chunk_steps = _plan_chunks(longest if n_documents else T, N, B * G, H // G, w, tile)
     sums = (dk, dv) if chunks == 1 else tuple(x.new_empty(chunks, *x.shape, dtype=torch.float32) for x in (k, v))
-    nsa_band_dkv[(bounds.count_tiles(N, tile.keys) * B * G, chunks)](
-        q, k, v, do, stats, *sums, bounds.q, bounds.k,
+    nsa_band_dkv[(count_tiles(N, tile.keys, n_documents) * B * G, chunks)](
+        q, k, v, do, stats, *sums, q_bounds, k_bounds,
         *get_strides(q, k, v, do), stats.stride(2),
-        T, N, B, G, bounds.n_documents, chunk_steps, scale * LOG2E, scale,
+        T, N, B, G, n_documents, chunk_steps, scale * LOG2E, scale,
         **constants, **_get_width_parts(q, v),
-        TAIL=bounds.n_documents is not None or T % tile.rows > 0 or tile.keys % tile.rows > 0, **tile.compile_options(),
+        TAIL=n_documents is not None or T % tile.rows > 0 or tile.keys % tile.rows > 0, **tile.compile_options(),
     )
     if chunks > 1:
         slice_keys = launch_table.SUM_CHUNKS_KEYS
-        nsa_band_sum_chunks[(bounds.count_tiles(N, slice_keys) * B * G,)](
-            *sums, dk, dv, bounds.q, bounds.k,
-            T, N, B, G, bounds.n_documents, chunk_steps,
+        nsa_band_sum_chunks[(count_tiles(N, slice_keys, n_documents) * B * G,)](
+            *sums, dk, dv, q_bounds, k_bounds,
+            T, N, B, G, n_documents, chunk_steps,
             **constants, DK_PAD=padded_width(Dk), DV_PAD=padded_width(v.shape[3]),
             SLICE=slice_keys, AT_ONCE=launch_table.SUM_CHUNKS_AT_ONCE, num_warps=launch_table.STREAMING_WARPS,
         )
@@ -185,10 +185,6 @@ def compute_dkv(
 @torch.library.register_fake("nsa_lab::band_attention_backward")
 def _(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _make_bounds(documents: Tensor | None, longest: int, T: int, w: int) -> PackedBounds:
-    return (make_token_bounds if w else make_compressed_bounds)(documents, longest, T)
 
 
 def _get_constants(q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int, tile: launch_table.Tile) -> dict[str, int]:

@@ -32,8 +32,7 @@ from nsa_lab.attention.kernels.fast_launch import cache_launches
 from nsa_lab.attention.kernels.kernel_names import UNSPECIALIZED_ARGS
 from nsa_lab.attention.kernels.launch_utils import ceil_div, padded_width
 from nsa_lab.attention.kernels.packed_tiles import (
-    NOT_PACKED,
-    PackedBounds,
+    count_tiles,
     find_document_of_row,
     find_document_of_tile,
     get_first_tile,
@@ -266,7 +265,7 @@ def compute_index_sizes(rows: int, T: int, n_blocks: int, n_sel: int, item_entri
     return IndexSizes(*(ceil_div(n, 4) * 4 for n in (entries, rows * n_blocks + 1, work, work if sort_items else 0)))
 
 
-def globalize_blocks(blocks: Tensor, block_tokens: int, bounds: PackedBounds) -> Tensor:
+def globalize_blocks(blocks: Tensor, block_tokens: int, bounds: Tensor) -> Tensor:
     """Convert a selection [1, T, G, n_sel] of blocks local to documents to global block numbers; -1 if not live.
 
     Block j of a document that starts at row r has the global number r // block_tokens + document + j.
@@ -274,9 +273,9 @@ def globalize_blocks(blocks: Tensor, block_tokens: int, bounds: PackedBounds) ->
     global_blocks = torch.empty_like(blocks)
     slots_per_token, entries = blocks.shape[2] * blocks.shape[3], launch_table.SCATTER_ENTRIES
     # fmt: off
-    nsa_selected_globalize_blocks[(bounds.count_tiles(blocks.numel(), entries),)](
-        blocks, global_blocks, bounds.q,
-        bounds.n_documents,
+    nsa_selected_globalize_blocks[(count_tiles(blocks.numel(), entries, len(bounds) - 1),)](
+        blocks, global_blocks, bounds,
+        len(bounds) - 1,
         SLOTS=slots_per_token, BLOCK=block_tokens, ENTRIES=entries, num_warps=launch_table.STREAMING_WARPS,
     )
     # fmt: on
@@ -291,7 +290,7 @@ def build_inverted_index(
     first_query: int = 0,
     *,
     sort_items: bool = False,
-    bounds: PackedBounds = NOT_PACKED,
+    bounds: Tensor | None = None,
 ) -> InvertedIndex:
     """Sort a block selection by block.
 
@@ -303,11 +302,11 @@ def build_inverted_index(
         n_blocks: number of kv blocks.
         first_query: position of query 0 in the sequence, if `blocks` is a part of a selection.
         sort_items: compute `order`.
-        bounds: bounds of packed documents; `blocks` are then results of `globalize_blocks`, and T counts the queries of all
-            documents, or a part of them.
+        bounds: int32 [documents + 1], the first tokens of packed documents; None: not packed. `blocks` are then results of
+            `globalize_blocks`, and T counts the queries of all documents, or a part of them.
     """
     B, T, G, n_sel = blocks.shape
-    rows = B * G
+    rows, n_documents = B * G, None if bounds is None else len(bounds) - 1
     n_segments = ceil_div(T, QUERIES_PER_SEGMENT)
     words = QUERIES_PER_SEGMENT // 32
     pass_segments = max(1, min(n_segments, BITMAP_BYTES_LIMIT // (rows * words * n_blocks * 8)))
@@ -315,7 +314,7 @@ def build_inverted_index(
     bitmap = blocks.new_empty(rows * pass_segments * words * n_blocks)
     below = torch.empty_like(bitmap)
     # A segment of queries writes only the counts of blocks of the same documents.
-    counts = (blocks.new_empty if bounds.q is None else blocks.new_zeros)(rows * n_blocks * n_segments)
+    counts = (blocks.new_empty if bounds is None else blocks.new_zeros)(rows * n_blocks * n_segments)
     sizes = compute_index_sizes(rows, T, n_blocks, n_sel, item_entries, sort_items=sort_items)
     entries = blocks.new_empty(sizes.entries)
     starts = blocks.new_empty(sizes.starts, dtype=torch.int64)
@@ -326,8 +325,8 @@ def build_inverted_index(
     # fmt: off
     def count(first_segment: int) -> None:
         nsa_selected_index_count[(rows * pass_segments,)](
-            blocks, bitmap, below, counts, bounds.q,
-            T, G, first_query, n_blocks, n_segments, first_segment, pass_segments, bounds.n_documents,
+            blocks, bitmap, below, counts, bounds,
+            T, G, first_query, n_blocks, n_segments, first_segment, pass_segments, n_documents,
             N_SEL=n_sel, BLOCK=block_tokens, SEGMENT=QUERIES_PER_SEGMENT,
             ENTRIES=launch_table.COUNT_ENTRIES, COLUMNS=launch_table.COUNT_COLUMNS, num_warps=launch_table.COUNT_WARPS,
         )
@@ -342,7 +341,7 @@ def build_inverted_index(
             blocks, bitmap, below, ends, entries, starts, work,
             T, G, first_query, n_blocks, n_segments, first_segment, pass_segments, row_programs,
             rows * n_blocks, work.numel(),
-            N_SEL=n_sel, BLOCK=block_tokens if bounds.q is None else 0, SEGMENT=QUERIES_PER_SEGMENT, QUERIES=queries,
+            N_SEL=n_sel, BLOCK=block_tokens if bounds is None else 0, SEGMENT=QUERIES_PER_SEGMENT, QUERIES=queries,
             ENTRIES=padded_width(queries * n_sel), ITEM_ENTRIES=item_entries, num_warps=launch_table.STREAMING_WARPS,
         )
     # fmt: on

@@ -25,7 +25,7 @@ from nsa_lab.attention.kernels.launch_utils import (
     padded_width,
     register_autograd,
 )
-from nsa_lab.attention.kernels.packed_tiles import PackedBounds, make_token_bounds
+from nsa_lab.attention.kernels.packed_tiles import TOKEN_ROW, count_tiles, split_bounds
 from nsa_lab.attention.kernels.selected.backward import nsa_selected_backward, nsa_selected_delta, nsa_selected_sum
 from nsa_lab.attention.kernels.selected.forward import nsa_selected_gather, nsa_selected_merge, nsa_selected_union
 from nsa_lab.attention.kernels.selected.inverted_index import (
@@ -66,7 +66,7 @@ def selected_attention(
         blocks: int32 [B, T, G, n_sel], ascending and distinct along n_sel, padded with −1. A block that starts after
             its query counts as −1.
         l_sel: tokens of a block.
-        documents: `Span.row_bounds` of packed documents (B = 1), each computed independently; block indices are local to a
+        documents: `Layout.bounds` of packed documents (B = 1), each computed independently; block indices are local to a
             document. None: not packed.
         longest: upper bound of the tokens of a document.
         first: position of query 0; keys start at position 0. If it is not 0, there is no backward pass.
@@ -128,7 +128,7 @@ def _make_sizes(q: Tensor, v: Tensor, n_sel: int, block: int, documents: int | N
     return Sizes(B, T, H, v.shape[2], n_sel, block, dk, v.shape[3], documents, first)
 
 
-def _build_index(blocks: Tensor, sizes: Sizes, piece: Piece, element_size: int, bounds: PackedBounds) -> InvertedIndex:
+def _build_index(blocks: Tensor, sizes: Sizes, piece: Piece, element_size: int, bounds: Tensor | None) -> InvertedIndex:
     """Build the inverted index of a piece of the selection."""
     ordered = should_sort_items(sizes, blocks.shape[1], element_size)
     entries = compute_item_entries(sizes, element_size)
@@ -144,7 +144,7 @@ def get_saved_index_sizes(
     if strategy == "union":
         return []
     block = get_kernel_block(q, v, l_sel)
-    n_documents = make_token_bounds(documents, 0, 0).n_documents
+    _, _, n_documents = split_bounds(documents, TOKEN_ROW)
     sizes, element_size = _make_sizes(q, v, n_sel * (l_sel // block), block, n_documents, first), q.element_size()
     saved_sizes: list[IndexSizes] = []
     for piece in split_into_pieces(sizes, element_size):
@@ -193,20 +193,20 @@ def forward(
     q, k, v = map(make_rows_contiguous, (q, k, v))
     block = get_kernel_block(k, v, l_sel)
     blocks = _split_blocks(blocks, l_sel, block)
-    bounds = make_token_bounds(documents, longest, k.shape[1])
-    sizes = _make_sizes(q, v, blocks.shape[3], block, bounds.n_documents, first)
+    bounds, _, n_documents = split_bounds(documents, TOKEN_ROW)
+    sizes = _make_sizes(q, v, blocks.shape[3], block, n_documents, first)
     out = q.new_empty(sizes.B, sizes.T, sizes.H, sizes.dv)
     lse = q.new_empty(sizes.B, sizes.T, sizes.H, dtype=torch.float32)
     if strategy == "union":
-        _forward_union(q, k, v, blocks, out, lse, sizes, bounds)
+        _forward_union(q, k, v, blocks, out, lse, sizes, bounds, longest or k.shape[1])
         return out, lse, []
     blocks = _globalize_if_packed(blocks, block, bounds)
     return out, lse, _forward_gather(q, k, v, blocks, out, lse, sizes, bounds)
 
 
-def _globalize_if_packed(blocks: Tensor, block: int, bounds: PackedBounds) -> Tensor:
+def _globalize_if_packed(blocks: Tensor, block: int, bounds: Tensor | None) -> Tensor:
     """Return the selection in the numbering of the inverted index."""
-    return blocks if bounds.n_documents is None else globalize_blocks(blocks, block, bounds)
+    return blocks if bounds is None else globalize_blocks(blocks, block, bounds)
 
 
 @torch.library.impl("nsa_lab::selected_fwd", ("cpu", "cuda"))
@@ -225,16 +225,17 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 # fmt: off
 def _forward_union(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, sizes: Sizes, bounds: PackedBounds
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, sizes: Sizes, bounds: Tensor | None,
+    longest: int,
 ) -> None:
     tile = launch_table.selected_union(q.dtype, max(sizes.dk, sizes.dv))
-    tiles = bounds.count_tiles(sizes.T * sizes.heads, tile.rows)
-    n_blocks = ceil_div(bounds.longest, sizes.block)  # that a query can select from
+    tiles = count_tiles(sizes.T * sizes.heads, tile.rows, sizes.n_documents)
+    n_blocks = ceil_div(longest, sizes.block)  # that a query can select from
     # A tile of consecutive rows that starts inside a query overlaps one more query than fit into it.
     queries = (tile.rows + sizes.heads - 2) // sizes.heads + 1
     nsa_selected_union[(tiles * sizes.B * sizes.G,)](
-        q, k, v, blocks, out, lse, bounds.q,
-        sizes.T, sizes.G, bounds.n_documents, sizes.first_query or None,
+        q, k, v, blocks, out, lse, bounds,
+        sizes.T, sizes.G, sizes.n_documents, sizes.first_query or None,
         *get_strides(q, k, v), *out.stride()[:2], *lse.stride()[:2],
         sizes.scale * LOG2E, tiles,
         N_SEL_PAD=padded_width(sizes.n_sel), QUERIES_PAD=padded_width(queries),
@@ -244,7 +245,7 @@ def _forward_union(
 
 
 def _forward_gather(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, sizes: Sizes, bounds: PackedBounds
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, sizes: Sizes, bounds: Tensor | None
 ) -> list[InvertedIndex]:
     """Fill out and lse, and return the index of every piece. `blocks` is a result of `_globalize_if_packed`."""
     tile = launch_table.selected_items(q.dtype, max(sizes.dk, sizes.dv), sizes.block, q.device)
@@ -260,8 +261,8 @@ def _forward_gather(
         pair_out = q.new_empty(pairs * sizes.dv)
         pair_lse = q.new_empty(pairs, dtype=torch.float32)
         nsa_selected_gather[(index.work.numel(),)](
-            part_q, piece.slice_keys(k), piece.slice_keys(v), *index, pair_out, pair_lse, bounds.q,
-            T, sizes.n_keys, G, sizes.n_blocks, sizes.first_query + piece.t0, bounds.n_documents,
+            part_q, piece.slice_keys(k), piece.slice_keys(v), *index, pair_out, pair_lse, bounds,
+            T, sizes.n_keys, G, sizes.n_blocks, sizes.first_query + piece.t0, sizes.n_documents,
             *get_strides(q, k, v),
             sizes.scale * LOG2E,
             WIDE=needs_int64_offsets(sizes, T, sizes.dv, q), ITEM_ENTRIES=compute_item_entries(sizes, q.element_size()),
@@ -273,7 +274,7 @@ def _forward_gather(
             T, G, sizes.first_query + piece.t0,
             *out.stride()[:2], *lse.stride()[:2],
             tiles,
-            HEADS=sizes.heads, N_SEL=sizes.n_sel, BLOCK=sizes.block if bounds.n_documents is None else 0,
+            HEADS=sizes.heads, N_SEL=sizes.n_sel, BLOCK=sizes.block if bounds is None else 0,
             DV=sizes.dv, DV_PAD=padded_width(sizes.dv),
             ROWS=merge_rows, AT_ONCE=launch_table.slots_at_once(sizes.n_sel), num_warps=launch_table.STREAMING_WARPS,
         )
@@ -288,19 +289,19 @@ def _(
     do = make_rows_contiguous(do)
     dq = q.new_empty(q.shape)
     delta = _compute_delta(out, do, dlse)
-    return dq, *backward(do, delta, q, k, v, lse, blocks, l_sel, dq, documents, longest, add=False)
+    return dq, *backward(do, delta, q, k, v, lse, blocks, l_sel, dq, documents, add=False)
 
 
 def backward(
     do: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, blocks: Tensor, l_sel: int, dq: Tensor,
-    documents: Tensor | None = None, longest: int = 0, *, add: bool, indices: Sequence[InvertedIndex] = (),
+    documents: Tensor | None = None, *, add: bool, indices: Sequence[InvertedIndex] = (),
 ) -> tuple[Tensor, Tensor]:
     """Return dk and dv. The gradient of q is written to the contiguous `dq`, or added to it.
 
     `delta` is sum(out * do) - dlse, float32 [B, T, H]. `indices`: those that `forward` returned; (): build them again.
     """
     q, k, v, do = map(make_rows_contiguous, (q, k, v, do))
-    bounds = make_token_bounds(documents, longest, q.shape[1])
+    bounds, _, _ = split_bounds(documents, TOKEN_ROW)
     block = get_kernel_block(k, v, l_sel)
     blocks = _globalize_if_packed(_split_blocks(blocks, l_sel, block), block, bounds)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
@@ -330,9 +331,10 @@ def _compute_delta(out: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
 def _launch_backward(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, blocks: Tensor,
     dq: Tensor, dk: Tensor, dv: Tensor, block: int, add: bool, indices: Sequence[InvertedIndex],
-    bounds: PackedBounds,
+    bounds: Tensor | None,
 ) -> None:
-    sizes, element_size = _make_sizes(q, v, blocks.shape[3], block, bounds.n_documents), q.element_size()
+    n_documents = None if bounds is None else len(bounds) - 1
+    sizes, element_size = _make_sizes(q, v, blocks.shape[3], block, n_documents), q.element_size()
     tile = launch_table.selected_items(q.dtype, max(sizes.dk, sizes.dv), sizes.block, q.device)
     sum_rows, sum_elements = launch_table.streaming_rows(sizes.dk), launch_table.SUM_ITEMS_ELEMENTS
     item = sizes.block * (sizes.dk + sizes.dv)
@@ -357,8 +359,8 @@ def _launch_backward(
         pair_dq = q.new_empty(B * G * T * sizes.n_sel * sizes.heads * sizes.dk)
         item_dkv = q.new_empty(index.work.numel() * item, dtype=torch.float32)
         nsa_selected_backward[(index.work.numel(),)](
-            part_q, part_k, part_v, part_do, part_lse, part_delta, *index, pair_dq, item_dkv, part_dk, part_dv, bounds.q,
-            T, sizes.T, G, sizes.G, sizes.n_blocks, piece.t0, bounds.n_documents,
+            part_q, part_k, part_v, part_do, part_lse, part_delta, *index, pair_dq, item_dkv, part_dk, part_dv, bounds,
+            T, sizes.T, G, sizes.G, sizes.n_blocks, piece.t0, sizes.n_documents,
             *get_strides(q, k, v, do), *lse.stride()[:2],
             scale_ds, scale_dk, sizes.scale * LOG2E,
             ONE_PIECE=first and last, WIDE=needs_int64_offsets(sizes, T, sizes.dk, q, do), SCALED_V=is_v_scaled,
@@ -368,8 +370,8 @@ def _launch_backward(
         tiles = ceil_div(T * sizes.heads, sum_rows)
         reductions = B * G * sizes.n_blocks * parts
         nsa_selected_sum[(reductions + tiles * B * G,)](
-            pair_dq, part_blocks, part_dq, item_dkv, index.starts, sums, part_dk, part_dv, bounds.q,
-            T, sizes.T, G, sizes.G, sizes.n_blocks, piece.t0, bounds.n_documents,
+            pair_dq, part_blocks, part_dq, item_dkv, index.starts, sums, part_dk, part_dv, bounds,
+            T, sizes.T, G, sizes.G, sizes.n_blocks, piece.t0, sizes.n_documents,
             *dq.stride()[:2],
             scale_dk if is_v_scaled else 1.0, tiles, reductions, parts,
             FIRST=first, LAST=last, ADD=add, ITEM_ENTRIES=entries, ROWS=sum_rows, ELEMENTS=sum_elements,
