@@ -38,7 +38,7 @@ OPTIONAL_IMPORTS = {
     "datasets": "data/sources/fineweb_edu.py",
     "huggingface_hub": "data/sources/fineweb_edu.py",
     "tokenizers": "data/tokenizer.py",
-    "transformers": "inference/hf.py",
+    "transformers": "inference/hf/",
     "torch.utils.tensorboard": "train/telemetry/tensorboard_writer.py",
     "ipywidgets": "workbook/",
     "IPython": "workbook/",

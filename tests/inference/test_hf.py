@@ -88,7 +88,7 @@ def test_labels_give_mean_loss_and_gradients(model: hf.NSALabForCausalLM) -> Non
 
 
 def test_cache_grows(model: hf.NSALabForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf, "MIN_CACHE_TOKENS", 4)
+    monkeypatch.setattr(hf.cache, "MIN_CACHE_TOKENS", 4)
     tokens = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(1))
     first = model(tokens[:, :5], use_cache=True)
     rest = [model(tokens[:, at : at + 7], past_key_values=first.past_key_values).logits for at in range(5, 40, 7)]
@@ -127,11 +127,15 @@ def test_unsupported_inputs_are_named(model: hf.NSALabForCausalLM, tokenizer: hf
     tokens = torch.randint(0, 255, (2, 9), generator=torch.Generator().manual_seed(0))
     with pytest.raises(TypeError, match="expected an NSALabCache, got DynamicCache"):
         model(tokens, cache=transformers.DynamicCache())
-    with pytest.raises(TypeError, match=r"inputs_embeds= is not supported; give input_ids="):
-        model.generate(inputs_embeds=model.model.embedding(tokens), max_new_tokens=2)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument lables=; the nearest is labels=$"):
+        model(tokens, lables=tokens)
+    for arguments in ({}, {"input_ids": tokens, "inputs_embeds": torch.zeros(2, 9, 24)}):
+        with pytest.raises(ValueError, match="expected either input_ids= or inputs_embeds=, got both or neither"):
+            model(**arguments)
     columns = torch.tensor([1, 4])
     assert torch.equal(model(tokens, logits_to_keep=columns).logits, model(tokens).logits[:, columns])
-    assert not model.accepts_loss_kwargs, "a Trainer divides by its accumulation steps"
+    with pytest.raises(ValueError, match="labels= and shift_labels= are the same labels"):
+        model(tokens, labels=tokens, shift_labels=tokens)
 
 
 def test_packed_documents_equal_single_documents(model: hf.NSALabForCausalLM) -> None:
@@ -185,6 +189,8 @@ def test_invalid_masks_and_positions_are_rejected(
 def test_other_outputs_and_vocabulary_sizes_are_rejected(model: hf.NSALabForCausalLM) -> None:
     with pytest.raises(NotImplementedError, match="omit output_attentions="):
         model(torch.tensor([[1, 2, 3]]), output_attentions=True)
+    with pytest.raises(NotImplementedError, match="omit output_attentions="):
+        model.base_model(torch.tensor([[1, 2, 3]]), output_attentions=True)
     with pytest.raises(NotImplementedError, match="expected 256 tokens, which are part of the architecture, got 300"):
         model.resize_token_embeddings(300)
     assert model.resize_token_embeddings(256) is model.get_input_embeddings()
@@ -219,7 +225,7 @@ def test_special_and_added_tokens_are_decoded_by_name(tokenizer: hf.NSALabTokeni
 
 def test_unsupported_cache_operations_raise(model: hf.NSALabForCausalLM) -> None:
     cache = model(torch.zeros(2, 5, dtype=torch.int64), use_cache=True).past_key_values
-    for call in (lambda: cache.crop(1), lambda: cache.batch_repeat_interleave(2), lambda: cache.batch_select_indices([0])):
+    for call in (lambda: cache.batch_repeat_interleave(2), lambda: cache.batch_select_indices([0])):
         with pytest.raises(NotImplementedError, match="NSALabCache"):
             call()
 
@@ -314,3 +320,215 @@ def test_requested_step_is_exported_with_the_settings_of_its_stage(tmp_path: Pat
         )
     first = transformers.AutoModelForCausalLM.from_pretrained(hf.export(run_dir, tmp_path / "again", step=100))
     assert torch.equal(first.model.head.weight, states[100]["head.weight"]), "the newest checkpoint is another one"
+
+
+def sample_bytes(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 255, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_model(**options: Any) -> hf.NSALabForCausalLM:
+    torch.manual_seed(3)
+    return hf.NSALabForCausalLM(hf.NSALabConfig(tiny_config(vocab_size=256, **options).model_dump())).double()
+
+
+INDEXER = {"matching_heads": 1, "selection_loss": 0.1, "indexer_block": 2}
+
+
+@pytest.mark.parametrize("options", [{}, INDEXER])
+def test_loss_does_not_depend_on_micro_batches(options: dict) -> None:
+    """Texts with 10 and 100 labels: the gradients of one batch equal those of two micro-batches."""
+    model = make_model(**options).train()
+    tokens = sample_bytes(2, 101)
+    labels = tokens.clone()
+    labels[0, 11:] = -100
+    n_items = labels[:, 1:].ne(-100).sum()
+
+    def compute_gradients(*batches: slice) -> Tensor:
+        model.zero_grad()
+        for rows in batches:
+            model(tokens[rows], labels=labels[rows], num_items_in_batch=n_items).loss.backward()
+        return torch.cat([p.grad.flatten() for name, p in model.named_parameters() if "indexer" not in name])
+
+    whole, split = compute_gradients(slice(0, 2)), compute_gradients(slice(0, 1), slice(1, 2))
+    assert model.accepts_loss_kwargs and n_items == 110
+    torch.testing.assert_close(split, whole, rtol=1e-4, atol=1e-7)
+    mean = model(tokens, labels=labels).loss
+    torch.testing.assert_close(model(tokens, labels=labels, num_items_in_batch=110).loss, mean)
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    torch.testing.assert_close(model(tokens, shift_labels=shifted).loss, mean)
+    shifted[:, 5:] = -100  # other labels than the tokens
+    assert not torch.isclose(model(tokens, shift_labels=shifted).loss, mean)
+
+
+def test_selection_loss_is_part_of_the_training_loss() -> None:
+    """Weighted as in the configuration, reported before its weight; absent in evaluation and without an indexer."""
+    model, tokens = make_model(**INDEXER).train(), sample_bytes(2, 40)
+    output = model(tokens, labels=tokens)
+    nll = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    torch.testing.assert_close(output.loss, nll + 0.1 * output.aux_loss, check_dtype=False, rtol=1e-5, atol=1e-6)
+    output.loss.backward()
+    assert model.model.blocks[0].attention.indexer.qk.weight.grad.abs().sum() > 0
+    # A third of the labels of an optimizer step has a third of the weight.
+    nll_part = model(tokens, labels=tokens, num_items_in_batch=3 * 78).loss
+    torch.testing.assert_close(nll_part, output.loss / 3, check_dtype=False)
+    for other in (model.eval(), make_model().train()):
+        output = other(tokens, labels=tokens)
+        nll = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        assert output.aux_loss is None and torch.isclose(output.loss.double(), nll, atol=1e-5)
+
+
+def test_base_model_returns_the_last_hidden_state(model: hf.NSALabForCausalLM) -> None:
+    """With the same weights under the same names; a loss computed from it trains the indexer too."""
+    tokens, base = sample_bytes(2, 30), model.base_model
+    mask = torch.ones_like(tokens).index_fill(1, torch.arange(4), 0)
+    for arguments in ({}, {"attention_mask": mask}, {"use_cache": True}):
+        hidden = base(tokens, **arguments).last_hidden_state
+        expected = model(tokens, **arguments).logits
+        torch.testing.assert_close(model.get_output_embeddings()(hidden)[:, 4:], expected[:, 4:], rtol=0, atol=1e-10)
+    assert base.state_dict().keys() == model.state_dict().keys() and base is model.base_model is model.get_decoder()
+    assert copy.deepcopy(model).base_model.model is not model.model
+    assert len(dict(model.named_parameters())) == len(dict(model.model.named_parameters()))
+    if model.model.config.has_indexer:
+        model.train()
+        base(tokens).last_hidden_state.sum().backward()
+        by_base = model.model.blocks[0].attention.indexer.qk.weight.grad.clone()
+        model.zero_grad()
+        model(tokens)
+        model.model.auxiliary_loss().backward()
+        torch.testing.assert_close(by_base, model.model.blocks[0].attention.indexer.qk.weight.grad)
+
+
+def test_hidden_states_and_embeddings(model: hf.NSALabForCausalLM) -> None:
+    """With and without padding and cache: the inputs of the blocks, and embeddings instead of tokens."""
+    tokens, caught = sample_bytes(2, 30), []
+    handles = [block.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0])) for block in model.model.blocks]
+    output = model(tokens, output_hidden_states=True)
+    for handle in handles:
+        handle.remove()
+    assert len(output.hidden_states) == 3
+    for hidden, expected in zip(output.hidden_states, [*caught, model.base_model(tokens).last_hidden_state], strict=True):
+        torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-10)
+    first = model(tokens[:, :17], output_hidden_states=True, use_cache=True)
+    model.config.output_hidden_states = True
+    rest = model(tokens[:, 17:], cache=first[hf.CACHE_ARGUMENT])
+    model.config.output_hidden_states = False
+    for parts in zip(first.hidden_states, rest.hidden_states, output.hidden_states, strict=True):
+        torch.testing.assert_close(torch.cat(parts[:2], dim=1), parts[2], rtol=0, atol=1e-10)
+    padded, mask = torch.nn.functional.pad(tokens, (3, 0)), torch.nn.functional.pad(torch.ones_like(tokens), (3, 0))
+    with_padding = model(padded, attention_mask=mask, output_hidden_states=True, logits_to_keep=2)
+    torch.testing.assert_close(with_padding.hidden_states[1][:, 3:], output.hidden_states[1], rtol=0, atol=1e-10)
+    torch.testing.assert_close(with_padding.logits, output.logits[:, -2:], rtol=0, atol=1e-10)
+    embeddings = model.get_input_embeddings()(tokens)
+    if model.model.ngrams:
+        with pytest.raises(ValueError, match=r"expected tokens for a model with n-grams \(model.ngrams = 4\)"):
+            model(inputs_embeds=embeddings)
+        return
+    torch.testing.assert_close(model(inputs_embeds=embeddings).logits, output.logits, rtol=0, atol=0)
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    generated = model.generate(inputs_embeds=embeddings, **options)
+    assert torch.equal(generated, model.generate(tokens, **options)[:, 30:])
+    model.set_input_embeddings(torch.nn.Embedding.from_pretrained(model.get_input_embeddings().weight.detach() * 2))
+    assert not torch.equal(model(tokens).logits, output.logits)
+
+
+def test_gradient_checkpointing_is_the_switch_of_the_model(model: hf.NSALabForCausalLM) -> None:
+    model.train()
+    tokens = sample_bytes(2, 30)
+
+    def compute_gradients() -> Tensor:
+        model.zero_grad()
+        model(tokens, labels=tokens).loss.backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    expected = compute_gradients()
+    model.gradient_checkpointing_enable()
+    assert model.supports_gradient_checkpointing and model.model.gradient_checkpointing
+    torch.testing.assert_close(compute_gradients(), expected)
+    model.gradient_checkpointing_disable()
+    assert not model.model.gradient_checkpointing
+
+
+@pytest.mark.parametrize("how", ["assistant", "prompt lookup"])
+def test_assisted_generation_equals_greedy(model: hf.NSALabForCausalLM, how: str) -> None:
+    """Rejected tokens are removed from the cache: by an assistant that is often wrong, and by repetition of the prompt."""
+    prompt = torch.tensor([list(b"abcabdabcabdab")])
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 255}
+    assistant = make_model(n_layers=1).eval()
+    assistant.model.load_state_dict(
+        {name: value for name, value in model.model.state_dict().items() if "blocks.1" not in name}, strict=False
+    ) if model.model.config.nsa == assistant.model.config.nsa and not model.model.ngrams else None
+    assist = {"assistant_model": assistant} if how == "assistant" else {"prompt_lookup_num_tokens": 5}
+    removed, crop = [], hf.NSALabCache.crop
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf.NSALabCache, "crop", lambda cache, n: removed.append(n) or crop(cache, n))
+        assisted = model.generate(prompt, **assist, **options)
+    assert torch.equal(assisted, model.generate(prompt, **options)) and any(removed)
+
+
+def test_cropped_cache_continues(model: hf.NSALabForCausalLM) -> None:
+    tokens = sample_bytes(2, 40)
+    for argument in (-7, 33):
+        cache = model(tokens, use_cache=True)[hf.CACHE_ARGUMENT]
+        cache.crop(argument)
+        assert cache.get_seq_length() == 33 and cache.is_croppable
+        other = model(tokens[:, :9], cache=cache).logits
+        torch.testing.assert_close(
+            other, model(torch.cat([tokens[:, :33], tokens[:, :9]], 1)).logits[:, 33:], rtol=0, atol=1e-9
+        )
+    mask = torch.ones_like(tokens)
+    mask[1, -4:] = 0
+    cache = model(tokens, attention_mask=mask, use_cache=True)[hf.CACHE_ARGUMENT]
+    cache.crop(0)
+    with pytest.raises(NotImplementedError, match="expected at most 0 columns, which have no padding, got 1"):
+        cache.crop(-1)
+
+
+def read_folder(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+LOAD = """
+import sys
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+source, target = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
+out = model.generate(**tokenizer('def ', return_tensors='pt'), max_new_tokens=5, eos_token_id=None)
+assert out.shape == (1, 10), out.shape
+assert AutoModel.from_pretrained(source, trust_remote_code=True)(out).last_hidden_state.shape[:2] == (1, 10)
+model.save_pretrained(target)
+tokenizer.save_pretrained(target)
+"""
+
+
+@pytest.mark.slow
+def test_saved_folders_equal_the_exported_one(run_dir: Path, tmp_path: Path) -> None:
+    """Saved again in this process, and twice in fresh processes that load the folder saved before."""
+    folders = [hf.export(run_dir, tmp_path / "exported"), *(tmp_path / f"again{i}" for i in range(3))]
+    transformers.AutoModelForCausalLM.from_pretrained(folders[0]).save_pretrained(folders[1])
+    transformers.AutoTokenizer.from_pretrained(folders[0]).save_pretrained(folders[1])
+    environment = {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hf"), "PATH": "", "HF_HUB_OFFLINE": "1"}
+    for source, target in ((folders[1], folders[2]), (folders[2], folders[3])):
+        command = [sys.executable, "-c", LOAD, str(source), str(target)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+    first = read_folder(folders[0])
+    assert {"config.json", "nsa_lab_in_transformers.py", "tokenizer_config.json", "model.safetensors"} < first.keys()
+    for folder in folders[1:]:
+        saved = read_folder(folder)
+        assert saved.keys() == first.keys()
+        assert [name for name in first if saved[name] != first[name]] == []
+
+
+def test_trained_length_is_exported(tmp_path: Path) -> None:
+    """The longest sequences until the exported step."""
+    stage = {"steps": 100, "seq_len": 512, "batch_size": 4, "lr": 1e-3}
+    stages = [stage, {**stage, "seq_len": 2048}, {**stage, "seq_len": 1024}]
+    config = RunConfig.from_dict({**make_config().to_dict(), "train": {"stages": stages}})
+    run_dir = write_run(tmp_path, config)
+    for step, length in ((100, 512), (200, 2048), (300, 2048)):
+        write_checkpoint(run_dir, step, save(NSATransformer(config.model, seed=step).state_dict()))
+        folder = hf.export(run_dir, tmp_path / f"out{step}", step=step)
+        assert transformers.AutoConfig.from_pretrained(folder).max_position_embeddings == length
+        assert transformers.AutoTokenizer.from_pretrained(folder).model_max_length == length
+    assert not hasattr(hf.NSALabConfig(), "max_position_embeddings")

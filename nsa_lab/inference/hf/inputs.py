@@ -1,0 +1,108 @@
+"""Padding masks and packed documents, as `transformers` passes them, and what `NSATransformer` takes instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from nsa_lab.attention import Span
+
+
+def slice_mask(mask: Tensor, n_rows: int, n_columns: int) -> Tensor | None:
+    """Return the last `n_columns` columns of `mask`, or None if there is no padding. Raises ValueError for an invalid mask.
+
+    Traced by torch.export or torch.compile, which must not read values, the mask is returned unchecked.
+    """
+    if mask.ndim != 2 or len(mask) != n_rows or mask.shape[1] < n_columns:
+        raise ValueError(
+            f"attention_mask: expected [B, T] as input_ids {(n_rows, n_columns)}, or longer by the cached tokens, got "
+            f"{tuple(mask.shape)}; masks [T, T] are not supported: separate documents with position_ids="
+        )
+    mask = mask[:, mask.shape[1] - n_columns :]
+    if torch.compiler.is_compiling():
+        return mask
+    # One transfer for both: each generation step waits for it.
+    is_valid, is_unpadded = torch.stack([(mask.eq(0) | mask.eq(1)).all(), mask.eq(1).all()]).tolist()
+    if not is_valid:
+        raise ValueError("attention_mask: expected 1 for a token and 0 for padding, got other values")
+    return None if is_unpadded else mask
+
+
+def build_layout(inputs: Tensor, mask: Tensor | None, use_cache: bool, arguments: Mapping[str, Any]) -> Span | None:
+    """Return the layout given by `position_ids` in `arguments`: packed documents, or None for one text per row.
+
+    Positions that count up by one may start anywhere: RoPE depends only on distances. Raises ValueError for other
+    positions, and if documents are separated only by another argument.
+    """
+    positions = arguments.get("position_ids")
+    if positions is None:
+        if other := [name for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx") if arguments.get(name) is not None]:
+            raise ValueError(f"{other[0]}: not supported alone; separate documents with position_ids= that restart at 0")
+        return None
+    n_rows, n_columns = inputs.shape[:2]
+    if positions.ndim != 2 or positions.shape[0] not in (1, n_rows) or positions.shape[1] != n_columns:
+        raise ValueError(
+            f"position_ids: expected the shape of input_ids, {(n_rows, n_columns)}, got {tuple(positions.shape)}"
+        )
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "position_ids: not supported by torch.export and torch.compile of the whole model, because documents are found "
+            "from their values; omit them for one text per row, or compile the blocks (torch.compile of each Block)"
+        )
+    positions = positions.expand(n_rows, -1)
+    counts_up = positions.diff(dim=1).eq(1)
+    if mask is not None:
+        counts_up |= ~(mask[:, 1:].bool() & mask[:, :-1].bool())
+    if bool(counts_up.all()):
+        return None
+    is_zero = positions.eq(0)
+    if (
+        n_rows > 1
+        or mask is not None
+        or use_cache
+        or not (bool(is_zero[0, 0]) and bool((counts_up | is_zero[:, 1:]).all()))
+    ):
+        raise ValueError(
+            "position_ids: expected positions that count up by one or, in a single row without padding and cache, "
+            "positions that restart at 0 for each document; omit them for one text per row"
+        )
+    starts = is_zero[0].nonzero().flatten().tolist()
+    return Span.packed(torch.tensor([*starts, n_columns], dtype=torch.int32, device=inputs.device))
+
+
+class PaddingPermutation:
+    """Column order of a mask [B, T] per row, tokens first, and its inverse."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self._mask = mask.bool()
+        self._indices = self._mask.logical_not().byte().argsort(dim=1, stable=True)
+        self._inverse = self._indices.argsort(dim=1)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Number of tokens per row."""
+        return [int(count) for count in self._mask.sum(1).tolist()]
+
+    @cached_property
+    def n_last_columns(self) -> int:
+        """Number of columns at the end without any padding."""
+        return int(self._mask.all(0).flip(0).byte().cumprod(0).sum())
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Return x [B, T, ...] with the tokens of each row first."""
+        return _gather_columns(x, self._indices)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Return x [B, n, ...] of the first n columns, n <= T, in the order of the mask; zeros for the rest."""
+        missing = self._mask.shape[1] - x.shape[1]
+        return _gather_columns(pad(x, (0, 0, 0, missing)) if missing else x, self._inverse)
+
+
+def _gather_columns(x: Tensor, indices: Tensor) -> Tensor:
+    """Return x[b, indices[b, t], ...] of x [B, T] or [B, T, C]."""
+    return x.gather(1, indices if x.ndim == 2 else indices[:, :, None].expand(-1, -1, x.shape[2]))

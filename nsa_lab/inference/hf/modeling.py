@@ -1,0 +1,367 @@
+"""Models for `transformers`: `NSALabForCausalLM`, and `NSALabModel` without the head."""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportUntypedBaseClass=false
+# pyright: reportIncompatibleMethodOverride=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from nsa_lab.attention import resolve_backend
+from nsa_lab.config import ModelConfig
+from nsa_lab.inference.hf.cache import NSALabCache
+from nsa_lab.inference.hf.configuration import NSALabConfig, SavedWithImport
+from nsa_lab.inference.hf.inputs import PaddingPermutation, build_layout, slice_mask
+from nsa_lab.model import Block, NSATransformer
+from nsa_lab.model.placement import Placement, find_placement
+
+# Name of the cache in the arguments and the output of `forward`: `cache` since transformers 5.24.
+CACHE_ARGUMENT = next(name for name in ("cache", "past_key_values") if name in CausalLMOutputWithPast.__dataclass_fields__)
+IGNORED_LABEL = -100
+
+
+@dataclass
+class NSALabOutput(CausalLMOutputWithPast):
+    """Output of `NSALabForCausalLM`. `aux_loss`: the selection loss in training, 0-d, before its weight; otherwise None."""
+
+    aux_loss: Tensor | None = None
+
+
+class Outputs(NamedTuple):
+    """Outputs for all columns, padding included."""
+
+    result: Tensor
+    """Logits [B, T, V], or the normalized output of the last block, [B, T, C]."""
+    hidden_states: tuple[Tensor, ...] | None
+    """[B, T, C] each: the inputs of all blocks and the normalized output; None if not requested."""
+    cache: NSALabCache | None
+
+
+class NSALabModel(SavedWithImport, PreTrainedModel):
+    """`NSATransformer` without its head, as a model of `transformers`; `self.model` is the `NSATransformer`.
+
+    transformer: the `NSATransformer`; None: build one from `config`.
+    """
+
+    config_class = NSALabConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]  # noqa: RUF012 - as transformers declares it
+
+    def __init__(self, config: NSALabConfig, transformer: NSATransformer | None = None) -> None:
+        super().__init__(config)
+        if transformer is None:
+            # from_pretrained builds the model on the meta device, where no backend can be resolved yet.
+            device = torch.empty(0).device
+            backend = "torch" if device.type == "meta" else config.backend
+            transformer = NSATransformer(ModelConfig(**config.architecture), backend=backend, device=device)
+        self.model = transformer
+        self._resolved_for: Placement | None = None
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Do nothing: `NSATransformer` initializes its weights."""
+
+    @property
+    def base_model(self) -> NSALabModel:
+        return self
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.embedding = value
+
+    def get_decoder(self, *_: Any, **__: Any) -> nn.Module:
+        return self.base_model
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> nn.Module:
+        """Return the embedding unchanged. Raises NotImplementedError for another size, which is another architecture."""
+        if new_num_tokens not in (None, self.config.vocab_size):
+            raise NotImplementedError(
+                f"{type(self).__name__}: expected {self.config.vocab_size} tokens, which are part of the architecture, got "
+                f"{new_num_tokens}; train a model with another model.vocab_size and data.tokenizer"
+            )
+        return self.model.embedding
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: NSALabCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        cache: NSALabCache | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        seq_idx: Tensor | None = None,
+        cache_position: Tensor | None = None,
+        **unknown: Any,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        """Return `last_hidden_state` [B, T, C], the normalized output of the last block. Arguments and errors as in
+        `NSALabForCausalLM.forward`.
+
+        In training, the gradient of the weighted selection loss is added to that of `last_hidden_state`: a loss computed
+        from it also trains the indexer.
+        """
+        arguments = dict(locals())
+        outputs = self._run(arguments, output="hidden")
+        hidden = outputs.result
+        if self._selection_loss is not None and torch.is_grad_enabled():
+            hidden = _AddedLoss.apply(hidden, self.model.auxiliary_loss())
+        if not self._get_flag(return_dict, "return_dict", default=True):
+            return tuple(part for part in (hidden, outputs.cache, outputs.hidden_states) if part is not None)
+        cache_output: dict[str, Any] = {CACHE_ARGUMENT: outputs.cache}
+        return BaseModelOutputWithPast(last_hidden_state=hidden, hidden_states=outputs.hidden_states, **cache_output)
+
+    @property
+    def _selection_loss(self) -> Tensor | None:
+        """The selection loss of the last forward pass, before its weight; None in evaluation and without an indexer."""
+        return self.model._selection_loss
+
+    def _get_flag(self, value: bool | None, name: str, *, default: bool = False) -> bool:
+        """Return an argument of `forward`, or if it is None that of the configuration."""
+        return bool(getattr(self.config, name, default) if value is None else value)
+
+    def _run(self, arguments: Mapping[str, Any], output: str, columns: Tensor | slice | None = None) -> Outputs:
+        """Check the arguments of `forward` and run the model. `output`, `columns`: as in `NSATransformer.forward`."""
+        _refuse_tracing()
+        self._check_names(arguments)
+        cache, use_cache = self._get_cache(arguments), bool(arguments["use_cache"])
+        tokens, embeddings = arguments["input_ids"], arguments["inputs_embeds"]
+        if (tokens is None) == (embeddings is None):
+            raise ValueError(
+                f"{type(self).__name__}.forward: expected either input_ids= or inputs_embeds=, got both or neither"
+            )
+        if self._get_flag(arguments["output_attentions"], "output_attentions"):
+            raise NotImplementedError(
+                f"{type(self).__name__}.forward: attention weights are not an output, because no kernel computes their "
+                "matrix; omit output_attentions=, and use NSATransformer.observe for selected blocks and gates"
+            )
+        self._resolve_backends()
+        inputs = embeddings if tokens is None else tokens
+        n_rows, n_columns = inputs.shape[:2]
+        mask = None if arguments["attention_mask"] is None else slice_mask(arguments["attention_mask"], n_rows, n_columns)
+        permutation = None if mask is None else PaddingPermutation(mask)
+        span = build_layout(inputs, mask, cache is not None or use_cache, arguments)
+        if permutation is not None:
+            inputs = permutation.apply(inputs)
+        tokens, embeddings = (inputs, None) if embeddings is None else (None, inputs)
+        with_hidden = self._get_flag(arguments["output_hidden_states"], "output_hidden_states")
+        if cache is None and use_cache:
+            cache = NSALabCache(self.model, n_rows)
+        # Padding moves columns: with a mask, the requested ones are selected after the order is restored.
+        early_columns = columns if cache is None and permutation is None and not with_hidden else None
+        hidden_states: tuple[Tensor, ...] = ()
+        if cache is not None:
+            result, hidden_states = cache.append(
+                tokens, embeddings, permutation, with_hidden=with_hidden or output == "hidden"
+            )
+        elif with_hidden:
+            result, hidden_states = self.model(tokens, span, embeddings=embeddings, output="all")
+        else:
+            result = self.model(tokens, span, embeddings=embeddings, columns=early_columns, output=output)
+        if output == "hidden" and hidden_states:
+            result = hidden_states[-1]
+        if permutation is not None:
+            result = permutation.restore(result)
+            hidden_states = tuple(map(permutation.restore, hidden_states))
+        if columns is not None and early_columns is None:
+            result = result[:, columns]
+        return Outputs(result, hidden_states if with_hidden else None, cache)
+
+    def _check_names(self, arguments: Mapping[str, Any]) -> None:
+        """Raise TypeError for a keyword that `forward` does not have, and for a cache under another name."""
+        for name, value in arguments["unknown"].items():
+            if isinstance(value, TransformersCache):
+                raise TypeError(
+                    f"{type(self).__name__}.forward: expected the cache as cache= or past_key_values=, got {name}=; "
+                    "install a tested version of transformers (5.0 to 5.24)"
+                )
+            known = [
+                known for known in inspect.signature(type(self).forward).parameters if known not in ("self", "unknown")
+            ]
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+            raise TypeError(
+                f"{type(self).__name__}.forward: got an unexpected keyword argument {name}=; the nearest is {nearest}="
+            )
+
+    def _get_cache(self, arguments: Mapping[str, Any]) -> NSALabCache | None:
+        """Return the cache that was passed, or None. Raises TypeError for two of them and for one of another class."""
+        given = [arguments[name] for name in ("cache", "past_key_values") if arguments[name] is not None]
+        if len(given) == 2:
+            raise TypeError(
+                f"{type(self).__name__}.forward: cache= and past_key_values= are the same argument; give only one"
+            )
+        if given and not isinstance(given[0], NSALabCache):
+            raise TypeError(
+                f"{type(self).__name__}.forward: expected an NSALabCache, got {type(given[0]).__name__}; "
+                "omit it in the first call with use_cache=True, which returns one"
+            )
+        return given[0] if given else None
+
+    def _resolve_backends(self) -> None:
+        """Resolve the backends again if the device or dtype of the weights has changed."""
+        placement, config = find_placement(self.model), self.model.config
+        if placement != self._resolved_for:
+            backends = resolve_backend(*placement, config.nsa, config, self.config.backend)
+            self.model.backends = backends
+            for module in self.model.modules():
+                if isinstance(module, Block):
+                    module.attention.backends = backends
+            self._resolved_for = placement
+
+
+class NSALabForCausalLM(NSALabModel, GenerationMixin):
+    """`NSATransformer` as a causal language model of `transformers`; `self.model` is the `NSATransformer`."""
+
+    accepts_loss_kwargs = True  # num_items_in_batch: the loss of a Trainer does not depend on its micro-batches
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # the first forward pass with use_cache=True creates an NSALabCache
+
+    @property
+    def base_model(self) -> NSALabModel:
+        """The model without the head, with the same weights. It is not a submodule: its weights have one name."""
+        view = self.__dict__.get("_base_model")
+        if view is None or view.model is not self.model:
+            view = NSALabModel(cast(NSALabConfig, self.config), self.model)
+            object.__setattr__(self, "_base_model", view)
+        return view
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.model.head
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.model.head = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: NSALabCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        cache: NSALabCache | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        seq_idx: Tensor | None = None,
+        cache_position: Tensor | None = None,
+        **unknown: Any,
+    ) -> NSALabOutput | tuple[Any, ...]:
+        """Return logits [B, T, V] of input_ids int64 [B, T], and the loss for `labels`. Logits of padding are undefined.
+
+        attention_mask: [B, T] or longer; the last T columns are used. 1 for a token, 0 for padding on either side.
+        position_ids: in a single row without padding or cache, positions that restart at 0 separate documents, as
+            `DataCollatorWithFlattening` packs them; each document is computed as if alone. None: one text per row.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, seq_idx: accepted with position_ids, which they repeat.
+        inputs_embeds: [B, T, C], outputs of the embedding or other vectors, instead of input_ids.
+        use_cache: return a cache of the tokens. With a cache there are no gradients. cache_position is not used.
+        cache, past_key_values: a cache from an earlier call, under either name. The output uses the name of the installed
+            `transformers` version.
+        labels: int64 [B, T], shifted inside; shift_labels: int64 [B, T], already shifted. -100 is ignored. The loss is the
+            mean NLL over labels; in training, plus the selection loss of an indexer (`aux_loss`) times its weight in the
+            configuration.
+        num_items_in_batch: number of labels in all micro-batches of an optimizer step, by which the loss is then divided.
+        output_hidden_states: return the inputs of all blocks and the normalized output of the last block.
+        logits_to_keep: number of columns at the end (0: all), or an index of columns.
+        output_hidden_states, output_attentions, return_dict: None: as in the configuration.
+
+        Raises ValueError for other masks and positions, and for both kinds of input or labels; TypeError for both cache
+        names at once, a cache of another class and unknown keywords; NotImplementedError for attention weights as outputs.
+        """
+        arguments = dict(locals())
+        if labels is not None and shift_labels is not None:
+            raise ValueError(
+                f"{type(self).__name__}.forward: labels= and shift_labels= are the same labels before and after the shift; "
+                "give only one"
+            )
+        has_labels = labels is not None or shift_labels is not None
+        if isinstance(logits_to_keep, Tensor):
+            columns = logits_to_keep
+        else:
+            columns = slice(-logits_to_keep, None) if logits_to_keep else None
+        outputs = self._run(arguments, output="logits", columns=None if has_labels else columns)
+        logits, loss, aux_loss = outputs.result, None, self._selection_loss
+        if has_labels:
+            loss = self._compute_loss(logits, labels, shift_labels, num_items_in_batch)
+            logits = logits if columns is None else logits[:, columns]
+        if not self._get_flag(return_dict, "return_dict", default=True):
+            parts = loss, logits, outputs.cache, outputs.hidden_states, aux_loss
+            return tuple(part for part in parts if part is not None)
+        cache_output: dict[str, Any] = {CACHE_ARGUMENT: outputs.cache}
+        return NSALabOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, aux_loss=aux_loss, **cache_output
+        )
+
+    def _compute_loss(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        num_items_in_batch: Tensor | int | None,
+    ) -> Tensor:
+        """Return the mean NLL over labels plus the weighted selection loss, 0-d."""
+        loss = self.loss_function(
+            logits,
+            labels,
+            vocab_size=self.config.vocab_size,
+            shift_labels=shift_labels,
+            num_items_in_batch=num_items_in_batch,
+        )
+        if self._selection_loss is None:
+            return loss
+        weighted = self.model.auxiliary_loss().to(loss.device)
+        if num_items_in_batch is not None:
+            # The losses of all micro-batches are added: weight each by its share of the labels.
+            counted = shift_labels if shift_labels is not None else labels[:, 1:]  # pyright: ignore[reportOptionalSubscript]
+            weighted = weighted * (counted != IGNORED_LABEL).sum() / num_items_in_batch
+        return loss + weighted
+
+
+class _AddedLoss(torch.autograd.Function):
+    """Return x, and add the gradient of `loss` to the backward pass, as if it were added to a loss computed from x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.like = loss.new_ones(())
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
+        return grad_outputs[0], ctx.like
+
+
+def _refuse_tracing() -> None:
+    if torch.jit.is_tracing():
+        raise NotImplementedError(
+            "torch.jit.trace: not supported, because a trace is valid only for the length that it saw: block selection "
+            "depends on the length; use torch.export.export with dynamic shapes, or torch.compile"
+        )
