@@ -34,8 +34,9 @@ from nsa_lab.attention.dense import find_single_call
 from nsa_lab.attention.dispatch import ResolvedBackend
 from nsa_lab.attention.layout import Layout
 from nsa_lab.config import BRANCHES, ModelConfig, NSAConfig
+from nsa_lab.model.cached_pass import CachedLayer
 from nsa_lab.model.indexer import Indexer
-from nsa_lab.model.layers import Rotary, ShortConvolution, rotate
+from nsa_lab.model.layers import Rotary, ShortConvolution, convolve_keys, rotate
 
 # Arguments of `nsa_attention`: q, then keys and values of cmp, sel and win, then gates.
 AttentionInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -104,7 +105,7 @@ def split_heads(
     if convolution:
         q, k = qk.split([config.n_heads, values.shape[2]], dim=2)
         k_before_conv = k.unflatten(2, (n_branches, config.n_kv_groups))
-        qk = torch.cat([q, convolution(k_before_conv, is_document_start, previous_k).flatten(2, 3)], dim=2)
+        qk = torch.cat([q, convolve_keys(convolution, k_before_conv, is_document_start, previous_k).flatten(2, 3)], dim=2)
     return UnrotatedHeads(qk, values, k_before_conv)
 
 
@@ -148,12 +149,20 @@ class SparseAttention(nn.Module):
         self._resolved_backends: dict[tuple[torch.device, torch.dtype, bool], Mapping[str, ResolvedBackend]] = {}
 
     def forward(
-        self, x: Tensor, rotary: Rotary, span: Span | None = None, layouts: tuple[Layout, ...] | None = None
+        self,
+        x: Tensor,
+        rotary: Rotary,
+        span: Span | None = None,
+        layouts: tuple[Layout, ...] | None = None,
+        cache: CachedLayer | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output and, in training, the layer's `selection_loss`, 0-d; None if `ModelConfig.selection_loss` is 0.
 
         `layouts`: the result of `get_layouts` for this layer; None: build it here, which breaks a compiled graph in two.
+        `cache`: the cache of this layer, if x are new tokens; there is no loss then.
         """
+        if cache is not None:
+            return self.out(cache.attend(self, x)), None
         layouts = layouts or get_layouts(span, self.config, x.device)
         layout, index_layout = (layouts[0], layouts[-1]) if layouts else (None, None)
         inputs = self._project(x, rotary, span, layout)
@@ -291,9 +300,19 @@ class DenseAttention(nn.Module):
         self.out = nn.Linear(H * d_v, config.dim, bias=False)
 
     def forward(
-        self, x: Tensor, rotary: Rotary, span: Span | None = None, layouts: tuple[Layout, ...] | None = None
+        self,
+        x: Tensor,
+        rotary: Rotary,
+        span: Span | None = None,
+        layouts: tuple[Layout, ...] | None = None,
+        cache: CachedLayer | None = None,
     ) -> tuple[Tensor, None]:
-        """Return the output and None (no selection loss); `layouts`: the result of `get_layouts`."""
+        """Return the output and None (no selection loss); `layouts`: the result of `get_layouts`.
+
+        `cache` as in `SparseAttention.forward`.
+        """
+        if cache is not None:
+            return self.out(cache.attend(self, x)), None
         layouts = layouts or get_layouts(span, self.config, x.device)
         layout = layouts[0] if layouts else None
         q, (k,), (v,), _ = self.project_heads(x, rotary, layout and layout.is_document_start)

@@ -21,7 +21,7 @@ from nsa_lab.attention import Span, compress
 from nsa_lab.attention.compression import make_phi
 from nsa_lab.attention.layout import Layout
 from nsa_lab.config import ModelConfig
-from nsa_lab.model.layers import Rotary, ShortConvolution, rotate, subsample_rotary
+from nsa_lab.model.layers import Rotary, ShortConvolution, convolve_keys, rotate, subsample_rotary
 
 
 class IndexerOutput(NamedTuple):
@@ -75,7 +75,7 @@ class Indexer(nn.Module):
         k_before_conv = None
         if self.convolution:
             k_before_conv = k.unsqueeze(2)
-            k = self.convolution(k_before_conv, is_document_start, previous_k).squeeze(2)
+            k = convolve_keys(self.convolution, k_before_conv, is_document_start, previous_k).squeeze(2)
         q, k = rotate(torch.cat([q, k], dim=2), subsample_rotary(rotary, self.rotary_width)).split(G, dim=2)
         return IndexerOutput(q, k, k_before_conv)
 

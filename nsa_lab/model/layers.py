@@ -47,17 +47,26 @@ class ShortConvolution(nn.Module):
         self.weight.zero_()
         self.weight[1, :, 0] = self.weight[0, :, 1:] = 1.0
 
-    def forward(self, x: Tensor, is_document_start: Tensor | None = None, previous_k: Tensor | None = None) -> Tensor:
-        """Convolve x. `previous_k` [B, 1, branches, G, D]: the row before x; None: x starts the sequence.
-
-        `is_document_start`, bool [T]: True at the first row of each document; None: one document.
-        """
-        first = torch.zeros_like(x[:, :1]) if previous_k is None else previous_k
-        shifted = torch.cat([first, x[:, :-1]], dim=1)
+    def forward(self, x: Tensor, is_document_start: Tensor | None = None) -> Tensor:
+        """Convolve x. `is_document_start`, bool [T]: True at the first row of each document; None: one document."""
+        shifted = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
         if is_document_start is not None:
             shifted = shifted.masked_fill(is_document_start.view(-1, *[1] * (x.ndim - 2)), 0)
         current_weight, previous_weight = self.weight.to(x.dtype)
         return x * current_weight + shifted * previous_weight
+
+
+def convolve_keys(
+    convolution: ShortConvolution, k: Tensor, is_document_start: Tensor | None, previous_k: Tensor | None
+) -> Tensor:
+    """Return the convolution of keys k [B, T, branches, G, D]; `is_document_start` as in `ShortConvolution.forward`.
+
+    `previous_k` [B, 1, branches, G, D]: the key before k; None: k starts the sequence.
+    """
+    if previous_k is None:
+        return convolution(k, is_document_start)
+    # The previous key passes through the module too: hooks on it apply to all keys.
+    return convolution(torch.cat([previous_k.to(k.dtype), k], dim=1))[:, 1:]
 
 
 class MLP(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from nsa_lab.attention.dispatch import ResolvedBackend
 from nsa_lab.attention.layout import Layout
 from nsa_lab.config import ModelConfig
 from nsa_lab.model.attention_layers import DenseAttention, SparseAttention, get_layouts, scale_selection_loss
+from nsa_lab.model.cached_pass import CachedLayer, CachedPass
 from nsa_lab.model.init_weights import initialize_weights
 from nsa_lab.model.layers import MLP, RMSNorm, Rotary, check_span, get_rotary_table, rms_normalize
 from nsa_lab.model.ngrams import NgramEmbedding
@@ -39,8 +40,14 @@ class Block(nn.Module):
         rotary: tuple[Tensor, Tensor],
         span: Span | None = None,
         layouts: tuple[Layout, ...] | None = None,
+        cache: CachedLayer | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output and the selection loss of the attention, or None; `layouts`: the result of `get_layouts`."""
+        """Return the output and the selection loss of the attention, or None; `layouts`: the result of `get_layouts`.
+
+        With a `cache`, x are new tokens, and there is no loss.
+        """
+        if cache is not None:
+            return cache.run_block(self, x), None
         # The loss is returned, not stored: FSDP and activation checkpointing handle only the outputs of a block.
         attended, selection_loss = self.attention(self.attention_norm(x), rotary, span, layouts)
         x = x + attended
@@ -87,33 +94,76 @@ class NSATransformer(nn.Module):
         generator = torch.Generator().manual_seed(init_seed)
         initialize_weights(self, residual_scale=(2 * self.config.n_layers) ** -0.5, generator=generator)
 
-    def forward(self, tokens: Tensor, span: Span | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor | None,
+        span: Span | None = None,
+        *,
+        embeddings: Tensor | None = None,
+        cache: CachedPass | None = None,
+        columns: Tensor | slice | None = None,
+        output: Literal["logits", "hidden", "all"] = "logits",
+    ) -> Any:
         """Return logits [B, T, V] for tokens int64 [B, T].
 
-        With `Span.packed`, B is 1 and every document is computed separately, from position 0. Raise ValueError for tokens
-        of another shape or dtype, and for a chunk that starts after position 0.
+        With `Span.packed`, B is 1 and every document is computed separately, from position 0.
+
+        embeddings: [B, T, C], instead of `tokens`: outputs of `embedding`, or other vectors. Not for a model with n-grams.
+        cache: the tokens are new tokens of cached sequences.
+        columns: the tokens whose logits are computed: a slice or int64 [n], or one index per row, int64 [B, 1].
+        output: "hidden" returns the normalized output of the last block, [B, T, C], instead of logits. "all" returns both,
+            logits first, with the inputs of all blocks: a tuple of n_layers + 1 tensors [B, T, C], of which the last is
+            normalized.
+
+        Raise ValueError for tokens of another shape or dtype, and for a chunk that starts after position 0.
         """
         self._selection_loss = None  # in case this pass fails: do not return the loss of the pass before
-        x, rotary = self.prepare_inputs(tokens, span)
-        layouts = get_layouts(span, self.config, x.device)
+        if cache is None:
+            x, rotary = self.prepare_inputs(tokens, span, embeddings)
+            layouts = get_layouts(span, self.config, x.device)
+        else:
+            x, rotary, layouts = cache.embed(self, tokens, embeddings), None, None
         losses: list[Tensor] = []
-        for block in self.blocks:
-            if self.gradient_checkpointing and self.training:
+        hidden_states: list[Tensor] = []
+        for index, block in enumerate(self.blocks):
+            if output == "all":
+                hidden_states.append(x)
+            if cache is not None:
+                layer = cache.get_layer(index)
+                x, selection_loss = block(x, layer.rotary, cache=layer)
+            elif self.gradient_checkpointing and self.training:
                 x, selection_loss = checkpoint(block, x, rotary, span, layouts, use_reentrant=False)
             else:
                 x, selection_loss = block(x, rotary, span, layouts)
             if selection_loss is not None:
                 losses.append(selection_loss)
         self._selection_loss = torch.stack(losses).sum() if losses else None
-        return self.head(self.norm(x))
+        if output == "hidden":
+            return self.norm(x)
+        kept = x if columns is None else _select_columns(x, columns)
+        if output == "all":
+            hidden = self.norm(x)
+            return self.head(hidden if columns is None else _select_columns(hidden, columns)), (*hidden_states, hidden)
+        return self.head(self.norm(kept)) if cache is None else cache.compute_logits(self, kept)
 
-    def embed(self, tokens: Tensor, positions: Tensor | None = None, previous_tokens: Tensor | None = None) -> Tensor:
+    def embed(
+        self,
+        tokens: Tensor | None,
+        positions: Tensor | None = None,
+        previous_tokens: Tensor | None = None,
+        embeddings: Tensor | None = None,
+    ) -> Tensor:
         """Return the input of the first layer, [B, T, C], for tokens int64 [B, T].
 
-        `positions`, `previous_tokens`: as in `NgramEmbedding`, for a model with n-grams.
+        `positions`, `previous_tokens`: as in `NgramEmbedding`, for a model with n-grams. `embeddings`: as in `forward`.
         """
-        x = self.embedding(tokens)
+        x = self.embedding(tokens) if embeddings is None else embeddings
         if self.ngrams:
+            if tokens is None:
+                raise ValueError(
+                    f"embeddings: expected tokens for a model with n-grams (model.ngrams = {self.config.ngrams}), which "
+                    "depend on token ids, got only embeddings; pass tokens"
+                )
             x = x + self.ngrams(tokens, positions, previous_tokens)
         # Embeddings are small (standard deviation 0.02). Without the norm, the outputs of the first layers dominate them.
         return rms_normalize(x, self.config.norm_eps) if self.config.embedding_norm else x
@@ -187,17 +237,34 @@ class NSATransformer(nn.Module):
             f"tokens ({flops['nsa'] / flops['dense']:.2f} of dense); backends: {backends}"
         )
 
-    def prepare_inputs(self, tokens: Tensor, span: Span | None = None) -> tuple[Tensor, Rotary]:
+    def prepare_inputs(
+        self, tokens: Tensor | None, span: Span | None = None, embeddings: Tensor | None = None
+    ) -> tuple[Tensor, Rotary]:
         """Return the inputs of the first block, x [B, T, C] and the RoPE tables, for callers that iterate over blocks.
 
         Raise ValueError as `forward` does.
         """
+        n_tokens, device = self._check_inputs(tokens, embeddings)
+        check_span(span, n_tokens)
+        c = self.config
+        positions = None if span is None else span.positions(device)
+        rotary = get_rotary_table(n_tokens, c.rotary_width, c.rope_theta, device, span)
+        return self.embed(tokens, positions, embeddings=embeddings), rotary
+
+    def _check_inputs(self, tokens: Tensor | None, embeddings: Tensor | None) -> tuple[int, torch.device]:
+        """Return the number of tokens per row and their device. Raise ValueError for invalid tokens or embeddings."""
+        if (tokens is None) == (embeddings is None):
+            raise ValueError("NSATransformer: expected either tokens or embeddings, got both or neither; pass one of them")
+        c = self.config
+        if embeddings is not None:
+            if embeddings.ndim != 3 or embeddings.shape[2] != c.dim or 0 in embeddings.shape:
+                raise ValueError(f"embeddings: expected [B, T, {c.dim}], B and T at least 1, got {tuple(embeddings.shape)}")
+            return embeddings.shape[1], embeddings.device
+        assert tokens is not None
         if tokens.ndim != 2 or tokens.dtype != torch.int64 or 0 in tokens.shape:
             raise ValueError(
                 f"tokens: expected int64 [B, T], got {tokens.dtype} {tuple(tokens.shape)}; B and T are at least 1"
             )
-        check_span(span, tokens.shape[1])
-        c = self.config
         # On other devices this check would synchronize with the host.
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
             low, high = map(int, tokens.aminmax())
@@ -206,6 +273,11 @@ class NSATransformer(nn.Module):
                     f"tokens: expected values from 0 to {c.vocab_size - 1} (model.vocab_size = {c.vocab_size}), got "
                     f"{low} to {high}; use the tokenizer that the model was trained with"
                 )
-        positions = None if span is None else span.positions(tokens.device)
-        rotary = get_rotary_table(tokens.shape[1], c.rotary_width, c.rope_theta, tokens.device, span)
-        return self.embed(tokens, positions), rotary
+        return tokens.shape[1], tokens.device
+
+
+def _select_columns(x: Tensor, columns: Tensor | slice) -> Tensor:
+    """Return columns of x [B, T, C]: a slice, indices int64 [n] for all rows, or one index per row, int64 [B, 1]."""
+    if isinstance(columns, Tensor) and columns.ndim == 2:
+        return x.gather(1, columns[:, :, None].expand(-1, -1, x.shape[2]))
+    return x[:, columns]
