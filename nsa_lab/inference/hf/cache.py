@@ -20,9 +20,9 @@ MIN_CACHE_TOKENS = 256  # initial capacity; a full cache grows to twice the toke
 class NSALabCache(TransformersCache):
     """Cache of the sequences being generated: a `Decoder` that grows when it is full."""
 
-    def __init__(self, model: NSATransformer, batch: int) -> None:
+    def __init__(self, model: NSATransformer) -> None:
         super().__init__(layers=[])
-        self._model, self._batch, self._n_columns = model, batch, 0
+        self._model, self._n_columns = model, 0
         self._n_last_columns = 0  # columns at the end without padding
         self.decoder: Decoder | None = None
 
@@ -56,7 +56,7 @@ class NSALabCache(TransformersCache):
         tokens, embeddings = (None if x is None else x[:, : max(counts)] for x in (tokens, embeddings))
         n_tokens = (max(self.decoder.cache.starts) if self.decoder else 0) + max(counts)
         if self.decoder is None:
-            self.decoder = Decoder(self._model, max(MIN_CACHE_TOKENS, 2 * n_tokens), self._batch)
+            self.decoder = Decoder(self._model, max(MIN_CACHE_TOKENS, 2 * n_tokens), len(data))
         elif n_tokens > self.decoder.cache.capacity:
             self.decoder.grow(2 * n_tokens)
         self._n_columns += n_columns
@@ -118,4 +118,5 @@ class NSALabCache(TransformersCache):
 
     @property
     def batch_size(self) -> int:
-        return self._batch
+        """Number of sequences; -1 before the first tokens."""
+        return self.decoder.cache.batch if self.decoder else -1

@@ -165,7 +165,7 @@ class NSALabModel(SavedWithImport, PreTrainedModel):
         tokens, embeddings = (inputs, None) if embeddings is None else (None, inputs)
         with_hidden = self._get_flag(arguments["output_hidden_states"], "output_hidden_states")
         if cache is None and use_cache:
-            cache = NSALabCache(self.model, n_rows)
+            cache = NSALabCache(self.model)
         # Padding moves columns: with a mask, the requested ones are selected after the order is restored.
         early_columns = columns if cache is None and permutation is None and not with_hidden else None
         hidden_states: tuple[Tensor, ...] = ()
@@ -235,7 +235,15 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # the first forward pass with use_cache=True creates an NSALabCache
+        return False  # `generate` creates an NSALabCache
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
+        """Create the cache of `generate`, which assisted generation needs before the first forward pass."""
+        result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        names = ("cache", "past_key_values")
+        if generation_config.use_cache is not False and all(model_kwargs.get(name) is None for name in names):
+            model_kwargs[CACHE_ARGUMENT] = NSALabCache(self.model)
+        return result
 
     @property
     def base_model(self) -> NSALabModel:

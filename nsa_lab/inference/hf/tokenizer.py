@@ -13,6 +13,9 @@ from transformers import PreTrainedTokenizer
 from nsa_lab.data import ByteTokenizer
 from nsa_lab.inference.hf.configuration import REMOTE_CODE, TOKENIZER_AUTO_MAP, SavedWithImport, write_remote_code
 
+# Options of `from_pretrained` that `transformers` keeps with the settings of a tokenizer.
+LOADING_OPTIONS = ("is_local", "local_files_only", "trust_remote_code")
+
 
 class NSALabTokenizer(SavedWithImport, PreTrainedTokenizer):
     """Tokenizer of UTF-8 bytes. Byte 255, which is never part of UTF-8, is the BOS, EOS, padding and separator token."""
@@ -56,6 +59,12 @@ class NSALabTokenizer(SavedWithImport, PreTrainedTokenizer):
         # Tokens that are not bytes are copied: added tokens, and separators unless they are skipped.
         groups = ((is_byte, list(group)) for is_byte, group in groupby(tokens, key=_is_byte))
         return "".join(ByteTokenizer().decode(map(ord, group)) if is_byte else "".join(group) for is_byte, group in groups)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Save the tokenizer. How it was loaded is not part of it, so a folder that is saved again is equal."""
+        for name in LOADING_OPTIONS:
+            self.init_kwargs.pop(name, None)
+        return super().save_pretrained(save_directory, *args, **kwargs)
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
         """Write the file with which `trust_remote_code=True` imports nsa_lab. There is no vocabulary."""
