@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -105,7 +104,7 @@ def stop(
     except TimeoutError as error:
         raise RunDirectoryError(str(error)) from None
     typer.echo(
-        f"{run_dir.name} is {state}; continue with nsa-lab resume {run_dir.name}"
+        f"{run_dir.name} is {state}; continue with nsa-lab resume {resolve.format_run_argument(run_dir)}"
         if state != directory.DONE
         else f"{run_dir.name} is DONE"
     )
@@ -242,7 +241,6 @@ def _import_notebook_runner() -> ModuleType:
 
 
 def _print_started(run_dir: Path, pid: int, verb: str = "trains") -> None:
-    folder = run_dir.parent
-    run = run_dir.name if folder == resolve.get_outputs_dir() else f"{run_dir.name} --outputs {shlex.quote(str(folder))}"
+    run = resolve.format_run_argument(run_dir)
     typer.echo(f"process {pid} {verb} {run_dir.name}; follow it with nsa-lab follow {run}, stop it with nsa-lab stop {run}")
     typer.echo(run_dir)

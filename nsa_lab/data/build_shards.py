@@ -8,7 +8,8 @@ Invariants
 * Tokens in = tokens in shards: every document whole, each followed by one separator, nothing else. Documents shorter than
   `min_document_bytes` are dropped here, where documents are still whole (rows cut them). `max_tokens` therefore counts only
   training text, and validation text is selected by the same rule.
-* The sha256 of a text assigns it to training or validation, so its duplicates are in the same split.
+* The sha256 of a text assigns it to training or validation, so its duplicates are in the same split. If the source is a
+  single document, its end is the validation text.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import heapq
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -44,6 +45,8 @@ SHARD_BYTES = 64 << 20
 PROGRESS_FILE = "progress.json"
 # Number of training documents closest to the validation threshold that a manifest records, to suggest a `val_fraction`.
 N_VALIDATION_CANDIDATES = 16
+# If only `n_enough` tokens are needed, this many characters per token are tokenized first.
+CHARACTERS_PER_TOKEN = 64
 
 
 @dataclass(frozen=True)
@@ -71,11 +74,86 @@ class BuildOptions:
     settings: dict[str, Any]
     shard_bytes: int = SHARD_BYTES
     min_document_bytes: int = 0
+    by_position: bool = False
+    """The source is a single document: hold out its last `val_fraction` instead of whole documents."""
 
 
 def compute_split_fraction(text: str | bytes) -> float:
     """Return the sha256 of a text as a fraction in [0, 1). A text below `val_fraction` belongs to validation."""
     return int.from_bytes(hashlib.sha256(_to_bytes(text)).digest()[:8], "big") / 2**64
+
+
+class SplitCounter:
+    """Assign documents to the splits, tokenize them and count both splits. `counts` becomes part of a manifest.
+
+    `n_enough`: stop tokenizing a document that has at least this many tokens; its count is then a lower limit.
+    """
+
+    def __init__(self, options: BuildOptions, counts: dict[str, Any] | None = None, n_enough: int | None = None) -> None:
+        self._options = options
+        self._n_enough = n_enough
+        self.counts = counts or {
+            "empty_documents": 0,
+            **({"short_documents": 0} if options.min_document_bytes else {}),
+            "next_in_line": [],
+            "splits": {split: {"tokens": 0, "documents": 0, "text_bytes": 0, "shards": []} for split in SPLITS},
+        }
+        self._seen: set[float] = set()
+
+    @property
+    def is_full(self) -> bool:
+        cap = self._options.max_tokens
+        return cap is not None and self.counts["splits"]["train"]["tokens"] >= cap
+
+    @property
+    def is_one_text(self) -> bool:
+        """Whether several documents were added and all of them have the same text."""
+        return len(self._seen) == 1 and sum(split["documents"] for split in self.counts["splits"].values()) > 1
+
+    def add(self, text: str | bytes) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield (split, token ids) of a document. A single document has a part in both splits, a short one has none."""
+        if len(_to_bytes(text)) < max(self._options.min_document_bytes, 1):
+            self.counts["short_documents" if text else "empty_documents"] += 1
+            return
+        fraction = compute_split_fraction(text)
+        if self._options.by_position:
+            end = int(len(text) * (1 - self._options.val_fraction))
+            parts = {"train": text[:end], "validation": text[end:]}
+        else:
+            if len(self._seen) < 2:
+                self._seen.add(fraction)
+            parts = {"validation" if fraction < self._options.val_fraction else "train": text}
+        for split, part in parts.items():
+            if not part:
+                continue
+            ids = self._tokenize(part)
+            counts = self.counts["splits"][split]
+            counts["tokens"] += len(ids) + 1
+            counts["documents"] += 1
+            counts["text_bytes"] += len(_to_bytes(part))
+            if split == "train" and not self._options.by_position:
+                self._update_validation_candidates(fraction, len(ids) + 1)
+            yield split, ids
+
+    def _tokenize(self, text: str | bytes) -> np.ndarray:
+        if self._n_enough and len(text) > (limit := self._n_enough * CHARACTERS_PER_TOKEN):
+            ids = self._options.tokenizer.encode(text[:limit])
+            if len(ids) >= self._n_enough:
+                return ids
+        return self._options.tokenizer.encode(text)
+
+    def _update_validation_candidates(self, fraction: float, tokens: int) -> None:
+        # A heap with the farthest candidate on top: in a long build, most documents fail the last comparison.
+        heap = self.counts["next_in_line"]
+        entry = [-fraction, tokens]
+        for other in heap:
+            if other[0] == -fraction:
+                other[1] += tokens  # a copy: both move together. The order of the heap is that of the fractions.
+                return
+        if len(heap) < N_VALIDATION_CANDIDATES:
+            heapq.heappush(heap, entry)
+        elif entry > heap[0]:
+            heapq.heapreplace(heap, entry)
 
 
 def build_shards(
@@ -116,20 +194,14 @@ class _ShardBuilder:
         self._options = plan
         self._dtype = get_token_dtype(plan.tokenizer.vocab_size)
         self._separator = np.array([plan.tokenizer.separator], self._dtype).tobytes()
-        self.state = _read_progress(folder) or {
-            "cursor": None,
-            "empty_documents": 0,
-            **({"short_documents": 0} if plan.min_document_bytes else {}),
-            "next_in_line": [],
-            "splits": {split: {"tokens": 0, "documents": 0, "text_bytes": 0, "shards": []} for split in SPLITS},
-        }
+        self.state = _read_progress(folder) or {"cursor": None, **SplitCounter(plan).counts}
+        self._counter = SplitCounter(plan, self.state)
         self._cursor = self.state["cursor"]
         self._part: dict[str, _ShardWriter] = {}
 
     @property
     def is_full(self) -> bool:
-        cap = self._options.max_tokens
-        return cap is not None and self.state["splits"]["train"]["tokens"] >= cap
+        return self._counter.is_full
 
     def get_progress(self) -> BuildProgress:
         splits = self.state["splits"].values()
@@ -143,10 +215,8 @@ class _ShardBuilder:
         )
 
     def add_document(self, document: Document) -> None:
-        if len(_to_bytes(document.text)) >= max(self._options.min_document_bytes, 1):
-            self._write_document(document.text)
-        else:
-            self.state["short_documents" if document.text else "empty_documents"] += 1
+        for split, ids in self._counter.add(document.text):
+            self._write_document(split, ids)
         self._cursor = document.cursor
         if sum(shard.bytes for shard in self._part.values()) >= self._options.shard_bytes:
             self._close_part()
@@ -178,30 +248,10 @@ class _ShardBuilder:
         if not (self._folder / PROGRESS_FILE).exists():
             shutil.rmtree(self._folder)
 
-    def _write_document(self, text: str | bytes) -> None:
-        fraction = compute_split_fraction(text)
-        split = "validation" if fraction < self._options.val_fraction else "train"
-        ids = self._options.tokenizer.encode(text)
+    def _write_document(self, split: str, ids: np.ndarray) -> None:
         if split not in self._part:
             self._part[split] = _ShardWriter(self._folder, split, len(self.state["splits"][split]["shards"]))
         self._part[split].write(ids.astype(self._dtype).tobytes() + self._separator)
-        counts = self.state["splits"][split]
-        counts["tokens"] += len(ids) + 1
-        counts["documents"] += 1
-        counts["text_bytes"] += len(_to_bytes(text))
-        if split == "train":
-            self._update_validation_candidates(fraction, len(ids) + 1)
-
-    def _update_validation_candidates(self, fraction: float, tokens: int) -> None:
-        # A heap with the farthest candidate on top: in a long build, most documents fail this single comparison.
-        heap = self.state["next_in_line"]
-        entry = [-fraction, tokens]
-        if entry in heap:
-            return
-        if len(heap) < N_VALIDATION_CANDIDATES:
-            heapq.heappush(heap, entry)
-        elif entry > heap[0]:
-            heapq.heapreplace(heap, entry)
 
     def _close_part(self) -> None:
         for split, shard in self._part.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shlex
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +16,13 @@ from typing import Any
 from nsa_lab.config import DataConfig
 from nsa_lab.config.optional_deps import require
 from nsa_lab.data import shards
-from nsa_lab.data.build_shards import BuildOptions, BuildProgress, build_shards
+from nsa_lab.data.build_shards import BuildOptions, BuildProgress, SplitCounter, build_shards
 from nsa_lab.data.errors import DataError
 from nsa_lab.data.paths import get_cache_folder
 from nsa_lab.data.retry import TICK_INTERVAL_S
 from nsa_lab.data.shards import TokenStore
 from nsa_lab.data.sources import Source, open_source
+from nsa_lab.data.sources.source import BY_POSITION
 from nsa_lab.data.tokenizer import Tokenizer, load_tokenizer
 
 ProgressCallback = Callable[[BuildProgress], None]
@@ -31,7 +32,7 @@ logger = logging.getLogger("nsa_lab.data")
 
 @dataclass(frozen=True)
 class Dataset:
-    """Verified tokens of a training and a held-out part, disjoint by document.
+    """Verified tokens of a training and a held-out part, disjoint by document (of a single document: by position).
 
     `identity` is the sha256 of the content (64 hex digits). A resumed run must find the same identity.
     """
@@ -88,6 +89,7 @@ def prepare(
     (`vocab_size`) is smaller than the tokenizer's, or if a split is shorter than one sequence of `seq_len` tokens.
     """
     tokenizer, cache, source_error = _load_compatible_tokenizer(data, vocab_size), cache or get_cache_folder(), None
+    source = None
     try:
         source = open_source(data, tick=_make_tick(progress, "waiting for the source"))
     except DataError as error:
@@ -101,25 +103,33 @@ def prepare(
     manifest = shards.read_manifest(folder)
     is_small = shards.sum_shard_bytes(manifest) < shards.MAX_BYTES_HASHED_AT_OPEN
     shards.verify(folder, manifest, content=is_small or source_error is not None)
-    _check_split_lengths(manifest, data, (seq_len or 1) + 1)
+    if note := describe_split(manifest["source"], data.val_fraction):
+        logger.info(note)
+    n_required = (seq_len or 1) + 1
+    if source is not None and _find_short_split(manifest, n_required):
+        _check_source_length(source, data, tokenizer, n_required)  # its message is more precise
+    _check_split_lengths(manifest, data, n_required, manifest["source"])
     stores = shards.open_stores(folder, manifest)
     return Dataset(stores["train"], stores["validation"], manifest, folder, tokenizer, source_error)
 
 
-def check(data: DataConfig, vocab_size: int | None = None, *, to_train: bool = False) -> dict[str, Any]:
+def check(data: DataConfig, vocab_size: int | None = None, seq_len: int | None = None) -> dict[str, Any]:
     """Return the identity of the source after all checks that need no build. Raises `DataError` as `prepare` would.
 
-    `to_train`: also reject a path that is a single .txt. It is one document, and validation holds out whole documents.
+    `seq_len`: also read as many documents as both splits need for one sequence; not from the network.
     """
-    _load_compatible_tokenizer(data, vocab_size)
-    identity = open_source(data).identity
-    if to_train and data.path and data.path.lower().endswith(".txt") and len(identity["files"]) == 1:
-        raise DataError(
-            f"data.path = {data.path!r}: a .txt is one document, and validation holds out whole documents; split it "
-            "into several files and give their folder, e.g.: mkdir texts && split -C 64k --additional-suffix=.txt "
-            f"{shlex.quote(identity['files'][0][0])} texts/"
-        )
-    return identity
+    tokenizer = _load_compatible_tokenizer(data, vocab_size)
+    source = open_source(data)
+    if seq_len and data.source != "fineweb_edu":
+        _check_source_length(source, data, tokenizer, seq_len + 1)
+    return source.identity
+
+
+def describe_split(source_identity: dict[str, Any], val_fraction: float) -> str | None:
+    """Return a text on a source that is a single document and is therefore split by position; None for other sources."""
+    if not _is_by_position(source_identity):
+        return None
+    return f"the text is a single document, so it is split by position: its last {val_fraction:.4g} are the validation text"
 
 
 def _load_compatible_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:
@@ -168,15 +178,19 @@ def _build_if_missing(
         folder.with_name(folder.name + ".lock"), _make_tick(progress, "waiting for another process that builds the shards")
     ):
         if not folder.is_dir():
-            plan = BuildOptions(
-                tokenizer,
-                data.val_fraction,
-                data.max_tokens,
-                settings,
-                min_document_bytes=data.min_document_bytes,
-            )
-            build_shards(source, plan, folder, progress)
+            build_shards(source, _make_build_options(source, data, tokenizer), folder, progress)
     return folder
+
+
+def _make_build_options(source: Source, data: DataConfig, tokenizer: Tokenizer) -> BuildOptions:
+    return BuildOptions(
+        tokenizer,
+        data.val_fraction,
+        data.max_tokens,
+        _get_cache_settings(data, tokenizer),
+        min_document_bytes=data.min_document_bytes,
+        by_position=_is_by_position(source.identity),
+    )
 
 
 def _make_cache_key(identity: dict[str, Any], settings: dict[str, Any]) -> str:
@@ -207,32 +221,71 @@ def _make_tick(progress: ProgressCallback | None, phase: str) -> Callable[[], No
     return lambda: progress(BuildProgress(phase, 0, 0, None)) if progress else None
 
 
-def _check_split_lengths(manifest: dict[str, Any], data: DataConfig, n_required: int) -> None:
-    train, held_out = (manifest["splits"][split] for split in shards.SPLITS)
-    documents = train["documents"] + held_out["documents"]
-    if documents == 0 and manifest.get("short_documents"):
+def _is_by_position(source_identity: dict[str, Any]) -> bool:
+    return source_identity.get("split") == BY_POSITION
+
+
+def _check_source_length(source: Source, data: DataConfig, tokenizer: Tokenizer, n_required: int) -> None:
+    """Raise `DataError` if a split of the source has fewer than `n_required` tokens; read no more than this needs."""
+    counter = SplitCounter(_make_build_options(source, data, tokenizer), n_enough=n_required)
+    for document in source.documents():
+        for _ in counter.add(document.text):
+            pass
+        if counter.is_full or not _find_short_split(counter.counts, n_required):
+            break
+    _check_split_lengths(counter.counts, data, n_required, source.identity, is_one_text=counter.is_one_text)
+
+
+def _find_short_split(counts: dict[str, Any], n_required: int) -> str | None:
+    return next((split for split in ("validation", "train") if counts["splits"][split]["tokens"] < n_required), None)
+
+
+def _check_split_lengths(
+    counts: dict[str, Any],
+    data: DataConfig,
+    n_required: int,
+    source_identity: dict[str, Any],
+    *,
+    is_one_text: bool = False,
+) -> None:
+    """`counts`: a manifest, or what `SplitCounter` counted."""
+    short = _find_short_split(counts, n_required)
+    if short is None:
+        return
+    name = f"data.path = {data.path!r}" if data.path else f"data.source = {data.source}"
+    documents = sum(split["documents"] for split in counts["splits"].values())
+    if documents == 0 and counts.get("short_documents"):
         raise DataError(
-            f"data.source = {data.source}: all {manifest['short_documents']} documents are shorter than "
+            f"{name}: all {counts['short_documents']} documents are shorter than "
             f"data.min_document_bytes = {data.min_document_bytes}; lower it or give longer documents"
         )
     if documents == 0:
-        raise DataError(f"data.source = {data.source}: all documents are empty; give documents with text")
-    if held_out["tokens"] < n_required:
+        raise DataError(f"{name}: all documents are empty; give documents with text")
+    if is_one_text:
         raise DataError(
-            f"the validation split has {held_out['tokens']} tokens of {documents} documents, a sequence needs {n_required} "
-            f"(data.val_fraction = {data.val_fraction:g}); {_suggest_remedy(manifest, held_out['tokens'], n_required)}"
+            f"{name}: all {documents} documents are copies of one text, and all copies of a text are in the same split; "
+            "give different texts, or a single copy, which is split by position"
         )
-    if train["tokens"] < n_required:
-        raise DataError(
-            f"the training split has {train['tokens']} tokens of {documents} documents, a sequence needs {n_required}; "
-            "give more text, lower train.seq_len, or lower data.val_fraction"
+    if _is_by_position(source_identity):
+        origin, remedy = "a single document", _suggest_position(counts, data.val_fraction, n_required)
+    else:
+        origin = f"{documents} documents"
+        remedy = (
+            _suggest_fraction(counts, n_required)
+            if short == "validation"
+            else "give more text, lower train.seq_len, or lower data.val_fraction"
         )
+    split = "training" if short == "train" else short
+    raise DataError(
+        f"{name}: the {split} split has {counts['splits'][short]['tokens']} tokens of {origin}, "
+        f"a sequence needs {n_required} (data.val_fraction = {data.val_fraction:g}); {remedy}"
+    )
 
 
-def _suggest_remedy(manifest: dict[str, Any], n_validation_tokens: int, needed: int) -> str:
+def _suggest_fraction(counts: dict[str, Any], needed: int) -> str:
     """Suggest the smallest `data.val_fraction` that is large enough, if it leaves enough for training."""
-    next_in_line = sorted((-negative, tokens) for negative, tokens in manifest["next_in_line"])
-    n_train_tokens = manifest["splits"]["train"]["tokens"]
+    next_in_line = sorted((-negative, tokens) for negative, tokens in counts["next_in_line"])
+    n_train_tokens, n_validation_tokens = (counts["splits"][split]["tokens"] for split in shards.SPLITS)
     for fraction, tokens in next_in_line:
         n_validation_tokens, n_train_tokens = n_validation_tokens + tokens, n_train_tokens - tokens
         if n_train_tokens < needed:
@@ -241,3 +294,18 @@ def _suggest_remedy(manifest: dict[str, Any], n_validation_tokens: int, needed: 
             # Round up, so that the document at `fraction` itself is held out.
             return f"give more documents, or set data.val_fraction: {min(fraction + 1e-4, 0.9999):.4f}"
     return "give more documents (a .txt is one, a line of .jsonl is one), or lower train.seq_len"
+
+
+def _suggest_position(counts: dict[str, Any], val_fraction: float, needed: int) -> str:
+    """Suggest a `data.val_fraction` at which both parts of a single document are long enough, if there is one."""
+    train, held_out = (counts["splits"][split]["tokens"] for split in shards.SPLITS)
+    # The mean number of tokens per character, or that of the part that is too short if it has fewer.
+    share = needed / (train + held_out)
+    if held_out < needed:
+        fraction = math.ceil(1.02e4 * max(share, val_fraction * needed / held_out if held_out else 0)) / 1e4
+    else:
+        fraction = 1 - math.ceil(1.02e4 * max(share, (1 - val_fraction) * needed / train if train else 0)) / 1e4
+    # Each part must have room for `needed` tokens at this fraction.
+    if (train + held_out) * min(fraction, 1 - fraction) < needed:
+        return "the text is too short for a sequence in each split; give more text, or lower train.seq_len"
+    return f"set data.val_fraction: {fraction:.4f}, give more text, or lower train.seq_len"

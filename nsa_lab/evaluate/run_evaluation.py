@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nsa_lab.config import BYTE_VOCAB_SIZE, ConfigError, RecallConfig, RunConfig
+from nsa_lab.config import ConfigError, RecallConfig, RunConfig
 from nsa_lab.data import Dataset, TokenStore, prepare
 from nsa_lab.evaluate.ablations import run_ablations
 from nsa_lab.evaluate.block_selectors import measure_selection_quality
@@ -38,12 +38,13 @@ from nsa_lab.evaluate.retrieval import (
     spread_depths,
 )
 from nsa_lab.evaluate.scoring import stack_samples
-from nsa_lab.inference import find_checkpoint, load_model
+from nsa_lab.inference import load_model
 from nsa_lab.model import NSATransformer
-from nsa_lab.runs import directory, resolve
+from nsa_lab.runs import directory
 from nsa_lab.runs.checkpoint_files import parse_step
 from nsa_lab.runs.environment import get_code_identity, get_versions
 from nsa_lab.runs.evaluation import VERSION, PartialEvaluation, write_evaluation
+from nsa_lab.runs.model_files import check_evaluable
 
 Log = Callable[[str], object]
 
@@ -115,17 +116,10 @@ def evaluate_run(
     task, and for a bundled model without `out`.
     """
     folder = directory.check_run_dir(run_dir)
-    config = RunConfig.from_yaml(folder / directory.CONFIG)
-    if config.data.tokenizer != "byte" or config.model.vocab_size < BYTE_VOCAB_SIZE:
-        raise ConfigError(
-            f"{folder.name}: expected a byte model, got data.tokenizer = {config.data.tokenizer}; "
-            "evaluate a run with data.tokenizer: byte"
-        )
     if unknown := [task for task in tasks if task not in ALL_TASKS]:
         raise ConfigError(f"task = {unknown[0]}: unknown task; available: {', '.join(ALL_TASKS)}")
-    output_folder = _make_output_folder(folder, out)
+    config, checkpoint, output_folder = check_evaluable(folder, out, step)
     text_by_name = {name: read_text(path) for name, path in texts.items()}
-    checkpoint = find_checkpoint(folder, step)
     target_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     start, model = time.monotonic(), load_model(checkpoint, device=target_device, dtype=dtype)
     dataset = prepare_data(config.data, config.model.vocab_size, config.train.longest_stage.seq_len)
@@ -173,21 +167,6 @@ def evaluate_run(
     write_evaluation(output_folder, results)
     parts.delete()
     return results
-
-
-def _make_output_folder(run_dir: Path, out: str | Path | None) -> Path:
-    """Return the folder of evaluation.json, created if necessary."""
-    if out is None and resolve.is_packaged_model(run_dir):
-        raise ConfigError(
-            f"{run_dir.name} is a bundled model, whose evaluation is fixed; give an output folder, for example "
-            f"--out {resolve.get_outputs_dir() / run_dir.name}"
-        )
-    folder = Path(out or run_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot write an evaluation here ({error.strerror}); give another folder") from None
-    return folder
 
 
 def _get_default_lengths(config: RunConfig) -> list[int]:

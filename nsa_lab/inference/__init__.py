@@ -6,10 +6,11 @@ model = load_model("outputs/smoke-...")
 
 from nsa_lab.inference.decode import Decoder
 from nsa_lab.inference.generate import generate
-from nsa_lab.inference.load import NoCheckpoint, find_checkpoint, load_model
+from nsa_lab.inference.load import load_model
 from nsa_lab.inference.package import ship
 from nsa_lab.inference.sampling import Sampling
 from nsa_lab.inference.text_generation import SpeedMeter, complete_prompt, continue_text
+from nsa_lab.runs.model_files import NoCheckpoint, find_checkpoint
 
 __all__ = [
     "Decoder",

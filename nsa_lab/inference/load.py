@@ -11,27 +11,13 @@ from pathlib import Path
 import torch
 
 from nsa_lab.attention.input_checks import SUPPORTED_DTYPES
-from nsa_lab.config import ConfigError, RunConfig, UsageError
+from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.config.optional_deps import require
 from nsa_lab.model import NSATransformer
 from nsa_lab.runs import checkpoint_files, directory, resolve
+from nsa_lab.runs.model_files import NoCheckpoint, find_checkpoint
 
 WEIGHTS = "model.safetensors"
-
-
-class NoCheckpoint(UsageError, RuntimeError):
-    """A run has no usable checkpoint. The message lists the available ones."""
-
-
-def find_checkpoint(run_dir: str | Path, step: int | None = None) -> Path:
-    """Return the folder of the checkpoint of `step`; default: the newest. Raises `NoCheckpoint`."""
-    folder = checkpoint_files.get_checkpoint_dir(directory.check_run_dir(run_dir))
-    steps = checkpoint_files.list_steps(folder)
-    if not steps:
-        raise NoCheckpoint(f"{folder}: no checkpoint found; train the run, or copy its checkpoints here")
-    if step is not None and step not in steps:
-        raise NoCheckpoint(f"{folder}: no checkpoint of step {step}; available: {', '.join(map(str, steps))}")
-    return checkpoint_files.get_checkpoint_path(folder, steps[-1] if step is None else step)
 
 
 def load_model(

@@ -10,20 +10,19 @@ Bundled models in `nsa_lab/models/` have this format.
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.config.optional_deps import require
-from nsa_lab.inference.load import WEIGHTS, find_checkpoint, load_model
+from nsa_lab.inference.load import WEIGHTS, load_model
 from nsa_lab.inference.model_card import build_model_card
 from nsa_lab.runs import checkpoint_files, directory
 from nsa_lab.runs.atomic_io import write_bytes, write_text
-from nsa_lab.runs.evaluation import EVALUATION, read_evaluation, write_evaluation
+from nsa_lab.runs.evaluation import write_evaluation
 from nsa_lab.runs.history import History
+from nsa_lab.runs.model_files import check_new_folder, find_checkpoint, read_final_evaluation
 
 MODEL_CARD = "README.md"
 MAX_WEIGHT_BYTES = 16 << 20
@@ -42,7 +41,7 @@ def ship(run_dir: str | Path, folder: str | Path, about: str) -> Path:
 
     history, checkpoint, folder = History.read(run_dir), find_checkpoint(run_dir), check_new_folder(folder)
     step = checkpoint_files.parse_step(checkpoint)
-    evaluation = _read_final_evaluation(history, step)
+    evaluation = read_final_evaluation(history, step)
     weights = save({name: value.to(torch.bfloat16) for name, value in load_model(checkpoint).state_dict().items()})
     if len(weights) > MAX_WEIGHT_BYTES:
         raise ConfigError(
@@ -61,42 +60,6 @@ def ship(run_dir: str | Path, folder: str | Path, about: str) -> Path:
     # Written last: a folder without it is not accepted as a run.
     write_text(folder / directory.CONFIG, _strip_local_path(history.config).to_yaml())
     return folder
-
-
-def check_new_folder(folder: str | Path) -> Path:
-    """Return the absolute path of `folder`. Raises `ConfigError` if it has files, is a file, or cannot be created."""
-    folder = Path(folder).resolve()
-    try:
-        if folder.exists() and any(folder.iterdir()):
-            raise ConfigError(
-                f"{folder}: expected an empty or new folder for the model, got one with files; give another folder"
-            )
-        with tempfile.TemporaryDirectory(dir=next(parent for parent in (folder, *folder.parents) if parent.exists())):
-            pass  # it can be created; `folder` itself is not created before all checks have passed
-    except OSError as error:
-        raise ConfigError(
-            f"{folder}: cannot write the model to this folder ({error.strerror}); give another folder"
-        ) from error
-    return folder
-
-
-def _read_final_evaluation(history: History, step: int) -> dict[str, Any]:
-    """Return the evaluation of the last step. Raises `ConfigError` if the run cannot be packaged."""
-    steps, tokenizer, evaluation = (
-        history.config.train.steps,
-        history.config.data.tokenizer,
-        read_evaluation(history.run_dir),
-    )
-    if not history.is_done or step != steps:
-        raise ConfigError(
-            f"{history.run}: expected a run that is done, got {history.state} with its newest checkpoint at step {step:,} "
-            f"of {steps:,}; continue it with nsa-lab resume {history.run}"
-        )
-    if tokenizer != "byte":
-        raise ConfigError(f"{history.run}: data.tokenizer = {tokenizer} cannot be packaged; use data.tokenizer: byte")
-    if not evaluation or evaluation["step"] != step:
-        raise ConfigError(f"{history.run}: no {EVALUATION} of step {step:,}; run nsa-lab evaluate {history.run}")
-    return evaluation
 
 
 def _strip_local_path(config: RunConfig) -> RunConfig:

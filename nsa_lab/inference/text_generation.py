@@ -11,10 +11,11 @@ import torch
 from nsa_lab.config import RunConfig
 from nsa_lab.data import Tokenizer, load_tokenizer
 from nsa_lab.inference.generate import generate_tokens
-from nsa_lab.inference.load import NoCheckpoint, find_checkpoint, load_model
+from nsa_lab.inference.load import load_model
 from nsa_lab.inference.sampling import Sampling
 from nsa_lab.model import NSATransformer
 from nsa_lab.runs import directory
+from nsa_lab.runs.model_files import NoCheckpoint, find_checkpoint
 
 
 class SpeedMeter:

@@ -35,11 +35,9 @@ def create_run(config: RunConfig, outputs: Path | None = None) -> Path:
     """Create a run directory for `config` under `outputs` (default: the project's) without starting a trainer.
 
     The directory appears complete, with config.yaml, environment.json and status.json, or not at all. Raises `DataError` if
-    the configured data cannot be read.
+    the configured data cannot be read or is too short for one sequence.
     """
-    from nsa_lab.data import check
-
-    check(config.data, to_train=True)
+    check_text(config)
     files = {
         directory.CONFIG: config.to_yaml(),
         directory.ENVIRONMENT: json.dumps({**collect_environment(), "config_hash": config.hash()}, indent=1),
@@ -240,6 +238,17 @@ def _make_environment(gpu: str | None) -> dict[str, Any]:
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     set_openmp_wait_policy(settings)
     return settings if gpu is None else {**settings, "CUDA_VISIBLE_DEVICES": gpu}
+
+
+def check_text(config: RunConfig) -> str | None:
+    """Raise `DataError` if the text cannot be read or tokenized, or is too short for one sequence. Needs no torch.
+
+    Return a note on a text that is split by position, otherwise None.
+    """
+    from nsa_lab.data import check, describe_split
+
+    identity = check(config.data, config.model.vocab_size, config.train.longest_stage.seq_len)
+    return describe_split(identity, config.data.val_fraction)
 
 
 def check_ranks(config: RunConfig, n_ranks: int) -> None:

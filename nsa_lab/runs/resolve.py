@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 from fnmatch import fnmatch
 from glob import glob
 from pathlib import Path
@@ -137,6 +138,12 @@ def find_model(model: str, outputs: Path) -> Path:
         return find_run(model, outputs)
     except RunDirectoryError as error:
         raise RunDirectoryError(f"{error}; {describe_models()}") from None
+
+
+def format_run_argument(run_dir: Path) -> str:
+    """Return what a command needs to find the run: its id, and --outputs if it is not in the default folder."""
+    folder = run_dir.resolve().parent
+    return run_dir.name if folder == get_outputs_dir() else f"{run_dir.name} --outputs {shlex.quote(str(folder))}"
 
 
 def describe_models() -> str:

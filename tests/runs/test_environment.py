@@ -39,7 +39,7 @@ def test_gpus_are_read_from_nvidia_smi(monkeypatch) -> None:
 def test_relative_data_path_is_recorded_unchanged(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text("some text " * 100)
+    (tmp_path / "texts" / "a.txt").write_text("some text " * 10_000)
     run = create_run(RunConfig.from_dict({"name": "x", "data": {"source": "local", "path": "texts"}}), tmp_path / "runs")
     assert "path: texts\n" in (run / "config.yaml").read_text()
 

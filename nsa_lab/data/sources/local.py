@@ -11,13 +11,14 @@ import glob
 import json
 import os
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from nsa_lab.data.errors import DataError
 from nsa_lab.data.paths import list_candidate_paths
 from nsa_lab.data.sources import parquet
-from nsa_lab.data.sources.source import Cursor, Document
+from nsa_lab.data.sources.source import BY_POSITION, Cursor, Document
 
 # (file, text column, first row) -> (row, text) pairs.
 Reader = Callable[[Path, str, int], Iterator[tuple[int, str]]]
@@ -38,6 +39,7 @@ class LocalSource:
             "source": "local",
             "text_column": text_column,
             "files": [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in self._files],
+            **({"split": BY_POSITION} if self._has_single_document() else {}),
         }
 
     def documents(self, cursor: Cursor | None = None) -> Iterator[Document]:
@@ -51,6 +53,15 @@ class LocalSource:
             if is_empty:
                 raise DataError(f"{file}: the file contains no text; remove it or fill it")
             first_row = 0
+
+    def _has_single_document(self) -> bool:
+        if len(self._files) > 1:
+            return False
+        (file,) = self._files
+        if file.suffix.lower() == ".txt":
+            return True
+        texts = (text for _, text in READERS[file.suffix.lower()](file, self._column, 0))
+        return len(list(islice(filter(None, texts), 2))) == 1
 
 
 def find_files(path: str, label: str = "data.path =") -> list[Path]:

@@ -2,6 +2,7 @@
 
 Invariants
 * The documents and their order are a function of `identity`, a JSON mapping.
+* A source with a single document has "split": `BY_POSITION` in its identity. It cannot be split by document.
 * A document carries the cursor of its successor: `documents(cursor)` yields exactly the documents that follow it.
 """
 
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 # JSON; only the source that created it interprets it.
 Cursor = dict[str, Any]
+BY_POSITION = "position"
 
 
 class Document(NamedTuple):

@@ -7,6 +7,7 @@ not ship them, and they contain large generated tables), and so are files genera
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import sysconfig
 from collections.abc import Iterator
@@ -66,11 +67,13 @@ class StdlibSource:
         yield from (topics[name] for name in sorted(topics))
 
     def _find_files(self) -> Iterator[Path]:
-        for path in self._folder.rglob("*.py"):
-            folders = path.relative_to(self._folder).parts[:-1]
-            is_generated = path.name.startswith("_sysconfigdata") or folders == ("pydoc_data",)
-            if not is_generated and not SKIPPED_FOLDERS.intersection(folders):
-                yield path
+        for folder, subfolders, names in os.walk(self._folder):
+            subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]  # not even listed
+            if folder == str(self._folder / "pydoc_data"):
+                continue
+            yield from (
+                Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
+            )
         license_file = self._folder / "LICENSE.txt"
         if license_file.is_file():
             yield license_file

@@ -1,0 +1,84 @@
+"""Checkpoints to load a model from, and folders to write one to: the checks that need no torch."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from nsa_lab.config import BYTE_VOCAB_SIZE, ConfigError, RunConfig, UsageError
+from nsa_lab.runs import checkpoint_files, directory, resolve
+from nsa_lab.runs.evaluation import EVALUATION, read_evaluation
+from nsa_lab.runs.history import History
+
+
+class NoCheckpoint(UsageError, RuntimeError):
+    """A run has no usable checkpoint. The message lists the available ones."""
+
+
+def find_checkpoint(run_dir: str | Path, step: int | None = None) -> Path:
+    """Return the folder of the checkpoint of `step`; default: the newest. Raises `NoCheckpoint`."""
+    folder = checkpoint_files.get_checkpoint_dir(directory.check_run_dir(run_dir))
+    steps = checkpoint_files.list_steps(folder)
+    if not steps:
+        raise NoCheckpoint(f"{folder}: no checkpoint found; train the run, or copy its checkpoints here")
+    if step is not None and step not in steps:
+        raise NoCheckpoint(f"{folder}: no checkpoint of step {step}; available: {', '.join(map(str, steps))}")
+    return checkpoint_files.get_checkpoint_path(folder, steps[-1] if step is None else step)
+
+
+def check_new_folder(folder: str | Path) -> Path:
+    """Return the absolute path of `folder`. Raises `ConfigError` if it has files, is a file, or cannot be created."""
+    folder = Path(folder).resolve()
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            raise ConfigError(
+                f"{folder}: expected an empty or new folder for the model, got one with files; give another folder"
+            )
+        with tempfile.TemporaryDirectory(dir=next(parent for parent in (folder, *folder.parents) if parent.exists())):
+            pass  # it can be created; `folder` itself is not created before all checks have passed
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: cannot write the model to this folder ({error.strerror}); give another folder"
+        ) from error
+    return folder
+
+
+def check_evaluable(run_dir: Path, out: str | Path | None = None, step: int | None = None) -> tuple[RunConfig, Path, Path]:
+    """Return the configuration, checkpoint and output folder of an evaluation; the folder is created if necessary.
+
+    Raises `ConfigError` for a model that is not a byte model and for a bundled model without `out`; `NoCheckpoint`.
+    """
+    config = RunConfig.from_yaml(directory.check_run_dir(run_dir) / directory.CONFIG)
+    if config.data.tokenizer != "byte" or config.model.vocab_size < BYTE_VOCAB_SIZE:
+        raise ConfigError(
+            f"{run_dir.name}: expected a byte model, got data.tokenizer = {config.data.tokenizer}; "
+            "evaluate a run with data.tokenizer: byte"
+        )
+    if out is None and resolve.is_packaged_model(run_dir):
+        raise ConfigError(
+            f"{run_dir.name} is a bundled model, whose evaluation is fixed; give an output folder, for example "
+            f"--out {resolve.get_outputs_dir() / run_dir.name}"
+        )
+    checkpoint, folder = find_checkpoint(run_dir, step), Path(out or run_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot write an evaluation here ({error.strerror}); give another folder") from None
+    return config, checkpoint, folder
+
+
+def read_final_evaluation(history: History, step: int) -> dict[str, Any]:
+    """Return the evaluation of the last step. Raises `ConfigError` with the command to run if it cannot be packaged."""
+    steps, tokenizer = history.config.train.steps, history.config.data.tokenizer
+    evaluation, run = read_evaluation(history.run_dir), resolve.format_run_argument(history.run_dir)
+    if not history.is_done or step != steps:
+        raise ConfigError(
+            f"{history.run}: expected a run that is done, got {history.state} with its newest checkpoint at step {step:,} "
+            f"of {steps:,}; continue it with nsa-lab resume {run}"
+        )
+    if tokenizer != "byte":
+        raise ConfigError(f"{history.run}: data.tokenizer = {tokenizer} cannot be packaged; use data.tokenizer: byte")
+    if not evaluation or evaluation["step"] != step:
+        raise ConfigError(f"{history.run}: no {EVALUATION} of step {step:,}; run nsa-lab evaluate {run}")
+    return evaluation

@@ -1,0 +1,39 @@
+"""Text output in any locale: a character that the stream cannot encode is replaced instead of ending the command."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+import sys
+from typing import Any
+
+ERROR_HANDLER = "nsa_lab.replace"
+REPLACEMENTS = {
+    "–": "-", "—": "-", "−": "-", "…": "...", "±": "+-", "→": "->", "←": "<-", "×": "x", "·": "*", "≤": "<=", "≥": ">=",
+    "≈": "~", "│": "|", "─": "-", "•": "*", "“": '"', "”": '"', "‘": "'", "’": "'", "\N{NO-BREAK SPACE}": " ",
+}  # fmt: skip
+
+
+def allow_any_text() -> None:
+    """Make stdout and stderr accept every text, whatever their encoding."""
+    codecs.register_error(ERROR_HANDLER, _replace)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=ERROR_HANDLER)
+
+
+def dump_json(value: Any) -> str:
+    """Return indented JSON; ASCII only if stdout is not UTF-8, so that no character of it is replaced."""
+    is_utf8 = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().replace("-", "").startswith("utf")
+    return json.dumps(value, indent=1, ensure_ascii=not is_utf8)
+
+
+def _replace(error: UnicodeError) -> tuple[str | bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    character = error.object[error.start]
+    if 0xDC80 <= ord(character) <= 0xDCFF:
+        # Python decodes a byte of a file name or argument that is not valid text to this character.
+        return bytes([ord(character) - 0xDC00]), error.start + 1
+    return REPLACEMENTS.get(character) or character.encode("ascii", "backslashreplace").decode(), error.start + 1
