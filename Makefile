@@ -5,6 +5,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+# The site needs other packages than the library, and no torch.
+DOCS_VENV := .venv-docs
 READY  := $(VENV)/.ready
 PARAMS ?= smoke
 # Notebooks that train are checked by nbval with the parameters of the CI run, in copies of their own.
@@ -27,7 +29,7 @@ COUNT_PACKAGES := { n=0; all=$$(grep -c == requirements.lock); while read -r wor
 LAB_FOLDER ?= $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: wording help run check test nightly static fast-tests slow-tests every-test browser-tests mutants format lint types notebooks check-notebooks nbval nbval-rest lab lock clean
+.PHONY: wording help run check test nightly docs static fast-tests slow-tests every-test browser-tests mutants format lint types notebooks check-notebooks nbval nbval-rest lab lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -69,11 +71,11 @@ mutants: $(READY)  ## Plant faults in the library, one by one; the tests must ca
 
 format: $(READY)
 	@echo "==> ruff format"
-	@$(BIN)/ruff format --check nsa_lab tests notebooks tools
+	@$(BIN)/ruff format --check nsa_lab tests notebooks tools docs/conf.py docs/check_links.py docs/_ext
 
 lint: $(READY)
 	@echo "==> ruff check"
-	@$(BIN)/ruff check nsa_lab tests notebooks tools
+	@$(BIN)/ruff check nsa_lab tests notebooks tools docs/conf.py docs/check_links.py docs/_ext
 
 wording: $(READY)
 	@echo "==> wording"
@@ -95,13 +97,13 @@ nbval-rest: $(READY)
 	@rm -rf $(COPIES)/rest && mkdir -p $(COPIES)/runs $(COPIES)/rest
 	@$(COPY) -f params/ci.yaml -p outputs $(CURDIR)/$(COPIES)/runs -p sample_tokens 40 \
 	  notebooks/05_production_run.ipynb $(COPIES)/rest/05_production_run.ipynb
-	@$(COPY) -p outputs $(CURDIR)/$(COPIES)/runs \
+	@$(COPY) -p outputs $(CURDIR)/$(COPIES)/runs -r run_dir "" -r other_run "" \
 	  -p sample_tokens 40 notebooks/06_health_analysis.ipynb $(COPIES)/rest/06_health_analysis.ipynb
 	@$(COPY) -p steps 10 -p n_sequences 32 \
 	  notebooks/07_does_selection_find.ipynb $(COPIES)/rest/07_does_selection_find.ipynb
 	@$(COPY) -p steps 10 -p max_context 4096 notebooks/08_decoding.ipynb $(COPIES)/rest/08_decoding.ipynb
 	@$(COPY) -p text_bytes 2048 -p n_texts 2 notebooks/09_long_texts.ipynb $(COPIES)/rest/09_long_texts.ipynb
-	$(NBVAL) notebooks/03_kernel_parity.ipynb $(COPIES)/rest/*.ipynb
+	$(NBVAL) notebooks/02_in_practice.ipynb notebooks/03_kernel_parity.ipynb $(COPIES)/rest/*.ipynb
 
 notebooks: $(READY)  ## Execute the notebooks again and store their outputs; STEMS picks some, e.g. STEMS=01_branches
 	@$(BIN)/python notebooks/build.py --execute $(STEMS)
@@ -109,6 +111,14 @@ notebooks: $(READY)  ## Execute the notebooks again and store their outputs; STE
 check-notebooks: $(READY)
 	@echo "==> notebook pairs in step"
 	@$(BIN)/python notebooks/build.py --check
+
+# A fresh build: Sphinx does not repeat the warnings of pages that it read before.
+docs: $(DOCS_VENV)/.ready  ## Build the documentation site into build/site; fails on a warning or a broken link
+	@echo "==> documentation"
+	@rm -rf build/site build/doctrees
+	@$(DOCS_VENV)/bin/python -m sphinx -b html -W --keep-going -q -c docs -d build/doctrees . build/site
+	@$(DOCS_VENV)/bin/python docs/check_links.py build/site
+	@echo "==> open build/site/index.html"
 
 lab: $(READY)  ## Open JupyterLab on the notebooks; LAB holds further options, e.g. LAB=--no-browser
 	@JUPYTER_CONFIG_PATH=$(CURDIR)/notebooks/jupyter JUPYTER_PREFER_ENV_PATH=1 \
@@ -122,7 +132,13 @@ lock: $(READY)  ## Write requirements.lock anew from what pyproject.toml allows 
 	rm -rf $(VENV).lock
 
 clean:  ## Remove .venv and caches; runs in outputs/ stay
-	rm -rf $(VENV) .cache build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS_VENV) .cache build *.egg-info .pytest_cache .ruff_cache
+
+$(DOCS_VENV)/.ready: docs/requirements.txt
+	@echo "==> installing into $(DOCS_VENV) (once)"
+	@test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet -r docs/requirements.txt
+	@touch $@
 
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, and $(PYTHON) is {v[0]}.{v[1]}; try: make PYTHON=python3.12 $(MAKECMDGOALS)")'
