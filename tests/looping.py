@@ -23,9 +23,11 @@ def looped(test: Callable[..., None]) -> Callable[..., None]:
     """Decorate a parametrized test, above its `parametrize` decorators: all cases with the same marks become one test.
 
     Cases with other marks, such as `pytest.param(x, marks=pytest.mark.nightly)`, form another test, so that the cases of a
-    function can be in different tiers. Each case gets a new `monkeypatch` and `tmp_path`; all other fixtures are shared. A
-    case that fails does not stop the loop, and the failure names all such cases. To run a single case, remove this
-    decorator and use `-k`.
+    function can be in different tiers. A case that fails does not stop the loop, and the failure names all such cases. To
+    run a single case, remove this decorator and use `-k`.
+
+    Each case gets a new `monkeypatch`, and a new `tmp_path` if the test has no other fixture. All other fixtures are shared
+    by the cases, so do not use this for a test that changes one of them.
     """
     marks = [mark for mark in test.pytestmark if mark.name == "parametrize"]
     test.pytestmark = [mark for mark in test.pytestmark if mark.name != "parametrize"]
@@ -49,7 +51,7 @@ def looped(test: Callable[..., None]) -> Callable[..., None]:
                 own = dict(fixtures)
                 if "monkeypatch" in own:
                     own["monkeypatch"] = patch
-                if "tmp_path" in own:
+                if "tmp_path" in own and own.keys() <= {"monkeypatch", "tmp_path"}:
                     own["tmp_path"] = own["tmp_path"] / f"case-{number}"
                     own["tmp_path"].mkdir()
                 try:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from looping import looped
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "nsa_lab"
@@ -83,6 +84,7 @@ def get_part(module: str) -> str:
     return module.split(".")[1] if module.count(".") else ""
 
 
+@looped
 @pytest.mark.parametrize("part", MAY_IMPORT)
 def test_imports_point_one_way(part: str) -> None:
     wrong = []
@@ -93,6 +95,7 @@ def test_imports_point_one_way(part: str) -> None:
     assert not wrong
 
 
+@looped
 @pytest.mark.parametrize("reader", READER_PACKAGES)
 def test_readers_of_runs_never_load_the_trainer(reader: str) -> None:
     """Neither directly nor indirectly, nor inside a function."""
@@ -134,6 +137,7 @@ def test_no_two_classes_share_a_name() -> None:
     assert not {name: where for name, where in places.items() if len(where) > 1}
 
 
+@looped
 @pytest.mark.parametrize("package", OPTIONAL_IMPORTS)
 def test_an_optional_package_is_imported_in_one_place(package: str) -> None:
     places = []
@@ -208,6 +212,26 @@ def test_the_mathematics_has_no_state() -> None:
                 if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict | ast.List | ast.Set):
                     names = [t.id for t in node.targets if isinstance(t, ast.Name)]
                     assert all(name.isupper() or name == "__all__" for name in names), f"{path}: {names}"
+
+
+def test_every_folder_of_the_package_is_a_package() -> None:
+    """An installed copy contains only packages."""
+    folders = {path.parent for path in FILES}
+    assert all((folder / "__init__.py").is_file() for folder in folders)
+
+
+def test_no_tolerance_of_attention_or_model_tests_exceeds_a_hundredth() -> None:
+    """Absolute tolerances that are written as numbers."""
+    for path in [*(ROOT / "tests/attention").glob("*.py"), *(ROOT / "tests/model").glob("*.py")]:
+        for node in list_nodes(path):
+            if isinstance(node, ast.keyword) and node.arg == "atol" and isinstance(node.value, ast.Constant):
+                assert node.value.value <= 1e-2, f"{path}:{node.value.lineno}"
+
+
+def test_no_test_is_skipped_by_its_name() -> None:
+    """Skips are markers with a reason at the test; no conftest selects tests."""
+    for path in (ROOT / "tests").rglob("conftest.py"):
+        assert "pytest_collection_modifyitems" not in path.read_text(encoding="utf-8"), path
 
 
 def test_every_notebook_has_its_pair() -> None:

@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from fake_run import write_run
+from looping import looped
 from nbformat.v4 import new_code_cell, new_notebook
 
 from nsa_lab import cli
@@ -99,6 +100,7 @@ def get_notebook_option(command: str, folder: Path) -> list[object]:
     return ["--notebook", write_notebook(folder)] if command == "run" else []
 
 
+@looped
 @pytest.mark.parametrize("command", ["run", "train"])
 @pytest.mark.parametrize(
     ("override", "answer"),
@@ -131,6 +133,7 @@ def make_single_text(folder: Path) -> Path:
 
 
 @pytest.mark.slow
+@looped
 @pytest.mark.parametrize("command", ["run", "train"])
 @pytest.mark.parametrize(
     ("make", "answer"),
@@ -154,6 +157,7 @@ def test_unreadable_text_is_reported_in_one_line_and_writes_nothing(
     assert not (tmp_path / "outputs").exists()
 
 
+@looped
 @pytest.mark.parametrize(
     ("arguments", "answer"),
     [
@@ -182,6 +186,7 @@ def test_export_to_an_unwritable_path_is_reported_in_one_line(run_cli, tmp_path:
         assert result.exit_code == 2 and f"--into {path}: cannot be written" in result.err and result.err.count("\n") == 1
 
 
+@looped
 @pytest.mark.parametrize(
     ("arguments", "answer"),
     [
@@ -209,6 +214,7 @@ def test_stop_rejects_an_invalid_timeout(run_cli, seconds, tmp_path: Path) -> No
     assert result.err.count("\n") == 1 and not result.out
 
 
+@looped
 @pytest.mark.parametrize("speed", ["0", "-5", "nan", "inf"])
 def test_plan_rejects_an_invalid_speed(run_cli, tiny: Path, speed: str) -> None:
     result = run_cli("plan", tiny, "--tokens-per-s", speed)
@@ -405,6 +411,7 @@ def test_report_record_option_is_passed_on(
     assert calls == [((run_dir, page), {"record_only": record_only})]
 
 
+@pytest.mark.slow
 def test_status_follow_and_report_read_a_finished_run(run_cli, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "outputs")
     assert run_dir.name in run_cli("status").out
@@ -436,6 +443,7 @@ def test_model_larger_than_memory_is_rejected_before_it_is_built(run_cli, tiny: 
     assert not list(tiny.parent.glob("outputs/*"))
 
 
+@pytest.mark.slow
 def test_plan_uses_a_reference_speed_only_for_the_same_configuration(run_cli) -> None:
     reference = run_cli("plan", "production_50k")
     assert "measured on one NVIDIA" in reference.out and "unknown" not in reference.out
@@ -507,7 +515,12 @@ def test_sweep_dry_run_and_table(run_cli, rates: Path, tmp_path: Path) -> None:
         pytest.param(
             "train.lr=1e-5", "runtime.backend=flash", "variant slow: backend = 'flash' cannot run", marks=pytest.mark.slow
         ),
-        ("[0, 1]", "[0, 1]\ngpus: [9]", "gpus = [9]: GPU 9 is not available; no run of this sweep uses a GPU here"),
+        pytest.param(
+            "[0, 1]",
+            "[0, 1]\ngpus: [9]",
+            "gpus = [9]: GPU 9 is not available; no run of this sweep uses a GPU here",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_wrong_sweep_is_reported_in_one_line_and_writes_nothing(

@@ -11,6 +11,7 @@ import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from looping import looped
 
 from nsa_lab.config import (
     ConfigError,
@@ -64,6 +65,7 @@ def test_all_unknown_keys_are_named_at_once() -> None:
     assert all(f"runtime.{name}" in message for name in UNKNOWN_SWITCHES)
 
 
+@looped
 @pytest.mark.parametrize(
     ("section", "key", "nearest"),
     [
@@ -82,6 +84,7 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(section: str, key: st
     assert section in message and nearest in message and len(message.splitlines()) == 1
 
 
+@looped
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
@@ -121,6 +124,7 @@ def test_an_invalid_value_names_the_remedy(sections: dict[str, Any], words: list
     assert all(word in message for word in words), message
 
 
+@looped
 @pytest.mark.parametrize("path", PARAMS, ids=lambda path: path.stem)
 def test_every_file_of_params_loads_and_its_model_can_be_built(path: Path) -> None:
     config = RunConfig.from_yaml(path)
@@ -129,6 +133,7 @@ def test_every_file_of_params_loads_and_its_model_can_be_built(path: Path) -> No
         NSATransformer(config.model, device="meta", backend="torch")
 
 
+@looped
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 def test_every_variant_can_be_set_in_yaml(phi: str, gate: str, tmp_path: Path) -> None:
@@ -303,6 +308,7 @@ INVALID_YAML = {
 }
 
 
+@looped
 @pytest.mark.parametrize("text", INVALID_YAML)
 def test_an_invalid_file_raises_with_the_cause_in_one_line(text: str, tmp_path: Path) -> None:
     """Each line of the message is one problem of limited length, without a traceback."""
@@ -315,6 +321,7 @@ def test_an_invalid_file_raises_with_the_cause_in_one_line(text: str, tmp_path: 
     assert max(map(len, message.splitlines())) < 500 + len(str(tmp_path))
 
 
+@looped
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -344,6 +351,7 @@ def test_yaml_parses_common_number_formats_and_leaves_the_rest_as_text(tmp_path:
     assert (config.data.path, config.data.text_column, config.runtime.compile) == ("0100", "1:30", True)
 
 
+@looped
 @pytest.mark.parametrize(
     "text", ["1e-3", "0100", "1:30", "2026-01-31", "yes", "~", "12", "<<", "=", "a: b", "- a", " ", "☕"]
 )
@@ -377,6 +385,12 @@ def test_no_environment_variable_changes_a_configuration(monkeypatch: pytest.Mon
     for name in ("CONFIG", "NSA_PREFILL_BATCHED", "NSA_BATCH_SIZE", "NSA_GRADIENT_CHECKPOINTING"):
         monkeypatch.setenv(name, "1")
     assert RunConfig().hash() == before
+
+
+def test_nothing_that_costs_speed_is_enabled_by_default() -> None:
+    for config in (RunConfig(), RunConfig.from_yaml(Path(__file__).parents[1] / "params/production_50k.yaml")):
+        runtime = config.runtime
+        assert not runtime.gradient_checkpointing and not runtime.deterministic and runtime.backend == "auto"
 
 
 def test_every_key_has_one_meaning() -> None:
@@ -440,6 +454,7 @@ def test_ranks_must_divide_the_steps_of_every_stage() -> None:
         RunConfig.from_dict({"train": {"stages": stages}}).train.check_ranks(2)
 
 
+@looped
 @pytest.mark.parametrize("key", ["steps", "seq_len", "batch_size", "lr"])
 def test_a_stage_needs_its_required_keys(key: str) -> None:
     stage = {"steps": 1, "seq_len": 16, "batch_size": 4, "lr": 1e-3}
@@ -492,6 +507,7 @@ def test_a_dense_model_has_no_selection_loss() -> None:
     assert not RunConfig.from_dict({"model": {"attention": "dense", "selection_loss": 0.1}}).model.has_selection_loss
 
 
+@looped
 @pytest.mark.parametrize(
     ("text", "value"), [("0xFf", 255), ("0b11", 3), ("True", True), ("FALSE", False), ("Off", False), ("yEs", True)]
 )

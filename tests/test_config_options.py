@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 import pydantic
 import pytest
 import torch
+from looping import looped
 
 from nsa_lab.attention import BackendError, resolve_backend
 from nsa_lab.config import ConfigError, RunConfig, list_keys
@@ -105,7 +106,10 @@ def test_exceptions_are_existing_options() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(N_RUNS))
+@looped
+@pytest.mark.parametrize(
+    "number", [n if n in (0, N_RUNS - 1) else pytest.param(n, marks=pytest.mark.nightly) for n in range(N_RUNS)]
+)
 def test_every_option_trains(number: int, builders: Builders, tmp_path: Path) -> None:
     options_of_run, config = make_config(number)
     run_dir = lifecycle.create_run(config, tmp_path)
@@ -133,6 +137,7 @@ def _list_used_values(config: RunConfig) -> dict[str, Any]:
     }
 
 
+@looped
 @pytest.mark.parametrize(("key", "value"), REJECTED, ids=str)
 def test_an_unsupported_option_is_named(key: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -1,4 +1,4 @@
-"""What the pages show works: snippets print what they say, commands and `-p` examples build a configuration, links lead somewhere.
+"""Examples of the pages work: snippets print what they say, commands and `-p` examples are valid, links have a target.
 
 Pages are README.md, the Markdown files of docs/, the notebooks and the help texts of the command line.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import re
 import shlex
 import tomllib
@@ -26,7 +27,12 @@ from nsa_lab.runs import resolve
 ROOT = Path(__file__).parents[1]
 MARKDOWN = sorted(
     path
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("nsa_lab/models/*/*.md"), *ROOT.glob("outputs/*.md")]
+    for path in [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("nsa_lab/models/*/*.md"),
+        *ROOT.glob("outputs/*.md"),
+    ]
     if "log" not in path.relative_to(ROOT).parts
 )
 NOTEBOOKS = sorted(ROOT.glob("notebooks/[0-9]*.py"))
@@ -51,7 +57,9 @@ def list_commands() -> Iterator[tuple[str, list[str], bool]]:
     """(page, words, whether it is a whole line of a code block) of the commands that a page shows."""
     for path in [*MARKDOWN, *NOTEBOOKS]:
         page = read_page(path)
-        lines = [line for language in ("", "bash", "sh") for block in list_blocks(page, language) for line in block.splitlines()]
+        lines = [
+            line for language in ("", "bash", "sh") for block in list_blocks(page, language) for line in block.splitlines()
+        ]
         inline = re.findall(r"`((?:nsa-lab|papermill|make) [^`\n]+)`", page)
         for line, is_whole in [*((line, True) for line in lines), *((line, False) for line in inline)]:
             if line.startswith(("nsa-lab ", "papermill ", "make ")):
@@ -125,13 +133,18 @@ def test_commands_and_overrides_are_valid() -> None:
         if words[0] == "papermill":
             try:
                 problems += [f"{shown}: {problem}" for problem in check_papermill(words)]
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - every problem is listed
                 problems.append(f"{shown}: {error}")
             continue
         group, arguments = root, words[1:]
         while arguments and arguments[0] in getattr(group, "commands", {}):
             group, arguments = group.commands[arguments[0]], arguments[1:]
-        if hasattr(group, "commands") and arguments and not arguments[0].startswith("-") and not is_placeholder(arguments[0]):
+        if (
+            hasattr(group, "commands")
+            and arguments
+            and not arguments[0].startswith("-")
+            and not is_placeholder(arguments[0])
+        ):
             problems.append(f"{shown}: no such command")
             continue
         if words[1:] == ["--version"]:
@@ -141,10 +154,15 @@ def test_commands_and_overrides_are_valid() -> None:
         try:
             if not hasattr(group, "commands"):
                 group.make_context(group.name, list(arguments))
-            if len(words) > 2 and words[1] in PRESET_COMMANDS and not words[2].startswith("-") and not is_placeholder(words[2]):
+            if (
+                len(words) > 2
+                and words[1] in PRESET_COMMANDS
+                and not words[2].startswith("-")
+                and not is_placeholder(words[2])
+            ):
                 resolve.load_config(words[2], [o.replace("=FOLDER", "=.") for o in list_overrides(words)])
                 built += 1
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - every problem is listed
             # Running text names commands without their arguments.
             if is_whole or "No such option" in str(error):
                 problems.append(f"{shown}: {error}")
@@ -156,12 +174,16 @@ def check_papermill(words: list[str]) -> list[str]:
     """Problems of a papermill command line: its notebook, its parameter files, its parameters."""
     notebooks = [word for word in words if word.startswith("notebooks/")]
     problems = [f"{name}: no such file" for name in notebooks if not (ROOT / name).exists()]
-    for option, value in zip(words, words[1:], strict=False):
+    for option, value in itertools.pairwise(words):
         if option == "-f" and not is_placeholder(value):
             RunConfig.from_yaml(ROOT / value) if (ROOT / value).exists() else problems.append(f"{value}: no such file")
         if option == "-y":
             settings = yaml.safe_load(value)
-            flat = [f"{section}.{key}={yaml.safe_dump(v).splitlines()[0]}" for section, keys in settings.items() for key, v in keys.items()]
+            flat = [
+                f"{section}.{key}={yaml.safe_dump(v).splitlines()[0]}"
+                for section, keys in settings.items()
+                for key, v in keys.items()
+            ]
             resolve.load_config("smoke", flat)
     return problems
 
@@ -183,7 +205,9 @@ def test_examples_of_the_help_texts_build_a_configuration() -> None:
 @functools.cache
 def list_anchors(path: Path) -> set[str]:
     """The anchors of the headings of a Markdown file, as a forge makes them."""
-    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", read_page(path), flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```", "", read_page(path), flags=re.MULTILINE | re.DOTALL), re.MULTILINE
+    )
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 

@@ -13,6 +13,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from looping import looped
 
 import nsa_lab
 from nsa_lab.config.optional_deps import EXTRA_BY_MODULE, MissingPackage, require
@@ -98,6 +99,7 @@ def test_the_exports_equal_the_contract() -> None:
         nsa_lab.nsa_atention  # noqa: B018
 
 
+@looped
 @pytest.mark.parametrize("name", nsa_lab.__all__)
 def test_every_export_can_be_imported(name: str) -> None:
     found = getattr(nsa_lab, name)

@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = ROOT / "tools" / "wording.json"
 PLACES = ("nsa_lab", "README.md", "notebooks", "docs", "tests", "tools")
-SKIPPED = {"__pycache__", "log", "records", "ledger.md"}
+SKIPPED = {"__pycache__", "log", "records"}
 
 # rule -> (pattern, the texts that it applies to: the first line of a docstring or comment, any text, Markdown only)
 RULES = {

@@ -12,6 +12,7 @@ from kernel_sources import TREES
 from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.launch_table import MAX_TIMED_WIDTH, Tile
 from nsa_lab.attention.kernels.launch_utils import padded_width
+from nsa_lab.attention.kernels.selected import launch as selected
 
 CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -133,6 +134,22 @@ def test_decoding_splits_keys_within_its_limits() -> None:
         tile = launch_table.linear_tile(dtype, rows, columns, depth)
         assert all(size == padded_width(size) for size in tile[:4]) and tile.warps <= 8
         assert tile.rows <= launch_table.MAX_LINEAR_ROWS and tile.rows * tile.chunk <= 4096
+
+
+def test_the_only_length_threshold_is_that_of_the_selected_branch() -> None:
+    """The measurements of both strategies are in docs/log/kernels.md."""
+    longest = selected.UNION_TOKENS
+    strategies = [selected.get_forward_strategy(T, 64) for T in (1, longest, longest + 1, 16 * longest)]
+    assert strategies == ["union", "union", "gather", "gather"]
+    thresholds = {
+        (path.name, target.id)
+        for path, tree in TREES.items()
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id.endswith("_TOKENS")
+    }
+    assert thresholds == {("launch.py", "UNION_TOKENS"), ("launch_table.py", "MAX_PDL_TOKENS")}
 
 
 def test_launches_take_all_constants_from_the_table() -> None:

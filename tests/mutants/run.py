@@ -2,13 +2,15 @@
 
 A mutant is a piece of source text and its replacement. Each runs in a forked process that imports the changed module, until
 the first test fails. Prints a line per mutant, `caught by <test>` or `SURVIVED`. The exit status is 1 if a mutant survives, if
-one does not apply to the source any more, or if the unchanged library fails.
+one does not apply to the source any more, or if the unchanged library fails. A mutant of tier "test" must be caught without
+the tests that only `make nightly` runs.
 
-    --check    only report the mutants whose text does not occur exactly once in its module; runs no test
+    --check    only report the mutants whose text does not occur exactly once in its module, and missing tests; runs no test
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -93,8 +95,8 @@ def source(module: str) -> Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
-def run_tests(files: list[str]) -> _FirstFailure:
-    """Run them in this process, file by file, until a test fails."""
+def run_tests(files: list[str], tier: str = "test") -> _FirstFailure:
+    """Run the tests of this tier in this process, file by file, until one fails."""
     import looping
     import pytest
 
@@ -117,13 +119,15 @@ def run_tests(files: list[str]) -> _FirstFailure:
         "no:nbval",
         "--hypothesis-profile=mutants",
     ]
+    if tier == "test":
+        options += ["-m", "not nightly"]
     for file in files:
         # Folders of its own: pytest numbers those of all processes, and warns where one gets in the way of another.
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), TemporaryDirectory() as folder:
             code = pytest.main([*options, f"--basetemp={folder}/tests", str(ROOT / file)], plugins=[first])
         if first.name or first.broken:
             break
-        if code != 0:
+        if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             first.broken = f"pytest ended with {code!r} on {file}"
             break
     return first
@@ -136,7 +140,7 @@ def try_mutant(mutant: Mutant) -> tuple[bool, str]:
     if text.count(mutant.old) != 1:
         return False, f"DOES NOT APPLY: its text occurs {text.count(mutant.old)} times in {path.name}"
     sys.meta_path.insert(0, _Finder(f"nsa_lab.{mutant.module}", path, text.replace(mutant.old, mutant.new)))
-    first = run_tests(SUITES[mutant.module])
+    first = run_tests(SUITES[mutant.module], mutant.tier)
     if first.broken:
         return False, f"BROKEN: {first.broken}"
     return (True, f"caught by {first.name}") if first.name else (False, "SURVIVED")
@@ -164,11 +168,28 @@ def list_stale() -> list[str]:
     return stale
 
 
+def list_missing_tests() -> list[str]:
+    """Names of files and tests in suites.py that do not exist."""
+    missing = []
+    for name in sorted({name for names in SUITES.values() for name in names}):
+        file, _, test = name.partition("::")
+        path = ROOT / file
+        tree = ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else ast.Module([], [])
+        functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        if not path.is_file() or (test and test.split("[")[0] not in functions):
+            missing.append(name)
+    return missing
+
+
 def main(words: list[str]) -> int:
     if words == ["--check"]:
-        stale = list_stale()
-        print("\n".join([*stale, f"{len(MUTANTS)} mutants, {len(stale)} do not apply"]))
-        return 1 if stale else 0
+        stale, missing = list_stale(), list_missing_tests()
+        print(
+            "\n".join(
+                [*stale, *missing, f"{len(MUTANTS)} mutants, {len(stale)} do not apply, {len(missing)} tests missing"]
+            )
+        )
+        return 1 if stale or missing else 0
     import_slow_packages()
     started = time.monotonic()
     chosen = [m for m in MUTANTS if not words or any(word in f"{m.module} {m.name}" for word in words)]
