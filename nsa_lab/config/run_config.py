@@ -17,9 +17,10 @@ from nsa_lab.config.train_config import RuntimeConfig, StageConfig, TrainConfig
 
 
 class RunConfig(Section):
-    """Configuration of a run: five sections and a name (default: the stem of its file in params/)."""
+    """Configuration of a run: five sections, a name (default: the stem of its file in params/) and a description."""
 
     name: str = Field(default="run", max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    description: str = Field(default="", max_length=500, description="purpose of the run in a sentence, for its report")
     model: ModelConfig = ModelConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     train: TrainConfig = TrainConfig()
@@ -113,6 +114,7 @@ class RunConfig(Section):
             sections["train"]["stages"] = [_drop_defaults(stage, DEFAULTS_OF_ADDED_KEYS["train"]) for stage in stages]
         return {
             "name": sections["name"],
+            **({"description": self.description} if self.description else {}),
             "model": sections["model"],
             "nsa": nsa,
             **{key: sections[key] for key in ("runtime", "train", "data")},
@@ -124,8 +126,9 @@ class RunConfig(Section):
         return yaml_text.dump(self.to_dict())
 
     def hash(self) -> str:
-        """Return 16 hex digits that depend on every written value: equal configurations have equal hashes."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+        """Return 16 hex digits that depend on every written value but the description: equal runs have equal hashes."""
+        values = {key: value for key, value in self.to_dict().items() if key != "description"}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 KNOWN_KEYS += list_keys(RunConfig)
