@@ -61,8 +61,8 @@ from nsa_lab.workbook.query_attention import compute_reads
 # %% [markdown]
 # ## 1 · Why sparse attention: three numbers
 #
-# For each new token, dense attention compares a *query* (what the token looks for) with the *keys* of all previous tokens
-# (what each of them offers), and returns a weighted mean of their *values*. This costs twice:
+# For each new token, dense attention compares a *query* with the *keys* of all previous tokens, and returns a mean of their
+# *values*, in which tokens with a matching key have more weight. This costs twice:
 #
 # 1. **Comparisons.** Each token is compared with all tokens before it. The total grows with the square of the length: a
 #    text twice as long needs four times the work.
@@ -699,7 +699,7 @@ check_equal("selected branch", out_sel, library[0])
 # %% [markdown]
 # ### Predict 4
 #
-# How many keys does query 57 read in the selected branch ($l_{sel} = 8$, $n_{sel} = 4$)? Does the number depend on
+# Count the keys that query 57 reads in the selected branch ($l_{sel} = 8$, $n_{sel} = 4$). Does the number depend on
 # *which* blocks are selected?
 
 # %%
@@ -962,6 +962,6 @@ for T_here, nsa in ((1, toy), (7, toy), (64, toy), (203, toy), (1100, default_ns
 # * The 40 lines build full $T \times T$ matrices and are slow. Fast kernels never build them, and tests compare the
 #   kernels with code like this.
 #
-# **What is next.** [02_in_practice](02_in_practice.ipynb) applies this layer to documents and real text, and teaches the
+# **Next.** [02_in_practice](02_in_practice.ipynb) applies this layer to documents and real text, and teaches the
 # selection with its own loss. [03_kernel_parity](03_kernel_parity.ipynb) compares every fast implementation with the
 # definition.

@@ -144,8 +144,8 @@ show_figure(figures.plot_importance(text_importance[0, :, 1], text_blocks[0, :, 
 # scores as high.
 #
 # Training does not correct this. Block selection is not differentiable, so the compressed keys get a gradient only from
-# the output of the compressed branch. The effect is measurable. We trained two models on text with inserted facts that
-# are asked for later. The *dense baseline* has the same architecture, data and number of training steps, with dense
+# the output of the compressed branch. The effect is measurable. We trained two models on text with inserted facts and
+# later questions for them. The *dense baseline* has the same architecture, data and number of training steps, with dense
 # attention:
 #
 # | model | facts retrieved |
@@ -224,7 +224,7 @@ print("same blocks as the layer:", torch.equal(select_by_importance(importance, 
 # * Each of the last 1,024 queries has one target token far in the past. The query is that token's key times four.
 # * One selected block is free (not forced). Between 14 and 29 blocks of 64 tokens compete for it.
 #
-# How often is the correct block selected if an index key covers 32 tokens, 8 tokens, or 1 token?
+# In which share of the queries is the correct block selected if an index key covers 32 tokens, 8 tokens, or 1 token?
 
 # %%
 torch.manual_seed(5)
@@ -408,6 +408,6 @@ explore_query(
 #   only.
 # * Selection can only find tokens that some head attends to. Heads that copy from the first step provide the target.
 #
-# **What is next.** [03_kernel_parity](03_kernel_parity.ipynb) compares every fast implementation with the definition.
+# **Next.** [03_kernel_parity](03_kernel_parity.ipynb) compares every fast implementation with the definition.
 # [04_smoke_training](04_smoke_training.ipynb) trains a model. [07_does_selection_find](07_does_selection_find.ipynb)
 # measures on tiny models how much each part contributes.

@@ -19,14 +19,27 @@
 #
 # This notebook trains a small NSA model on real text, byte by byte. The text is the source code and documentation that
 # come with Python (`data.source: stdlib`); for your own texts use `data.source: local` with a `data.path`. An untrained
-# model needs 8 bits per byte, and the validation loss falls from there. Training takes a few minutes on two CPU cores.
+# model needs 8 bits per byte, and the validation loss falls from there.
+#
+# **What you will learn**
+#
+# * how to start, watch, stop and resume a run,
+# * how to read the curves of a run: loss, gradient norm, gates, selection, throughput,
+# * what the health checks of a run tell you.
+#
+# **Prerequisites.** Notebook 01 for the branches. You need no GPU.
+#
+# **Time.** 15 minutes to read. Training takes a few minutes on two CPU cores.
 #
 # The trainer is a separate process. This notebook starts it and reads its event file. You can restart the kernel or
 # close the page without stopping the run. If you run the notebook again, it attaches to the run, resumes it, or shows
 # the finished run.
 #
 # You can change the values of `params/smoke.yaml` in the next cell, or from the command line:
-# `papermill notebooks/04_smoke_training.ipynb out.ipynb -y '{train: {steps: 50}}'`.
+# `papermill notebooks/04_smoke_training.ipynb out.ipynb -y '{train: {steps: 100}}'`.
+
+# %%
+# %load_ext nsa_lab.workbook
 
 # %% tags=["parameters"]
 name: str = "smoke"  # base configuration, params/NAME.yaml
@@ -186,5 +199,11 @@ training.print_verdict()
 training.print_configuration()
 
 # %% [markdown]
-# **Next:** `05_production_run` is the same code with `params/production_50k.yaml`. `06_health_analysis` examines any
-# run in more detail.
+# **What to take away**
+#
+# * Training runs in its own process. The notebook only reads its record, so closing the page never stops a run.
+# * A falling loss shows that the model learns. It does not show that the selection finds facts; notebook 07 does.
+# * Every curve and check above comes from files in the run's directory, which can be copied to another machine.
+#
+# **Next.** [05_production_run](05_production_run.ipynb) is the same code with `params/production_50k.yaml`.
+# [06_health_analysis](06_health_analysis.ipynb) examines any run in more detail.

@@ -18,12 +18,30 @@
 # # The production run
 #
 # This notebook trains a model of 78 million parameters for 50,000 optimizer steps of 4 × 2,048 bytes. It has the same
-# code as `04_smoke_training`, with `params/production_50k.yaml`. It needs a CUDA device and takes less than an hour on
-# a recent one. With `-f params/ci.yaml` the same notebook runs 20 steps on a CPU in seconds.
+# code as [04_smoke_training](04_smoke_training.ipynb), with `params/production_50k.yaml`.
+#
+# The outputs in the repository show the recorded run `production_50k-20261121T141448Z-afd3`, which was trained on one H200
+# in November 2026 and killed once on purpose. They were made from its record, without training and without its weights
+# (`run_dir = "production_50k-20261121"`). [Its page](../docs/science/production_50k.md) compares it with dense
+# attention.
+#
+# **What you will learn**
+#
+# * what a healthy run of 50,000 steps looks like, including one that was killed and resumed,
+# * how layers divide the work among the three branches,
+# * how to start such a run yourself.
+#
+# **Prerequisites.** Notebook 04. To train: a CUDA device.
+#
+# **Time.** 10 minutes to read. Training takes 18 minutes on an H200. With `-f params/ci.yaml` the same notebook runs 20
+# steps on a CPU in seconds.
 #
 # The trainer is a separate process, so you can close or restart this notebook at any time. If you run it again, it
 # attaches to the run, resumes it, or shows the finished run. The commands are `nsa-lab run production_50k`,
 # `nsa-lab follow`, `nsa-lab stop` and `nsa-lab resume`.
+
+# %%
+# %load_ext nsa_lab.workbook
 
 # %% tags=["parameters"]
 name: str = "production_50k"  # base configuration, params/NAME.yaml
@@ -184,4 +202,11 @@ training.print_verdict()
 training.print_configuration()
 
 # %% [markdown]
-# **Next:** `06_health_analysis` compares runs and shows where selection looks.
+# **What to take away**
+#
+# * The run is stable: the gradient norm is constant after the warm-up, and the resumed part continues the curve exactly.
+# * Layers specialize. The shares of the branches differ between layers and stay that way.
+# * Passing every check does not mean that the model finds facts. This one finds none far back: its selection was not
+#   trained for it.
+#
+# **Next.** [06_health_analysis](06_health_analysis.ipynb) compares this run with its dense baseline.

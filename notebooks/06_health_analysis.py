@@ -24,16 +24,29 @@
 # a function of `nsa_lab.figures`, and every check a function of `nsa_lab.health`. `nsa-lab health RUN` prints the same
 # checks. `?` means that the run has not recorded the number.
 #
-# Without `run_dir`, the notebook shows the latest finished run. To compare NSA with its dense baseline, use the
-# recorded runs in the repository: set `run_dir` to `production_50k-20261121` and `other_run` to
-# `production_50k_dense-20261121`.
+# The outputs in the repository compare the recorded production run of notebook 05 with its dense baseline: the same model,
+# data and steps, with dense attention. For your own run, set `run_dir` to its id or to `""` (the latest finished run), and
+# `other_run` to `""`.
+#
+# **What you will learn**
+#
+# * how to see whether a run learned, was stable, and uses its branches,
+# * how to compare two runs without mistaking noise for a difference,
+# * three numbers that can be derived, and the bugs behind logs that show others.
+#
+# **Prerequisites.** Notebooks 01 and 04.
+#
+# **Time.** 20 minutes to read. The notebook runs in half a minute on two CPU cores.
 #
 # The records name the branches `cmp` (compressed: an overview of the whole past), `sel` (selected: a few blocks in full
 # detail) and `win` (window: the latest tokens).
 
+# %%
+# %load_ext nsa_lab.workbook
+
 # %% tags=["parameters"]
-run_dir: str = ""  # run directory, by path, id or first characters of the id; empty: the latest finished run
-other_run: str = ""  # a second run to compare with the first, for example its dense baseline
+run_dir: str = "production_50k-20261121"  # run directory, by path, id or start of the id; empty: the latest finished run
+other_run: str = "production_50k_dense-20261121"  # a second run to compare with the first; empty: none
 layer: int = 0  # initial layer of the explorer
 group: int = 0  # initial head group of the explorer
 planned_tokens_per_s: float = 0.0  # planned throughput; 0: what preflight measured, or the configured minimum
@@ -60,9 +73,9 @@ notebook.print_answers(history)
 Markdown(notebook.format_facts_table(history))
 
 # %% [markdown]
-# # One run
+# ## One run
 #
-# ## Learning
+# ### Learning
 #
 # The loss is in bits per byte, which is loss / ln 2 for bytes. A model that predicts all bytes equally has 8.
 # Compression programs such as zip or xz reach 2 to 3 on such text. *What to notice:* compare held-out text (dashed)
@@ -82,7 +95,7 @@ print(samples.sample_run(history.run_dir, prompt, sample_tokens))
 print(samples.check_decoding(history.run_dir))
 
 # %% [markdown]
-# ## Stability
+# ### Stability
 #
 # *What to notice:* the gradient norm (before clipping) becomes stable. Single spikes are unusual batches, and clipping
 # limits their effect. A norm that keeps growing is a sign of divergence.
@@ -119,7 +132,7 @@ for run in runs:
 print(plan_vs_actual.compare_plan_with_run(history, planned_tokens_per_s or None))
 
 # %% [markdown]
-# ## Branches
+# ### Branches
 #
 # Gates weight the three branches, separately for every query and head. *What to notice:* the shares leave one third
 # (dotted). If the entropy stays at ln 3 = 1.0986, the gate has not learned. If it is near 0, the layer has lost two
@@ -135,7 +148,7 @@ else:
     print("a dense model has no gates")
 
 # %% [markdown]
-# ## Selection
+# ### Selection
 #
 # First, four statistics of the selection; dotted lines are the values for random selection:
 #
@@ -170,9 +183,9 @@ else:
     print("a dense model selects no blocks")
 
 # %% [markdown]
-# # Two runs
+# ## Two runs
 #
-# ## Comparison with the dense baseline
+# ### Comparison with the dense baseline
 #
 # The dense baseline has the same training as NSA in everything but attention. Its MLP is wider, so that both models
 # have the same number of parameters (`nsa-lab plan NAME --twin`). The check passes if NSA is within 1% of the
@@ -213,9 +226,9 @@ for run in runs[1:]:
     notebook.print_verdicts(run)
 
 # %% [markdown]
-# # Many runs
+# ## Many runs
 #
-# ## Explorer
+# ### Explorer
 #
 # Select runs, a figure, a layer, a head group and a step. The selected runs determine the layers and steps. In a
 # headless run, the notebook shows the gates and the selection of one layer. The same figures are functions of
@@ -235,7 +248,7 @@ run_explorer.explore_runs(runs, notebook.list_other_runs(runs, outputs), layer=l
 # **Gate entropy 1.098.** Three equal gates have the entropy $\ln 3 = 1.0986$. The same value at every logged step means
 # that the gate never changed: it did not learn.
 #
-# **721 selected keys per query.** At $T = 2{,}048$ the mean must be 752.5 for any selection (notebook 01, section 9).
+# **721 selected keys per query.** At $T = 2{,}048$ the mean must be 752.5 for any selection (notebook 01, section 10).
 # The value 721.0 results if a block is a candidate only once it is *complete*. The query's own block is forced, then
 # found invalid, and its place stays empty. A query then reads 15 earlier blocks and never its own, except at one
 # position in 64, where its block is complete. `tests/attention/test_block_arithmetic.py` derives these numbers.
@@ -247,5 +260,10 @@ run_explorer.explore_runs(runs, notebook.list_other_runs(runs, outputs), layer=l
 #
 # A statistic that can be derived exactly does not measure the model. It identifies the code.
 #
-# **Next:** a run may pass every check and still find no facts. `07_does_selection_find` asks a model for facts in its
-# input.
+# **What to take away**
+#
+# * A check has a number, a limit and a reason. It can fail, and it is marked `?` if the record has no answer.
+# * Two runs are compared on the same batches and the same held-out text. One seed of each is weak evidence.
+# * A run may pass every check and still find no facts in its input.
+#
+# **Next.** [07_does_selection_find](07_does_selection_find.ipynb) asks a model for facts in its input.

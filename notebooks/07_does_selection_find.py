@@ -21,12 +21,25 @@
 # has no gradient: training never corrects a wrong selection directly. A model can train without errors, lower its loss,
 # and still miss a fact in its own input. This happened with 78.6 M parameters ([docs/science/retrieval.md][1]).
 #
-# This notebook studies the question on a CPU in a few minutes. Four tiny models learn a recall task. Then their block
-# selection is replaced by other selections, which shows how much it contributes. The text explains how to read the
-# numbers, and the numbers are computed now. [docs/science/tiny_recall.md][2] has the results of longer runs.
+# This notebook studies the question with four tiny models that learn a recall task. Then their block selection is
+# replaced by other selections, which shows how much it contributes. The numbers are computed now.
+# [docs/science/tiny_recall.md][2] has the results of longer runs.
+#
+# **What you will learn**
+#
+# * why a model that is trained to copy may fail: it has not learned to copy, or it does not read the right block,
+# * how to tell the two apart by replacing the selection (*ablations*),
+# * how the training recipe of notebook 02 changes both.
+#
+# **Prerequisites.** Notebooks 01 and 02.
+#
+# **Time.** 25 minutes to read. The notebook runs in a few minutes on two CPU cores.
 #
 # [1]: ../docs/science/retrieval.md
 # [2]: ../docs/science/tiny_recall.md
+
+# %%
+# %load_ext nsa_lab.workbook
 
 # %% tags=["parameters"]
 steps: int = 300  # optimizer steps of each model; the learning rate decays to 0
@@ -100,7 +113,13 @@ for name, changes in kinds.items():
     start = time.monotonic()
     models[name], curves[name] = build_tiny_model(task, seed=seed, **changes), []
     for point in train_tiny_model(
-        models[name], task, steps=steps, seed=seed, eval_every=max(steps // 10, 1), n_eval_sequences=n_sequences
+        models[name],
+        task,
+        steps=steps,
+        seed=seed,
+        eval_every=max(steps // 10, 1),
+        eval_also=(0, 2, 5, 10, 15, 20),
+        n_eval_sequences=n_sequences,
     ):
         curves[name].append((point.step, point.accuracy))
     models[name].eval()
@@ -111,9 +130,26 @@ for name, changes in kinds.items():
 show_figure(figures.plot_recall_accuracy(curves, chance=1 / task.n_symbols))
 
 # %% [markdown]
-# Two problems slow down learning this task. If a curve stays near zero, the model has not learned to *copy*: to find
-# the earlier occurrence of a key and read the value after it. If a curve rises and then stays flat, the model copies
-# from the blocks that it reads but does not *read* the right block. The next section distinguishes the two.
+# **What to notice.** The step axis is logarithmic from 10 on, to show the first steps. All models start at chance, one of
+# 16 values. The two with induction-initialized heads leave it within the first tens of steps. The other two stay there
+# longer, or for the whole run.
+#
+# **Why plain dense attention fails here.** It reads everything, and yet it stays near chance. To answer, it must *copy*:
+# find the earlier occurrence of a key and read the value after it. This takes two heads. One, in the first layer, must
+# write into each token which token precedes it. The other, in the second layer, must look there for the key of the
+# question. Neither lowers the loss without the other, so the gradient hardly points to them. The ability appears suddenly,
+# after much training: in our dense run with 78.6 M parameters after 45 million bytes. This notebook trains on 0.6 million
+# tokens, and with 700 steps the result is the same ([tiny_recall][2]). The cause is the start, not the capacity: the same
+# dense model with induction-initialized heads (*dense, same start*) answers every question after some tens of steps.
+# A comparison of NSA with plain dense attention only would therefore be unfair. *Dense, same start* is the right one.
+#
+# **Why NSA without the recipe gets further than plain dense attention.** Its compressed keys are means of 8 tokens, four
+# keys with their values. A query that matches such a mean also reads a mean of the four values, without a second head. It
+# is a shortcut that narrows the answer down to a few values, and it stays at that. The ablations below show it: without
+# the compressed branch, this model is near chance.
+#
+# In general, if a curve stays near chance, the model has not learned to copy. If it rises and then stays flat, the model
+# copies from the blocks that it reads but does not *read* the right block. The next section distinguishes the two.
 #
 # ## Benefit of the selection
 #
@@ -142,6 +178,14 @@ for name, by_ablation in accuracies.items():
 show_figure(figures.plot_ablation_accuracy(accuracies, list(kinds)))
 
 # %% [markdown]
+# **What to notice.**
+#
+# * **NSA avg**: all selections give the same accuracy, and the selected branch can be disabled at little cost. Its
+#   selection contributes nothing. Without the compressed branch (`no_cmp`) it falls to near chance: the answers come
+#   from the means.
+# * **NSA, recipe**: with random or nearest blocks it loses half of its answers or more, and without the selected branch
+#   (`no_sel`) most of them. Its own blocks are as good as the oracle's. The selection finds the answers.
+#
 # The same question without answers. The oracle's blocks hold a certain attention mass beyond the forced blocks. What
 # fraction of this mass do the selected blocks hold, by layer? (0 is the minimum, 1 is the oracle.)
 
@@ -195,7 +239,7 @@ explore_query(layers, shipped.config.nsa, query, group, layer=layer, answer=fact
 #
 # These models were trained on 90 M bytes of real text with inserted facts, on one H200, at lengths of 2,048, then
 # 8,192, then 32,768 bytes. The table shows the facts found in 32,768 bytes and the loss on held-out text in bits per
-# byte. Each row is one run, taken from [docs/science/retrieval.md][1] and its [log][2], which has all rows and their
+# byte. Each row is one run, taken from [docs/science/retrieval.md][1] and its [log][3], which has all rows and their
 # training data. None of it is computed here.
 #
 # | model | facts found in 32,768 bytes | text, bits per byte |
@@ -226,6 +270,12 @@ explore_query(layers, shipped.config.nsa, query, group, layer=layer, answer=fact
 # * **Few tokens per index key.** The mean over many tokens hides the one token that a query needs. The tiny models
 #   above show the same.
 #
+# **What to take away**
+#
+# * A model must first copy, then read the right block. A low loss proves neither.
+# * Replacing the selected blocks by random ones is the test. If the answers stay, the selection contributes nothing.
+# * Compare sparse attention with a dense model of the same start, or you measure the start.
+#
 # ## Exercises
 #
 # Remove one part from **NSA, recipe** in the cell that defines `kinds`. Before you run the notebook from there, predict
@@ -235,10 +285,9 @@ explore_query(layers, shipped.config.nsa, query, group, layer=layer, answer=fact
 # * `indexer_block` and `selection_loss`: what selects the blocks then, and how will `oracle` compare with `chosen`?
 # * `indexer_block: 8` instead of 2: four key-value pairs share an index key. Will the model still find the right block?
 #
-# [tiny_recall][3] has the results of such changes, each over two or three seeds.
+# [tiny_recall][2] has the results of such changes, each over two or three seeds.
 #
-# **Next:** `08_decoding` shows what selection saves during generation. `09_long_texts` evaluates large trained models.
+# **Next.** [08_decoding](08_decoding.ipynb) shows what selection saves during generation.
+# [09_long_texts](09_long_texts.ipynb) evaluates large trained models.
 #
-# [1]: ../docs/science/retrieval.md
-# [2]: ../docs/science/retrieval_log.md
-# [3]: ../docs/science/tiny_recall.md
+# [3]: ../docs/log/retrieval.md

@@ -42,7 +42,7 @@ NEW_RUNS = "NEW_RUNS"
 PARAMETERS: dict[str, dict[str, Any]] = {
     "00_start_here": {"outputs": NEW_RUNS},
     "04_smoke_training": {"outputs": NEW_RUNS},
-    # Training needs a GPU. The outputs are those of the recorded run.
+    # Training needs a GPU. The outputs show the recorded run.
     "05_production_run": {"run_dir": "production_50k-20261121"},
 }
 # Pictures of other pages: file in docs/pictures, and the notebook and start of the alt text of the figure.

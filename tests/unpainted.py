@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from nsa_lab import report
-from nsa_lab.report import header
+from nsa_lab.report import header, record_notebook
 
 PIXEL = (
     b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\x00\x00\x00\x01\x00\x00\x00\x01\x08\x06\x00\x00\x00\x1f\x15\xc4\x89\x00\x00\x00\rIDATx"
@@ -19,6 +19,6 @@ PIXEL = (
 @contextlib.contextmanager
 def unpainted() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (report, header):
+        for module in (report, header, record_notebook):
             patch.setattr(module, "render_png", lambda figure: PIXEL)
         yield

@@ -1,7 +1,7 @@
 """A recall task that a CPU can learn: key/value pairs, and each key again later, to be answered by its value.
 
-    model = tiny_model(rotary_share=0.5)                          # NSA; attention="dense" for the dense baseline
-    for point in learn(model, steps=700):
+    model = build_tiny_model(rotary_share=0.5)                    # NSA; attention="dense" for the dense baseline
+    for point in train_tiny_model(model, steps=700):
         print(point.step, point.accuracy)
 
 Block selection matters at these sizes: a query selects 4 of 8 blocks, 3 of them forced, and most answers to the last
@@ -10,7 +10,7 @@ questions are in the other blocks, outside the window. Results: docs/science/tin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,10 +107,12 @@ def train_tiny_model(
     lr: float = 4e-3,
     seed: int = 0,
     eval_every: int = 100,
+    eval_also: Collection[int] = (),
     n_eval_sequences: int = 256,
 ) -> Iterator[EvalPoint]:
     """Train `model` on the answers of `task`, with the selection loss, and yield an `EvalPoint` every `eval_every` steps.
 
+    eval_also: further steps after which to evaluate; 0 is the untrained model.
     n_eval_sequences: number of evaluation sequences, the same at each evaluation.
     Uses AdamW with cosine decay from `lr` to 0 and gradient clipping at 1. The sequences of a seed are the same for all
     models.
@@ -119,6 +121,14 @@ def train_tiny_model(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     eval_tokens, eval_positions = task.make_batch(0, n_eval_sequences, seed, EVAL_STREAM)
     far_positions = eval_positions[:, -task.n_far :]
+
+    def evaluate(step: int) -> EvalPoint:
+        model.eval()
+        is_correct, losses, _ = score_teacher_forced(model, eval_tokens, far_positions)
+        return EvalPoint(step, is_correct.float().mean().item(), losses.mean().item())
+
+    if 0 in eval_also:
+        yield evaluate(0)
     for step in range(steps):
         model.train()
         tokens, answer_positions = task.make_batch(step, batch_size, seed)
@@ -128,10 +138,8 @@ def train_tiny_model(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if (step + 1) % eval_every == 0:
-            model.eval()
-            is_correct, losses, _ = score_teacher_forced(model, eval_tokens, far_positions)
-            yield EvalPoint(step + 1, is_correct.float().mean().item(), losses.mean().item())
+        if (step + 1) % eval_every == 0 or step + 1 in eval_also:
+            yield evaluate(step + 1)
 
 
 def _compute_answer_loss(model: NSATransformer, tokens: Tensor, answer_positions: Tensor) -> Tensor:

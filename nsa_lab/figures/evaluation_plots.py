@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
-from nsa_lab.figures.style import CMP, DENSE, FORCED, SEL, WIN, add_legend, add_legend_below, make_panel
+from nsa_lab.figures.style import CMP, DENSE, FORCED, SEL, WIN, add_legend, add_legend_below, make_panel, stack_panels
+from nsa_lab.health.comparison import NeedleResult
 from nsa_lab.health.paired_text_loss import RangeDifference, TextDifference
 from nsa_lab.runs.evaluation import get_depth_counts
 
@@ -58,6 +60,51 @@ def plot_retrieval_grid(cells: Mapping[str, Sequence[dict[str, Any]]], tasks: Se
             axes.set_title(f"{model}:\n{TASK_NAMES.get(task, task)}", fontsize=8)  # long names get a separate line
             axes.set(xlabel="length, bytes" if row is grid[-1] else "", ylabel="" if axes is not row[0] else "depth")
     figure.colorbar(images[-1], ax=grid.ravel().tolist(), label="found")
+    return figure
+
+
+def plot_facts_by_length(results: Sequence[NeedleResult]) -> Figure:
+    """Plot the fraction of facts found by length of the text, over all seeds, with 95% intervals: one panel per task.
+
+    Raises ValueError if no result has answers.
+    """
+    answered = [result for result in results if result.every]
+    if not answered:
+        raise ValueError("expected at least one result with answers, got none")
+    tasks = list(dict.fromkeys(result.task for result in answered))
+    models = list(dict.fromkeys(result.model for result in answered))
+    figure = Figure(figsize=(7, 0.9 + 2.1 * len(tasks)), layout="constrained")
+    figure.suptitle("Facts found by length of the text, over all seeds, with 95% intervals", fontsize=11)
+    lengths = sorted({result.length for result in answered})
+    lowest = min(result.every.low for result in answered if result.every)
+    margin = 0.08 * (1 - lowest) + 1e-3
+    for axes, task in zip(stack_panels(figure, len(tasks)), tasks, strict=True):
+        for index, model in enumerate(models):
+            points = [
+                (lengths.index(result.length), result.every.share, result.every.low, result.every.high)
+                for result in answered
+                if result.every and (result.task, result.model) == (task, model)
+            ]
+            if points:
+                x, share, low, high = np.array(points).T
+                offset = 0.12 * (index - (len(models) - 1) / 2)
+                axes.errorbar(
+                    x + offset,
+                    share,
+                    [share - low, high - share],
+                    fmt="o",
+                    markersize=4,
+                    capsize=3,
+                    color=(SEL, DENSE, CMP, WIN, FORCED)[index % 5],
+                    label=model,
+                )
+        axes.set_title(TASK_NAMES.get(task, task), fontsize=9)
+        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set(ylabel="found", ylim=(lowest - margin, 1 + margin))
+        axes.grid(alpha=0.25, linewidth=0.5)
+    add_legend(figure.axes[0], columns=len(models))
+    figure.axes[-1].set_xlabel("length of the text, bytes")
     return figure
 
 
@@ -137,7 +184,10 @@ def plot_loss_by_position(evaluation: dict[str, Any]) -> Figure:
 
 
 def plot_recall_accuracy(curves: Mapping[str, Sequence[tuple[int, float]]], chance: float) -> Figure:
-    """Plot the accuracy on the tiny recall task by step, one line per model. `chance` is drawn as a dotted line."""
+    """Plot the accuracy on the tiny recall task by step, one line per model. `chance` is drawn as a dotted line.
+
+    The step axis is linear up to step 10 and logarithmic beyond, so that the first steps can be seen.
+    """
     figure, axes = make_panel(7, 3.6, "Tiny recall: accuracy by step")
     for index, (name, points) in enumerate(curves.items()):
         steps, accuracies = zip(*points, strict=True) if points else ((), ())
@@ -152,8 +202,13 @@ def plot_recall_accuracy(curves: Mapping[str, Sequence[tuple[int, float]]], chan
             label=name,
         )
     axes.axhline(chance, color="#999999", linestyle=":", linewidth=1, label="chance")
-    axes.set(xlabel="step", ylabel="accuracy", ylim=(-0.02, 1.02))
-    add_legend(axes)
+    axes.set_xscale("symlog", linthresh=10)
+    last = max((step for points in curves.values() for step, _ in points), default=10)
+    ticks = [step for step in (0, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000) if step <= last]
+    axes.set_xticks(ticks, [f"{step:,}" for step in ticks])
+    axes.set_xticks([], minor=True)
+    axes.set(xlabel="step (logarithmic from 10 on)", ylabel="accuracy", ylim=(-0.02, 1.02), xlim=(0, last * 1.05))
+    add_legend_below(axes)
     return figure
 
 

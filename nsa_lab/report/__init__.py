@@ -3,6 +3,7 @@
 Invariants
 * Formulas are MathML, pictures are embedded and have alt text, and code is folded.
 * The verdict comes from the files of the run, never from papermill's status of the notebook.
+* An executed notebook of a run is never replaced by one that is built from its record.
 * Neither the page nor the executed notebook in a run directory contains a path of the machine.
 * A table of box characters keeps its lines, however long. All other output wraps.
 * A failed notebook gives a page of its cells so far, with the error at the top.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import base64
 import html
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from nsa_lab.config.optional_deps import require
@@ -21,23 +22,25 @@ from nsa_lab.config.optional_deps import require
 require("nbformat", "nbconvert", "pygments", "matplotlib", "nh3")
 
 import nbformat
-from matplotlib.figure import Figure
 from nbconvert import HTMLExporter
 from nbformat import NotebookNode
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from nbformat.v4 import new_markdown_cell, new_notebook
 from pygments.formatters import HtmlFormatter
 
 import nsa_lab.figures as figures
 from nsa_lab.figures.loss import plot_sweep
-from nsa_lab.figures.style import get_title, render_png
+from nsa_lab.figures.style import render_png
 from nsa_lab.health import write_verdict
 from nsa_lab.health.paired_difference import summarize_comparisons
 from nsa_lab.health.sweep_results import VariantResult
 from nsa_lab.report.formulas import Formulas
+from nsa_lab.report.glossary import link_terms, read_glossary, render_glossary
 from nsa_lab.report.header import build_comparison_rows, find_notebook_error, list_different_settings, summarize_run
 from nsa_lab.report.index import INDEX, write_index
+from nsa_lab.report.record_notebook import IN_HEADER, build_record_notebook, is_record_notebook, list_plots, make_plot_cell
 from nsa_lab.report.sanitize import POLICY, sanitize_html
 from nsa_lab.report.strip_paths import strip_paths, strip_paths_in_place
+from nsa_lab.runs import directory
 from nsa_lab.runs.atomic_io import write_bytes, write_text
 from nsa_lab.runs.history import History, have_different_eval_texts
 from nsa_lab.runs.summary import format_settings
@@ -72,22 +75,26 @@ def write_report(run_dir: str | Path, page: str | Path | None = None, *, record_
     """Write `report.html` and `verdict.json` into a run directory, and return the path of the page.
 
     The page shows the run's executed notebook. Without a notebook, or with `record_only`, it shows plots of the run's
-    record. With `page`, only that file is written, without links to other pages, so that it can be shared.
+    record, and `report.ipynb` is written with the same content, unless it is an executed notebook. With `page`, only that
+    file is written, without links to other pages, so that it can be shared. The verdict of a recorded run stays as it is.
 
     Raises `RunDirectoryError` if the folder is not a run directory.
     """
     history = History.read(run_dir)
     notebook = history.run_dir / NOTEBOOK
+    is_executed = notebook.is_file() and not is_record_notebook(nbformat.read(notebook, as_version=4))
     if page is None:
-        write_verdict(history)
-        if notebook.is_file():
+        if not directory.is_recorded(history.run_dir):
+            write_verdict(history)
+        if is_executed:
             strip_paths_in_place(notebook)
-    if notebook.is_file() and not record_only:
+    if is_executed and not record_only:
         return export_notebook(notebook, page, run_dir=history.run_dir)
+    content = build_record_notebook(history)
+    if page is None and not is_executed:
+        write_text(notebook, nbformat.writes(strip_paths(content)) + "\n")
     links = {} if page else _build_links(history, PAGE)
-    return _write_page(
-        _build_notebook([history]), Path(page or history.run_dir / PAGE), [history], title=history.run, links=links
-    )
+    return _write_page(content, Path(page or history.run_dir / PAGE), [history], title=history.run, links=links)
 
 
 def export_notebook(notebook: str | Path, page: str | Path | None = None, *, run_dir: str | Path | None = None) -> Path:
@@ -114,7 +121,7 @@ def write_comparison(run_dirs: Sequence[str | Path], page: str | Path) -> Path:
     """Write a page that compares several runs: their verdicts, then their curves in common plots."""
     histories = [History.read(run_dir) for run_dir in run_dirs]
     title = f"{len(histories)} runs compared"
-    return _write_page(_build_notebook(histories), Path(page), histories, title=title, with_plots=False)
+    return _write_page(_build_comparison(histories), Path(page), histories, title=title, with_plots=False)
 
 
 def write_sweep_plot(results: Sequence[VariantResult], name: str, path: Path) -> Path | None:
@@ -164,13 +171,16 @@ def _write_page(
         },
     }
     text, _ = exporter.from_notebook_node(prepared, resources)
+    glossary = read_glossary()
     # The part before <main> comes from the templates, which escape their values. The rest may come from the notebook,
     # including formulas and end tags without a start tag. Sanitize it last.
     head, _, body = text.partition("<main>")
     body = sanitize_html(formulas.restore(PREFORMATTED.sub(_add_boxed_class, ANCHOR_LINK.sub("", body))))
-    write_text(
-        page, f"{head.replace('<!-- contents -->', sanitize_html(_build_contents(body)))}<main>{body.rstrip()}{PAGE_END}"
-    )
+    if histories:
+        head, terms = link_terms(head, glossary)
+        head = head.replace("<!-- glossary -->", render_glossary(terms, glossary))
+    head = head.replace("<!-- contents -->", sanitize_html(_build_contents(body)))
+    write_text(page, f"{head}<main>{body.rstrip()}{PAGE_END}")
     return page
 
 
@@ -185,7 +195,8 @@ def _prepare_notebook(notebook: NotebookNode, formulas: Formulas) -> NotebookNod
     copy = nbformat.from_dict(notebook)
     assert isinstance(copy, NotebookNode), "from_dict returns a NotebookNode for a mapping"
     copy.metadata.pop("widgets", None)
-    copy.cells = [cell for cell in copy.cells if PAPERMILL_ERROR_TAG not in cell.metadata.get("tags", [])]
+    hidden = {PAPERMILL_ERROR_TAG, IN_HEADER}
+    copy.cells = [cell for cell in copy.cells if not hidden & set(cell.metadata.get("tags", []))]
     heading = "the report"
     for cell in copy.cells:
         if cell.cell_type == "markdown":
@@ -233,34 +244,20 @@ def _add_boxed_class(match: re.Match[str]) -> str:
     return f'<pre class="boxed"{attributes}>{text}</pre>' if any(line in text for line in BOX_CHARACTERS) else match[0]
 
 
-def _build_notebook(histories: list[History]) -> NotebookNode:
-    """Return plots of runs as an executed notebook, for runs that were trained without one."""
-    cells = []
-    if len(histories) > 1:
-        cells += [
-            new_markdown_cell("\n".join(["# Comparison", *(f"* {line}" for line in summarize_comparisons(histories))]))
-        ]
-        cells += [
-            _make_plot_cell(plot, histories)
-            for plot in (figures.plot_loss_curves, figures.plot_learning_rate, figures.plot_throughput)
-        ]
+def _build_comparison(histories: list[History]) -> NotebookNode:
+    """Return plots of several runs as an executed notebook: common curves, then the plots of each run."""
+    lines = ["# Comparison", *(f"* {line}" for line in summarize_comparisons(histories))]
+    cells = [new_markdown_cell("\n".join(lines))]
+    for plot in (figures.plot_loss_curves, figures.plot_learning_rate, figures.plot_throughput):
+        cells.append(make_plot_cell(plot, histories, f"figures.{plot.__name__}(runs)"))
     for history in histories:
-        if len(histories) > 1:
-            cells += [new_markdown_cell(f"# {history.run}"), new_markdown_cell(format_settings(history.config))]
+        cells += [new_markdown_cell(f"# {history.run}"), new_markdown_cell(format_settings(history.config))]
         if not history.steps:
             cells.append(new_markdown_cell("Nothing has been recorded yet."))
             continue
-        plots = [*figures.RUN_PLOTS] if len(histories) == 1 else []
-        plots += figures.BRANCH_PLOTS if history.config.model.attention == "nsa" else ()
-        cells += [_make_plot_cell(plot, history) for plot in plots]
+        plots = [plot for plot in list_plots(history) if plot not in figures.RUN_PLOTS]
+        cells += [make_plot_cell(plot, history, f"figures.{plot.__name__}(run)") for plot in plots]
     return new_notebook(cells=cells)
-
-
-def _make_plot_cell(plot: Callable[..., Figure], run: History | list[History]) -> NotebookNode:
-    figure = plot(run)
-    data = {"image/png": base64.b64encode(render_png(figure)).decode()}
-    output = new_output("display_data", data=data, metadata={"image/png": {"alt": get_title(figure)}})
-    return new_code_cell(f"figures.{plot.__name__}(run)", outputs=[output])
 
 
 def _take_title(notebook: NotebookNode) -> str | None:

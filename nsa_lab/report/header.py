@@ -21,6 +21,7 @@ from nsa_lab.health.headline_questions import BRANCH_QUESTIONS, QUESTIONS, answe
 from nsa_lab.health.next_actions import list_advice
 from nsa_lab.health.references import Reference, find_references
 from nsa_lab.health.verdict import Verdict, join_lines
+from nsa_lab.report.summary_sentence import describe_outcome, get_level
 from nsa_lab.runs import directory
 from nsa_lab.runs.evaluation import read_evaluation
 from nsa_lab.runs.history import History, RunFacts, collect_facts
@@ -35,7 +36,7 @@ from nsa_lab.runs.summary import (
     format_training_time,
 )
 
-STATUS_CLASSES = {True: "ok", False: "bad", None: "open"}
+STATUS_CLASSES = {"passed": "ok", "warning": "warn", "failed": "bad", "unknown": "open"}
 
 RUNNING_NOTE = "This page shows the run at the time the page was written; nsa-lab follow {run} shows it live."
 KINDS = {"nsa": "NSA", "dense": "Dense attention"}
@@ -64,6 +65,8 @@ def summarize_run(run: Any, *, with_plots: bool = True) -> dict[str, Any]:
     is_untrained = not any(event["step"] for event in history.evaluations)
     return {
         "name": history.run,
+        "description": getattr(history.config, "description", ""),
+        "outcome": describe_outcome(history, health),
         "settings": format_settings(history.config),
         "model": describe_training(run_facts, history),
         "headline_numbers": _list_headline_numbers(run_facts, history, [] if is_untrained else reference_values),
@@ -103,10 +106,12 @@ def describe_loss(facts: RunFacts, reference_values: Sequence[Reference], is_unt
 
 
 def get_status_class(health: Health, history: History) -> str:
-    """Return `bad` if a check failed, `ok` for a finished run, and `open` for a trial or an unfinished run."""
+    """Return `bad` if a check failed, `open` for a trial or an unfinished run, `warn` if a check warns, else `ok`."""
     if health.failed:
         return "bad"
-    return "ok" if history.is_done and not health.trial_reason else "open"
+    if not history.is_done or health.trial_reason:
+        return "open"
+    return "warn" if any(get_level(verdict) == "warning" for verdict in health.verdicts) else "ok"
 
 
 def _list_headline_numbers(
@@ -180,14 +185,19 @@ def summarize_evaluation(history: History) -> dict[str, Any] | None:
         "description": f"Checkpoint of step {evaluation['step']:,}, seed {evaluation['seed']}, {evaluation['device']}, "
         f"{evaluation['dtype']}; held-out text.",
         "pictures": _embed_figures([plot(evaluation) for plot in (plot_retrieval, plot_loss_by_position)]),
-        "ablations": [
-            (f"{part['length']:,}", effect["name"], f"{effect['accuracy']:.0%}", f"{effect['d_loss']:+.4f}")
-            for part in evaluation["selection"]
-            for effect in part["interventions"]
-        ],
+        "ablations": list_ablations(evaluation),
         "documents": _describe_documents(evaluation.get("documents")),
         "skipped": [f"{row['task']} at {row['length']:,}: {row['why']}" for row in evaluation["not_asked"]],
     }
+
+
+def list_ablations(evaluation: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """Return the rows of the table of ablations: length, name, accuracy, change of the text's loss in nats per token."""
+    return [
+        (f"{part['length']:,}", effect["name"], f"{effect['accuracy']:.0%}", f"{effect['d_loss']:+.4f}")
+        for part in evaluation["selection"]
+        for effect in part["interventions"]
+    ]
 
 
 def _describe_documents(documents: dict[str, Any] | None) -> str | None:
@@ -206,7 +216,8 @@ def _describe_documents(documents: dict[str, Any] | None) -> str | None:
 
 
 def _make_row(verdict: Verdict) -> dict[str, str]:
-    return {"name": verdict.name, "status_class": STATUS_CLASSES[verdict.ok], "mark": verdict.mark, "text": verdict.text}
+    status_class = STATUS_CLASSES.get(get_level(verdict), "open")
+    return {"name": verdict.name, "status_class": status_class, "mark": verdict.mark, "text": verdict.text}
 
 
 def _select_cards(health: Health, history: History) -> list[Verdict]:

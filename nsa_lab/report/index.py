@@ -52,6 +52,8 @@ def _summarize_run(run_dir: Path) -> dict[str, Any]:
         "verdict": verdict.get("headline", "not checked yet").partition(":")[0],
         "verdict_class": "open"
         if verdict.get("trial")
+        else "warn"
+        if verdict.get("level") == "warning"
         else {"True": "ok", "False": "bad"}.get(str(verdict.get("ok")), "open"),
         "model": f"{run_facts.attention}{f', {run_facts.parameters:,} parameters' if run_facts.parameters else ''}",
         "state_class": "open" if state is None else STATE_CLASSES.get(state, "open"),

@@ -20,7 +20,9 @@ from nsa_lab.health.sweep_results import compute_curve
 from nsa_lab.runs import resolve
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.history import have_different_eval_texts
+from nsa_lab.workbook import result_sentences
 from nsa_lab.workbook.display import show_figure
+from nsa_lab.workbook.recorded_runs import find_archived_runs
 
 
 @dataclass(frozen=True)
@@ -34,25 +36,40 @@ class EvaluatedModels:
     comparison: ModelComparison | None
     reason: str = ""
 
-    def show_costs(self) -> None:
-        """Show model sizes, tokens, training time and throughput."""
-        if comparison := self._get_comparison():
-            display(Markdown(tables.format_costs(comparison)))
-
-    def show_needles(self, tasks: Sequence[str] = ("needle", "multi_key", "multi_query")) -> None:
-        """Show the facts found by task and length, and a plot by depth of those of `tasks` that were evaluated."""
+    def show_results(self, text: str = "long", target: float | None = None) -> None:
+        """State all results in sentences: facts, the loss on `text`, ablations, cost, and the seeds of each model."""
         if not (comparison := self._get_comparison()):
             return
-        display(Markdown(tables.format_needles(comparison) or "No run was evaluated on facts."))
-        cells = {
-            model.name: [cell for evaluation in model.evaluated.values() for cell in evaluation.get("retrieval", [])]
-            for model in self.models
-            if model.evaluated
-        }
-        if evaluated_tasks := [
-            task for task in tasks if any(cell["task"] == task for model_cells in cells.values() for cell in model_cells)
-        ]:
-            show_figure(figures.plot_retrieval_grid(cells, evaluated_tasks))
+        seeds = [
+            f"`{cost.model}`: {', '.join(str(run.seed) for run in cost.runs)}" for cost in comparison.costs if cost.runs
+        ]
+        _show_sentences(
+            [
+                *result_sentences.describe_needles(comparison),
+                *result_sentences.describe_text(comparison, text, target),
+                *result_sentences.describe_ablations(comparison),
+                *result_sentences.describe_costs(comparison),
+                f"Seeds: {'; '.join(seeds)}.",
+            ]
+        )
+
+    def show_costs(self) -> None:
+        """Show model sizes, tokens, training time and throughput, after the result in a sentence."""
+        if comparison := self._get_comparison():
+            _show_sentences(result_sentences.describe_costs(comparison))
+            display(Markdown(tables.format_costs(comparison)))
+
+    def show_needles(self) -> None:
+        """Show the facts found by task and length: in sentences, as a plot, and as tables, folded."""
+        if not (comparison := self._get_comparison()):
+            return
+        _show_sentences(result_sentences.describe_needles(comparison))
+        if any(result.every for result in comparison.needles):
+            show_figure(figures.plot_facts_by_length(comparison.needles))
+        _show_folded_table(
+            "All tasks and lengths, per seed; facts that only selection can reach; generated answers",
+            tables.format_needles(comparison) or "No run was evaluated on facts.",
+        )
 
     def show_text(self, name: str, target: float | None = None) -> None:
         """Show the loss on one text and the difference of each model from the baseline.
@@ -61,15 +78,16 @@ class EvaluatedModels:
         """
         if not (comparison := self._get_comparison()):
             return
-        display(
-            Markdown(
-                tables.format_texts(comparison, name)
-                or f"No two of these models were evaluated on the text {name!r} in the same windows."
-            )
-        )
+        _show_sentences(result_sentences.describe_text(comparison, name, target))
         for text in comparison.texts:
             if text.text == name and figures.get_position_ranges(text):
                 show_figure(figures.plot_difference_by_position(text, target))
+        display(
+            Markdown(
+                tables.format_texts(comparison, name, level=4)
+                or f"No two of these models were evaluated on the text {name!r} in the same windows."
+            )
+        )
 
     def show_training_time(self) -> None:
         """Plot validation loss against tokens and against step time (optimizer steps only)."""
@@ -83,14 +101,18 @@ class EvaluatedModels:
         show_figure(plot_sweep(curves, title="Validation while training"))
 
     def show_ablations(self) -> None:
-        """Show needles and text with replaced blocks, or with a branch disabled."""
+        """Show needles and text with replaced blocks, or with a branch disabled: in sentences, and as a table, folded."""
         if comparison := self._get_comparison():
-            display(Markdown(tables.format_ablations(comparison) or "No run was evaluated with other blocks."))
+            _show_sentences(result_sentences.describe_ablations(comparison))
+            _show_folded_table(
+                "All lengths and ablations",
+                tables.format_ablations(comparison) or "No run was evaluated with other blocks.",
+            )
 
     def show_excluded(self) -> None:
         """Show what the tables omit or compare only in part, with reasons."""
         if comparison := self._get_comparison():
-            display(Markdown(tables.format_not_compared(comparison)))
+            _show_folded_table("All conditions and omissions", tables.format_not_compared(comparison))
 
     def _get_comparison(self) -> ModelComparison | None:
         if self.comparison is None:
@@ -101,16 +123,30 @@ class EvaluatedModels:
 def load_evaluated_models(runs: Sequence[str], baseline: str | None = None, outputs: str = "") -> EvaluatedModels:
     """Load the evaluated runs that `runs` names (directories, ids or patterns, as in `nsa-lab compare`).
 
-    They are compared with the model `baseline`. A name that matches no run is skipped with a note. Raises ConfigError if
-    the runs cannot be compared.
+    Without `outputs`, archived runs of the checkout are found too. The runs are compared with the model `baseline`. A name
+    that matches no run is skipped with a note. Raises ConfigError if the runs cannot be compared.
     """
     folder, notes, run_dirs = resolve.get_outputs_dir(Path(outputs) if outputs else None), list[str](), list[Path]()
     for run in runs:
+        archived = [] if outputs else find_archived_runs(run)
         try:
-            run_dirs += resolve.find_runs(run, folder)
+            found = resolve.find_runs(run, folder)
         except RunDirectoryError as error:
-            notes.append(str(error))
+            found = []
+            if not archived:
+                notes.append(str(error))
+        names = {path.name for path in found}
+        run_dirs += [*found, *(path for path in archived if path.name not in names)]
     models = group_runs(run_dirs, {}, notes.append)
     if not models:
         return EvaluatedModels([], None, "; ".join(notes))
     return EvaluatedModels(models, compare_models(models, find_baseline(models, baseline), notes))
+
+
+def _show_sentences(sentences: Sequence[str]) -> None:
+    if sentences:
+        display(Markdown("\n".join(f"* {sentence}" for sentence in sentences)))
+
+
+def _show_folded_table(summary: str, markdown: str) -> None:
+    display(Markdown(f"<details><summary>{summary}</summary>\n\n{markdown}\n\n</details>"))

@@ -33,7 +33,7 @@ def list_runs(outputs: str = "") -> str:
     folder = resolve.get_root() / outputs if outputs else resolve.get_outputs_dir()
     run_dirs = list(reversed(resolve.list_own_run_dirs(folder)))[:MAX_LISTED_RUNS]
     if not run_dirs:
-        return f"No runs in `{folder}` yet; notebook 04 trains one."
+        return f"No runs in `{folder}` yet. Notebook 04 trains one."
     return "\n".join(["| run | state | step | report |", "|---|---|---|---|", *map(_format_row, run_dirs)])
 
 

@@ -237,8 +237,8 @@ def test_run_without_a_notebook_has_a_report_of_its_record(changes: dict, tmp_pa
     run_dir = write_run(tmp_path, make_config(**changes))
     text = write_report(run_dir).read_text(encoding="utf-8")
     page = assert_self_contained(text)
-    # The panels of the header, then RUN_PLOTS and BRANCH_PLOTS.
-    assert len(page.pictures) == (3 if changes else 2 + 2 + 4)
+    # The panels of the header, then RUN_PLOTS, BRANCH_PLOTS and the benefit of the selection.
+    assert len(page.pictures) == (3 if changes else 2 + 2 + 4 + 1)
     assert len(text) < 5_000_000
 
 

@@ -43,11 +43,12 @@ def kinds(shown: list[Any]) -> list[type]:
 def test_every_view(tmp_path: Path, shown: list[Any], seeds: int) -> None:
     models = runs_of(tmp_path, seeds)
     for view, expected in {
-        models.show_costs: [Markdown],
-        models.show_needles: [Markdown, Image],
-        lambda: models.show_text("long", target=0.005): [Markdown, Image],
+        models.show_results: [Markdown],
+        models.show_costs: [Markdown, Markdown],
+        models.show_needles: [Markdown, Image, Markdown],
+        lambda: models.show_text("long", target=0.005): [Markdown, Image, Markdown],
         models.show_training_time: [Image],
-        models.show_ablations: [Markdown],
+        models.show_ablations: [Markdown, Markdown],
         models.show_excluded: [Markdown],
     }.items():
         shown.clear()
@@ -57,7 +58,7 @@ def test_every_view(tmp_path: Path, shown: list[Any], seeds: int) -> None:
         text.places[:] = text.places[:1]
     shown.clear()
     models.show_text("long")
-    assert kinds(shown) == [Markdown]
+    assert kinds(shown) == [Markdown, Markdown]
     shown.clear()
     models.show_text("no such text")
     (note,) = shown
