@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nsa_lab.config import RunConfig
 from nsa_lab.runs import checkpoint_files, directory
+from nsa_lab.runs import events as event_log
+from nsa_lab.runs.history import History
 
 Event = dict[str, Any]
 LAYERS = 3
@@ -86,6 +90,23 @@ def make_step_event(step: int, config: RunConfig, attempt: int = 1) -> Event:
     return event
 
 
+def make_attempt_facts() -> Event:
+    """Return the fields of the first event of an attempt, other than steps and configuration."""
+    return {
+        "tensorboard": "on",
+        "gpu_util": "the device is a CPU",
+        "data_identity": "d" * 64,
+        "code": {"source": "0123456789abcdef", "commit": None, "dirty": None},
+        "versions": {"python": "3.11.0", "torch": "2.11.0"},
+        "device": "cpu",
+        "ranks": 1,
+        "threads": 2,
+        "params": 123_456,
+        "backend": {"window": {"backend": "torch", "reason": "the device is cpu, not cuda"}},
+        "flops_per_token": {"nsa": 1e6, "dense": 9e5},
+    }
+
+
 def make_healthy_events(config: RunConfig) -> list[Event]:
     """Return the events of one attempt from the first step to the last, in the order in which a trainer writes them."""
     train = config.train
@@ -96,10 +117,8 @@ def make_healthy_events(config: RunConfig) -> list[Event]:
             "step": 0,
             "from_step": 0,
             "steps": train.steps,
-            "device": "cpu",
-            "params": 123_456,
-            "backend": {"window": {"backend": "torch", "reason": "the device is cpu, not cuda"}},
-            "flops_per_token": {"nsa": 1e6, "dense": 9e5},
+            "config_hash": config.hash(),
+            **make_attempt_facts(),
         }
     ]
     events += [
@@ -191,3 +210,11 @@ def write_checkpoint(run_dir: Path, step: int, content: bytes = b"12345") -> Pat
     manifest = {"v": 1, "step": step, "files": {"model.safetensors": entry}}
     (folder / "MANIFEST.json").write_text(json.dumps({**manifest, "digest": checkpoint_files.compute_digest(manifest)}))
     return folder
+
+
+def edit_history(history: History, edit: Callable[[list[Event]], list[Event] | None]) -> History:
+    """Return the record with edited events. `edit` changes the events in place or returns other events."""
+    events = copy.deepcopy(history.events)
+    events = edit(events) or events
+    steps, evaluations = event_log.get_step_events(events), event_log.get_eval_events(events)
+    return replace(history, events=events, steps=steps, evaluations=evaluations)

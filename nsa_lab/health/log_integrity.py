@@ -5,14 +5,16 @@ A missing entry that was due fails the check. If nothing was due yet, the result
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nsa_lab.config import TrainConfig
+import numpy as np
+
+from nsa_lab.health.due_steps import DueSteps
 from nsa_lab.health.verdict import Limits, Verdict, join_lines
-from nsa_lab.runs.events import Event
-from nsa_lab.runs.history import Attempt, History
+from nsa_lab.runs.event_schema import GuardEvent
+from nsa_lab.runs.history import Attempt, History, find_stages
 
 # Fields of a reading of statistics, one value per layer.
 LAYER_STATISTICS = ("grad_norm_layers",)
@@ -25,7 +27,7 @@ BRANCH_STATISTICS = (
 
 def check_one_run(history: History, limits: Limits) -> Verdict:
     """Check that status and events name the same run."""
-    event_runs = sorted({str(event["run"]) for event in history.events if "run" in event})
+    event_runs = sorted({str(run) for run in history.events.values("run") if run is not None})
     status_run = history.status.get("run")
     if len(event_runs) > 1:
         return Verdict(
@@ -33,8 +35,8 @@ def check_one_run(history: History, limits: Limits) -> Verdict:
         )
     if not event_runs or status_run is None:
         return Verdict("one run", None, None, 1, "no events yet" if status_run else "no status")
-    started = {event["attempt"] for event in history.events_of_kind("start", "resume")}
-    if status_run == event_runs[0] and (lost := sorted({event["attempt"] for event in history.events} - started)):
+    started = {event["attempt"] for event in history.first_events}
+    if status_run == event_runs[0] and (lost := sorted({*history.events.ints("attempt").tolist()} - started)):
         text = f"status and events belong to {status_run}, but the first event of attempt {lost[0]} is missing"
         return Verdict("one run", None, len(event_runs), 1, text)
     text = (
@@ -47,22 +49,21 @@ def check_one_run(history: History, limits: Limits) -> Verdict:
 
 def check_clock(history: History, limits: Limits) -> Verdict:
     """Check that the time increases from event to event, over all attempts."""
-    times = [(event["t"], event["step"]) for event in history.events if isinstance(event.get("t"), (int, float))]
-    latest, back, where = float("-inf"), 0.0, 0
-    for t, step in times:
-        latest = max(latest, t)
-        if latest - t > back:
-            back, where = latest - t, step
+    times, steps = history.events.numbers("t"), history.events.ints("step")
+    times, steps = times[np.isfinite(times)], steps[np.isfinite(times)]
     if len(times) < 2:
         return Verdict("clock", None, None, limits.clock_back_s, "fewer than two events")
+    setbacks = np.maximum.accumulate(times) - times
+    worst = int(setbacks.argmax())
+    back = float(setbacks[worst])
     ok = back <= limits.clock_back_s
-    text = "increases from event to event" if ok else f"goes back by {back:,.0f} s at step {where:,}"
+    text = "increases from event to event" if ok else f"goes back by {back:,.0f} s at step {steps[worst]:,}"
     return Verdict("clock", ok, back, limits.clock_back_s, text)
 
 
 def check_heartbeats(history: History, limits: Limits) -> Verdict:
     """Check the number of heartbeats in the last attempt, and that every long enough earlier attempt has some."""
-    beats = [event["attempt"] for event in history.events_of_kind("heartbeat")]
+    beats = history.events_of_kind("heartbeat").ints("attempt").tolist()
     intervals = {
         a: config.runtime.heartbeat_s for a in history.attempts() if (config := history.config_of_attempt(a.number))
     }
@@ -92,22 +93,32 @@ def check_heartbeats(history: History, limits: Limits) -> Verdict:
 def check_evaluations(history: History, limits: Limits) -> Verdict:
     """Check that there is an evaluation before the first step, at every multiple of `eval_every`, and at the end."""
     due = {0} if history.last_step else set[int]()
-    due |= get_due_steps(history, lambda train: train.eval_every)
     if history.is_done and (config := history.config_of_attempt(history.last_attempt)) and config.train.eval_every:
         due.add(config.train.steps)
     # The current step may be evaluated next.
-    due -= set() if history.is_done else {history.last_step}
-    return _check_complete(history, "evaluations", due, {event["step"] for event in history.evaluations}, "evaluations")
+    excluded = () if history.is_done else (history.last_step,)
+    steps = DueSteps(history, ("evaluation",), due, excluded)
+    return _check_complete(history, "evaluations", steps, history.evaluations.ints("step"), "evaluations")
 
 
 def check_statistics(history: History, limits: Limits) -> Verdict:
     """Check that every reading of layer statistics that was due is complete and not a copy of earlier readings."""
     names = LAYER_STATISTICS + (BRANCH_STATISTICS if history.config.model.attention == "nsa" else ())
-    due = get_due_steps(history, lambda train: train.stats_every)
-    complete = {event["step"] for event in history.steps if all(event.get(name) for name in names)}
+    due = DueSteps(history, ("statistics",))
+    is_complete = np.ones(len(history.steps), dtype=bool)
+    for name in names:
+        is_complete &= _has_list(history, name)
+    complete = history.steps.ints("step")[is_complete]
     verdict = _check_complete(history, "statistics", due, complete, "readings of the layers")
     repeated = _find_repeated_readings(history, limits.equal_readings) if verdict.ok else None
     return verdict if repeated is None else replace(verdict, ok=False, text=repeated)
+
+
+def _has_list(history: History, name: str) -> np.ndarray:
+    """Return which `step` events have a list of numbers that is not empty, bool."""
+    mask = np.zeros(len(history.steps), dtype=bool)
+    mask[history.steps.matrix(name)[0]] = True
+    return mask
 
 
 def _find_repeated_readings(history: History, n_equal: int) -> str | None:
@@ -116,42 +127,50 @@ def _find_repeated_readings(history: History, n_equal: int) -> str | None:
     Gates and zero branches have other checks. If all blocks are selected, the statistics of selection are constant anyway.
     """
     nsa, train = history.config.model.nsa, history.config.train
+    has_selection = np.array([stage.seq_len > nsa.n_sel * nsa.l_sel for stage in train.plan])
     for subject, prefix in (("selection statistics are", "sel_"), ("branch norms are", "norm_")):
-        names = [name for name in BRANCH_STATISTICS if name.startswith(prefix)]
-        readings = [(event["step"], [event.get(name) for name in names]) for event in history.steps if names[0] in event]
-        streak, previous = 1, None
-        for step, reading in readings:
-            can_vary = prefix == "norm_" or train.stage_at(step).seq_len > nsa.n_sel * nsa.l_sel
-            streak = streak + 1 if can_vary and reading == previous and _has_nonzero(reading) else 1
-            previous = reading
-            if streak >= n_equal:
-                return f"{subject} bitwise equal in {streak} readings in a row, up to step {step:,}"
+        readings = [history.layer_series(name) for name in BRANCH_STATISTICS if name.startswith(prefix)]
+        steps = readings[0][0]
+        values = [own for own_steps, own in readings if np.array_equal(own_steps, steps)]
+        layers = np.concatenate(values, axis=1)
+        can_repeat = (layers != 0).any(axis=1)
+        if prefix == "sel_":
+            can_repeat &= has_selection[find_stages(steps, train)]
+        streak, end = find_longest_constant(layers, can_repeat)
+        if streak >= n_equal:
+            return f"{subject} bitwise equal in {streak} readings in a row, up to step {steps[end]:,}"
     return None
 
 
-def _has_nonzero(reading: list[Any]) -> bool:
-    return any(value for layers in reading if isinstance(layers, list) for value in layers)
+def find_longest_constant(values: np.ndarray, can_repeat: np.ndarray | bool = True) -> tuple[int, int]:
+    """Return the length of the longest streak of bitwise equal readings [n, ...] and the index of its last reading.
+
+    `can_repeat`, bool [n]: whether a reading may continue a streak.
+    """
+    if not len(values):
+        return 0, 0
+    rows = values.reshape(len(values), -1)
+    is_repeated = (rows[1:] == rows[:-1]).all(axis=1)
+    is_repeated &= can_repeat if isinstance(can_repeat, bool) else can_repeat[1:]
+    # Number of repeated readings up to each one since the last that was not repeated.
+    indices = np.arange(1, len(rows))
+    starts = np.maximum.accumulate(np.where(is_repeated, 0, indices))
+    streaks = np.concatenate([[1], indices - starts + 1])
+    end = int(streaks.argmax())
+    return int(streaks[end]), end
 
 
-def _check_complete(history: History, name: str, due: set[int], recorded: Iterable[int], subject: str) -> Verdict:
+def _check_complete(
+    history: History, name: str, due: DueSteps, recorded: Sequence[int] | np.ndarray, subject: str
+) -> Verdict:
     """Check that all steps that were `due` are `recorded`."""
-    missing = sorted(due - set(recorded))
-    if missing:
-        text = f"{len(missing)} of {len(due)} {subject} are missing, the first at step {missing[0]:,}"
-        return Verdict(name, False, len(due) - len(missing), len(due), text)
-    if not due:
+    count, missing = due.find_missing(recorded)
+    if count:
+        text = f"{count} of {len(due)} {subject} are missing, the first at step {missing[0]:,}"
+        return Verdict(name, False, len(due) - count, len(due), text)
+    if not len(due):
         return require_known_settings(history, Verdict(name, None, 0, 0, "none due yet"))
     return require_known_settings(history, Verdict(name, True, len(due), len(due), f"{len(due)}, none missing"))
-
-
-def get_due_steps(history: History, every: Callable[[TrainConfig], int]) -> set[int]:
-    """Return the completed steps that are multiples of an attempt's interval, `every(settings)`."""
-    return {
-        step
-        for step_range in history.step_ranges()
-        if step_range.config
-        for step in step_range.list_multiples(every(step_range.config.train))
-    }
 
 
 def require_known_settings(history: History, verdict: Verdict) -> Verdict:
@@ -164,19 +183,19 @@ def require_known_settings(history: History, verdict: Verdict) -> Verdict:
     return replace(verdict, ok=None, text=f"{verdict.text}; {text}")
 
 
-def split_by_attempt(history: History, events: list[Event]) -> tuple[list[Event], list[Event]]:
+def split_by_attempt(history: History, events: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
     """Return the events of the last attempt, and those of earlier attempts, from which the run has recovered."""
     last = history.last_attempt
     return [event for event in events if event["attempt"] == last], [event for event in events if event["attempt"] != last]
 
 
-def format_guard(event: Event) -> str:
+def format_guard(event: GuardEvent) -> str:
     """Return the rule, the action and the text of a guard event."""
     text = event.get("text") or f"step {event['step']}: value {event.get('value')}, limit {event.get('limit')}"
     return f"{event.get('rule', 'a rule')} ({event.get('action')}): {join_lines(text)}"
 
 
-def format_recovered(events: list[Event], format_event: Callable[[Event], str]) -> str:
+def format_recovered(events: Sequence[Any], format_event: Callable[[Any], str]) -> str:
     """Return a suffix that lists the problems of earlier attempts; empty if there are none."""
     if not events:
         return ""

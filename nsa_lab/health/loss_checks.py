@@ -10,6 +10,7 @@ import math
 import numpy as np
 
 from nsa_lab.config import StageConfig, TrainConfig
+from nsa_lab.health.log_integrity import find_longest_constant
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.history import History, get_latest_training_losses
 
@@ -72,9 +73,9 @@ def check_training_loss(history: History, limits: Limits) -> Verdict | None:
         steps, values = _drop_nonfinite(*history.series(name))
         if len(values) < 5:
             return Verdict("training loss", None, None, limit, "too few readings to see it fall")
-        n_equal, equal_until = _find_longest_constant(steps, values[:, None])
+        n_equal, end = find_longest_constant(values)
         if n_equal >= limits.equal_losses:
-            text = f"{name} is bitwise equal in {n_equal} readings in a row, up to step {equal_until:,}"
+            text = f"{name} is bitwise equal in {n_equal} readings in a row, up to step {steps[end]:,}"
             return Verdict("training loss", False, n_equal, limits.equal_losses, text)
         latest = get_latest_training_losses(history, name)
         if not len(latest):
@@ -103,16 +104,6 @@ def _find_lowest_mean(steps: np.ndarray, values: np.ndarray, count: int) -> tupl
 def _estimate_scatter(values: np.ndarray) -> float:
     """Return the standard deviation of a reading about its neighbors, from the median absolute difference."""
     return float(np.median(np.abs(np.diff(values))) / (0.6745 * 2**0.5)) if len(values) > 1 else 0.0
-
-
-def _find_longest_constant(steps: np.ndarray, values: np.ndarray) -> tuple[int, int]:
-    """Return the length of the longest streak of bitwise equal readings [n, ...] and the step of its last reading."""
-    longest, last_step, streak = min(len(values), 1), int(steps[-1]) if len(steps) else 0, 1
-    for index in range(1, len(values)):
-        streak = streak + 1 if np.array_equal(values[index], values[index - 1]) else 1
-        if streak > longest:
-            longest, last_step = streak, int(steps[index])
-    return longest, last_step
 
 
 def _drop_nonfinite(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -137,10 +137,11 @@ def _compare_seed_group(pairs: list[tuple[History, History]]) -> PairedDifferenc
 def _compute_window_bpb(run: History) -> np.ndarray:
     """Return bits per byte for each window at the last evaluation; empty if window losses were not recorded."""
     event = run.evaluations[-1]
-    if not (event.get("loss") and event.get("bpb")):
+    loss, bpb = event.get("loss"), event.get("bpb")
+    if not (loss and bpb):
         return np.empty(0)
     nats = np.array([np.nan if loss is None else loss for loss in event.get("window_losses", [])], dtype=np.float64)
-    return nats * event["bpb"] / event["loss"]
+    return nats * bpb / loss
 
 
 def _get_batch_identity(run: History) -> tuple[object, ...]:

@@ -5,17 +5,18 @@ The last attempt is judged. Problems of earlier attempts, from which the run has
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from nsa_lab.health.log_integrity import format_guard, format_recovered, split_by_attempt
 from nsa_lab.health.verdict import Limits, Verdict, join_lines, list_names
 from nsa_lab.runs import directory
-from nsa_lab.runs.events import Event
+from nsa_lab.runs.event_schema import ErrorEvent, PreflightEvent, StallEvent, get_fields
+from nsa_lab.runs.event_table import INT, NUMBER, NUMBERS, OBJECT, Events
 from nsa_lab.runs.history import History
 from nsa_lab.runs.summary import format_guards
-
-# Fields that every `step` event and every `eval` event must have.
-REQUIRED_FIELDS = {"step": ("loss", "bpb", "lr", "grad_norm", "dt_s", "tokens_per_s"), "eval": ("loss", "bpb")}
 
 
 def check_finished(history: History, limits: Limits) -> Verdict:
@@ -25,7 +26,7 @@ def check_finished(history: History, limits: Limits) -> Verdict:
     reason = join_lines(status.get("reason"))
     if state == directory.DONE:
         ok = history.last_step == steps
-        if ok and not any(event["attempt"] == history.last_attempt for event in history.events_of_kind("end")):
+        if ok and history.last_attempt not in history.events_of_kind("end").ints("attempt"):
             return Verdict("finished", None, history.last_step, steps, f"{progress}, but the end is not recorded")
         return Verdict("finished", ok, history.last_step, steps, progress if ok else f"status DONE at {progress}")
     if state == directory.PREEMPTED:
@@ -53,73 +54,91 @@ def check_guards(history: History, limits: Limits) -> Verdict:
     return Verdict("guards", False, len(fired), 0, format_guard(fired[0]) + _format_more(fired))
 
 
-# Valid ranges of numbers. Durations and speeds of steps are positive.
-POSITIVE_FIELDS = ("dt_s", "tokens_per_s")
-NONNEGATIVE_FIELDS = (
-    *("loss", "bpb", "lr", "grad_norm", "grad_norm_layers", "data_s", "mem_peak_bytes", "gate_entropy", "gate_update"),
-    *("sel_distance", "norm_cmp", "norm_sel", "norm_win"),
-)
-FRACTION_FIELDS = (
-    *("gate_share_cmp", "gate_share_sel", "gate_share_win", "gate_saturation"),
-    *("sel_reuse", "sel_sink_share", "sel_window_overlap"),
-)
-ROUNDING = 1e-3  # tolerance of fractions
-
-
 def check_finite(history: History, limits: Limits) -> Verdict:
-    """Check that all recorded and required numbers are finite and in their valid ranges.
+    """Check that all recorded and required numbers are finite and possible according to the schema.
 
     null counts as non-finite, also if the event does not list it under `nonfinite`.
     """
-    nonfinite = [
-        (event["step"], name) for event in history.current_events("step", "eval") for name in _list_nonfinite(event)
-    ]
-    if not nonfinite and not history.current_events("step", "eval"):
+    events = history.current_events("step", "eval")
+    if not events:
         return Verdict("finite numbers", None, 0, 0, "no numbers were recorded")
-    impossible = [] if nonfinite else [event for event in history.current_events("step", "eval") if _find_impossible(event)]
-    if impossible:
-        first = impossible[0]
-        text = f"{_find_impossible(first)} at step {first['step']:,}, which is impossible ({len(impossible)} such events)"
-        return Verdict("finite numbers", False, len(impossible), 0, text)
-    if not nonfinite:
-        has_skipped = any(event.get("rule") == "non_finite" for event in history.current_events("guard"))
-        note = "; a non-finite step was skipped, see guards" if has_skipped else ""
-        return Verdict("finite numbers", True, 0, 0, f"all recorded numbers are finite{note}")
-    step, name = nonfinite[0]
-    return Verdict(
-        "finite numbers", False, len(nonfinite), 0, f"{name} is not finite at step {step:,} ({len(nonfinite)} such numbers)"
-    )
+    if nonfinite := _find_nonfinite(events):
+        position, _, name = min(nonfinite)
+        step, count = events.ints("step")[position], len(nonfinite)
+        text = f"{name} is not finite at step {step:,} ({count} such numbers)"
+        return Verdict("finite numbers", False, count, 0, text)
+    if impossible := _find_impossible(events):
+        position = min(impossible)
+        step, count = events.ints("step")[position], len(impossible)
+        text = f"{impossible[position]} at step {step:,}, which is impossible ({count} such events)"
+        return Verdict("finite numbers", False, count, 0, text)
+    has_skipped = "non_finite" in history.current_events("guard").values("rule")
+    note = "; a non-finite step was skipped, see guards" if has_skipped else ""
+    return Verdict("finite numbers", True, 0, 0, f"all recorded numbers are finite{note}")
 
 
-def _list_nonfinite(event: Event) -> list[str]:
-    """Return the names of the numbers of an event that are not finite, missing ones included."""
-    nonfinite = list_names(event.get("nonfinite"))
-    fields = {name: value for name, value in event.items() if name != "nonfinite"}
-    fields = dict.fromkeys(REQUIRED_FIELDS[event["kind"]]) | fields
-    for name, value in fields.items():
-        entries = enumerate(value) if isinstance(value, list) else [(None, value)]
-        for index, entry in entries:
-            if entry is None or (isinstance(entry, float) and not math.isfinite(entry)):
-                nonfinite.append(name if index is None else f"{name}[{index}]")
-    return list(dict.fromkeys(nonfinite))
+def _find_nonfinite(events: Events[Any]) -> list[tuple[int, int, str]]:
+    """Return (position, rank, name) of the numbers that are not finite, missing ones included. Ranks order names."""
+    forms = _list_required_numbers() | events.list_fields()
+    found: dict[tuple[int, str], int] = {}
+    has_listed = events.has("nonfinite")
+    listed = events.select(has_listed).values("nonfinite")
+    for position, names in zip(np.flatnonzero(has_listed).tolist(), listed, strict=True):
+        found |= {(position, name): 0 for name in list_names(names)}
+    for rank, (name, form) in enumerate(forms.items(), 1):
+        if form == NUMBERS:
+            rows, indices, values = _flatten_lists(events, name)
+            for entry in np.flatnonzero(~np.isfinite(values)).tolist():
+                found.setdefault((int(rows[entry]), f"{name}[{indices[entry]}]"), rank)
+        else:
+            for position in _find_null_positions(events, name, form).tolist():
+                found.setdefault((position, name), rank)
+    return [(position, rank, name) for (position, name), rank in found.items()]
 
 
-def _find_impossible(event: Event) -> str | None:
-    """Return the name and value of the first number outside its valid range; None if there is none."""
-    for name, value in event.items():
-        entries = value if isinstance(value, list) else [value]
-        for entry in entries:
-            if isinstance(entry, (int, float)) and not _is_possible(name, entry):
-                return f"{name} is {entry:g}"
-    return None
+def _list_required_numbers() -> dict[str, str]:
+    fields = (field for kind in ("step", "eval") for field in get_fields(kind).values())
+    return {field.name: field.form for field in fields if field.form == NUMBER and field.is_required}
 
 
-def _is_possible(name: str, value: float) -> bool:
-    if name in POSITIVE_FIELDS:
-        return value > 0
-    if name in FRACTION_FIELDS:
-        return -ROUNDING <= value <= 1 + ROUNDING
-    return name not in NONNEGATIVE_FIELDS or value >= 0
+def _find_null_positions(events: Events[Any], name: str, form: str) -> np.ndarray:
+    """Return the events in which a field is null or not finite, or required by the schema and missing."""
+    has = events.has(name)
+    if form in (NUMBER, INT):
+        is_null = has & ~np.isfinite(events.numbers(name))
+    else:
+        is_null = has & np.array([value is None or value != value for value in events.values(name)], dtype=bool)
+    for kind in ("step", "eval"):
+        field = get_fields(kind).get(name)
+        if field and field.form == NUMBER and field.is_required:
+            is_null |= events.is_kind(kind) & ~has
+    return np.flatnonzero(is_null)
+
+
+def _flatten_lists(events: Events[Any], name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return positions, indices and values of all numbers in the lists of a field."""
+    positions, lists = events.lists(name)
+    lengths = np.array([len(values) for values in lists], dtype=np.int64)
+    indices = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return np.repeat(positions, lengths), indices, np.concatenate(lists) if lists else np.zeros(0)
+
+
+def _find_impossible(events: Events[Any]) -> dict[int, str]:
+    """Return the first number outside the bounds of the schema, as text, of each event that has one, by position."""
+    impossible: dict[int, str] = {}
+    for kind in ("step", "eval"):
+        positions, own = np.flatnonzero(events.is_kind(kind)), events.select(events.is_kind(kind))
+        for name, form in own.list_fields().items():
+            field = get_fields(kind).get(name)
+            if field is None or form == OBJECT:
+                continue
+            rows, values = np.arange(len(own)), own.numbers(name)
+            if form == NUMBERS:
+                rows, _, values = _flatten_lists(own, name)
+            is_impossible = np.isfinite(values) & ~field.info.allows(values)
+            for row, value in zip(rows[is_impossible].tolist(), values[is_impossible].tolist(), strict=True):
+                impossible.setdefault(int(positions[row]), f"{name} is {value:g}")
+    return impossible
 
 
 # Parts whose errors do not end training and leave the record complete.
@@ -136,7 +155,7 @@ def check_errors(history: History, limits: Limits) -> Verdict:
     )
     errors.sort(key=lambda event: (event.get("cause") is not True, not _is_fatal(event)))
 
-    def format_error(event: Event) -> str:
+    def format_error(event: ErrorEvent) -> str:
         kind = event.get("type", "error")
         kind = kind if _is_fatal(event) else f"{kind} ({event.get('where', 'unknown')})"
         return f"{kind} at step {event['step']:,}: {join_lines(event.get('message'))}"
@@ -150,11 +169,11 @@ def check_errors(history: History, limits: Limits) -> Verdict:
     return _pass_if_recorded("errors", history, "none" + format_recovered(recovered, format_error))
 
 
-def _is_fatal(event: Event) -> bool:
+def _is_fatal(event: ErrorEvent) -> bool:
     return event.get("fatal") is not False
 
 
-def _format_more(events: list[Event]) -> str:
+def _format_more(events: Sequence[Any]) -> str:
     return f" (and {len(events) - 1} more)" if len(events) > 1 else ""
 
 
@@ -167,7 +186,7 @@ def check_stalls(history: History, limits: Limits) -> Verdict:
     """Check that no phase exceeded its time limit."""
     stalls, recovered = split_by_attempt(history, history.events_of_kind("stall"))
 
-    def format_stall(event: Event) -> str:
+    def format_stall(event: StallEvent) -> str:
         age_s = event.get("phase_age_s")
         detected = "detected" if age_s is None else f"detected after {age_s:.0f} s"
         return f"in phase {event.get('phase')} at step {event['step']:,}, {detected}"
@@ -186,7 +205,7 @@ def check_preflight(history: History, limits: Limits) -> Verdict:
     failed = [event for event in checks if event.get("ok") is False]
     unknown = [event for event in checks if event.get("ok") not in (True, False)]
 
-    def format_check(event: Event) -> str:
+    def format_check(event: PreflightEvent) -> str:
         return join_lines(f"{event.get('name', 'a check')}: {event.get('value')}, limit {event.get('limit')}")
 
     if not checks:

@@ -5,40 +5,57 @@ The steps that must be logged are computed here again, independently of the trai
 
 from __future__ import annotations
 
-from nsa_lab.health.log_integrity import format_recovered, get_due_steps, require_known_settings, split_by_attempt
+from typing import Any
+
+import numpy as np
+
+from nsa_lab.health.due_steps import DueSteps
+from nsa_lab.health.log_integrity import format_recovered, require_known_settings, split_by_attempt
 from nsa_lab.health.verdict import Limits, Verdict, join_lines, list_names
 from nsa_lab.runs.checkpoint_files import find_problems, get_checkpoint_dir, get_checkpoint_path, list_steps
-from nsa_lab.runs.events import Event
-from nsa_lab.runs.history import Attempt, History
+from nsa_lab.runs.history import Attempt, History, find_stages
 
 
-def compute_expected_log_steps(history: History) -> set[int]:
+def compute_expected_log_steps(history: History) -> DueSteps:
     """Return the steps for which the run must have written a `step` event."""
-    regular = get_due_steps(history, lambda train: train.log_every) | get_due_steps(
-        history, lambda train: train.stats_every
-    )
     train = history.config.train
-    return regular | {step for step in (*train.first_steps, train.steps) if step <= history.last_step}
+    extra = [step for step in (*train.first_steps, train.steps) if step <= history.last_step]
+    return DueSteps(history, ("log", "statistics"), extra)
 
 
 def check_steps_counted_once(history: History, limits: Limits) -> Verdict:
     """Check that no step is missing or duplicated and that token counts match the steps, over all attempts."""
     events = history.current_events("step")
-    logged = [event["step"] for event in events]
-    missing = sorted(compute_expected_log_steps(history) - set(logged))
-    duplicated = sorted({step for step in logged if logged.count(step) > 1}) if len(set(logged)) < len(logged) else []
-    tokens_until = history.config.train.tokens_until
-    miscounted = [event["step"] for event in events if event.get("tokens") != tokens_until(event["step"])]
+    logged = events.ints("step")
+    n_missing, missing = compute_expected_log_steps(history).find_missing(logged)
+    distinct, counts = np.unique(logged, return_counts=True)
+    duplicated = distinct[counts > 1]
+    miscounted = logged[events.numbers("tokens") != _count_tokens(history, logged)]
     attempts = _describe_attempts(history.attempts())
-    if not events and not missing:
+    if not events and not n_missing:
         return Verdict("every step once", None, 0, 0, "no steps logged yet")
-    for problem, steps in (("missing", missing), ("duplicated", duplicated), ("with wrong token counts", miscounted)):
-        if steps:
-            listed = ", ".join(f"{step:,}" for step in steps[:5]) + (" …" if len(steps) > 5 else "")
-            return Verdict("every step once", False, len(steps), 0, f"steps {problem}: {listed}; {attempts}")
+    problems = (
+        ("missing", n_missing, missing),
+        ("duplicated", len(duplicated), duplicated),
+        ("with wrong token counts", len(miscounted), miscounted),
+    )
+    for problem, count, steps in problems:
+        if count:
+            listed = ", ".join(f"{step:,}" for step in steps[:5]) + (" …" if count > 5 else "")
+            return Verdict("every step once", False, count, 0, f"steps {problem}: {listed}; {attempts}")
     return require_known_settings(
         history, Verdict("every step once", True, 0, 0, f"none missing, none duplicated; {attempts}")
     )
+
+
+def _count_tokens(history: History, steps: np.ndarray) -> np.ndarray:
+    """Return the number of tokens of the steps up to each of `steps`, int64."""
+    plan = history.config.train.plan
+    per_step = np.array([stage.tokens_per_step for stage in plan], dtype=np.int64)
+    starts = np.concatenate([[0], np.cumsum([stage.steps for stage in plan])[:-1]]).astype(np.int64)
+    tokens_before = np.concatenate([[0], np.cumsum([stage.steps * stage.tokens_per_step for stage in plan])[:-1]])
+    stages = find_stages(steps, history.config.train)
+    return tokens_before.astype(np.int64)[stages] + (steps - starts[stages]) * per_step[stages]
 
 
 def _describe_attempts(attempts: list[Attempt]) -> str:
@@ -56,20 +73,21 @@ def check_checkpoints(history: History, limits: Limits) -> Verdict:
     A checkpoint that an attempt resumed from, or that is intact on disk, counts as saved even if the trainer was killed
     before it recorded the save.
     """
-    recorded = {event["step"] for event in history.current_events("checkpoint")}
+    recorded = {*history.current_events("checkpoint").ints("step").tolist()}
     failed, recovered = split_by_attempt(history, [e for e in history.events_of_kind("error") if e.get("where") == "save"])
     damaged, quarantined = split_by_attempt(
         history, [e for e in history.events_of_kind("guard") if e.get("action") == "quarantined"]
     )
     resumed = {event["from_step"] for event in history.events_of_kind("resume") if event.get("from_step")}
     saved = resumed | _list_intact_steps(history) | recorded
-    due = get_due_steps(history, lambda train: train.save_every)
-    excused = {event["step"] for event in recovered}
-    missing = sorted(step for step in due - saved - excused if step < history.last_step or history.is_done)
+    # A save at the current step may be in progress.
+    excused = {event["step"] for event in recovered} | (set() if history.is_done else {history.last_step})
+    due = DueSteps(history, ("save",))
+    n_missing, missing = due.find_missing([*saved, *excused])
     for problem in (*failed, *damaged):
         return Verdict("checkpoints", False, len(saved), len(due), _describe_failed_save(problem))
-    if missing:
-        text = f"none saved at step {missing[0]:,} ({len(missing)} missing)"
+    if n_missing:
+        text = f"none saved at step {missing[0]:,} ({n_missing} missing)"
         return Verdict("checkpoints", False, len(saved), len(due), text)
     if not saved:
         return require_known_settings(history, Verdict("checkpoints", None, 0, len(due), "none due yet"))
@@ -77,7 +95,7 @@ def check_checkpoints(history: History, limits: Limits) -> Verdict:
     return _check_files(history, saved, recorded, len(due), suffix)
 
 
-def _describe_failed_save(problem: Event) -> str:
+def _describe_failed_save(problem: Any) -> str:
     text = problem.get("text") or f"a save failed at step {problem['step']:,}: {problem.get('message')}"
     return join_lines(text)
 

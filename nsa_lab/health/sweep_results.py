@@ -59,12 +59,12 @@ class RunResult:
         identity = run.name, run.requested.seed, run.requested.repeat, run.state
         if history is None:
             return cls(*identity)
-        last = history.evaluations[-1] if history.evaluations else {}
-        is_final = last.get("bpb") is not None and last["step"] == history.config.train.steps
+        last = history.evaluations[-1] if history.evaluations else None
+        bpb = last.get("bpb") if last and last["step"] == history.config.train.steps else None
         return cls(
             *identity,
-            bpb=last["bpb"] if is_final else None,
-            text=history.describe_eval_text(last) if is_final else None,
+            bpb=bpb,
+            text=history.describe_eval_text(last) if last and bpb is not None else None,
             seconds=compute_step_time(history),
             parameters=collect_facts(history).parameters,
         )
@@ -216,5 +216,5 @@ def compute_curve(variant: str, runs: list[History]) -> Curve:
 
 def _get_bpb_by_step(run: History) -> dict[int, float]:
     text = run.describe_eval_text(run.evaluations[-1])
-    events = [event for event in run.evaluations if run.describe_eval_text(event) == text and event.get("bpb") is not None]
-    return {event["step"]: event["bpb"] for event in events}
+    events = [event for event in run.evaluations if run.describe_eval_text(event) == text]
+    return {event["step"]: bpb for event in events if (bpb := event.get("bpb")) is not None}

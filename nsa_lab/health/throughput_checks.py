@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from itertools import groupby
-from typing import Any
+from bisect import bisect_left
 
 import numpy as np
 
 from nsa_lab.health.log_integrity import format_guard, format_recovered, split_by_attempt
 from nsa_lab.health.verdict import Limits, Verdict
-from nsa_lab.runs.history import History
+from nsa_lab.runs.history import History, find_stages
 from nsa_lab.runs.summary import format_size, format_speed
 
 
@@ -54,41 +52,49 @@ def _split_windows(history: History, window_s: float) -> list[tuple[int, float, 
     A window lasts `window_s` at the median speed of its stage. It lies within one stage and one attempt.
     """
     train = history.config.train
-    intervals = _list_intervals(history)
+    attempts, stages, n_steps, seconds = _list_intervals(history)
     windows: list[tuple[int, float, float]] = []
-    for stage, in_stage in ((n, [i for i in intervals if i[1] == n]) for n in range(len(train.plan))):
-        if not in_stage:
-            continue
-        steps_per_window = window_s / float(np.median([duration_s / steps for *_, steps, duration_s in in_stage]))
-        for _, in_attempt in groupby(in_stage, key=lambda interval: interval[0]):
-            steps, duration_s = 0, 0.0
-            for *_, interval_steps, interval_s in in_attempt:
-                steps, duration_s = steps + interval_steps, duration_s + interval_s
-                if steps >= steps_per_window:
-                    windows.append((stage, steps * train.plan[stage].tokens_per_step / duration_s, duration_s))
-                    steps, duration_s = 0, 0.0
+    for stage in np.unique(stages):
+        in_stage = stages == stage
+        steps_per_window = window_s / float(np.median(seconds[in_stage] / n_steps[in_stage]))
+        for attempt in dict.fromkeys(attempts[in_stage].tolist()):
+            own = in_stage & (attempts == attempt)
+            ends = _find_window_ends(n_steps[own], steps_per_window)
+            steps, durations = (np.diff(np.cumsum(values)[ends], prepend=0) for values in (n_steps[own], seconds[own]))
+            speeds = steps * train.plan[stage].tokens_per_step / durations
+            windows += zip([int(stage)] * len(ends), speeds.tolist(), durations.tolist(), strict=True)
     return windows
 
 
-def _list_intervals(history: History) -> list[tuple[int, int, int, float]]:
-    """Return attempt, stage, steps and seconds between consecutive log points of one stage and one attempt."""
-    intervals: list[tuple[int, int, int, float]] = []
+def _find_window_ends(n_steps: np.ndarray, steps_per_window: float) -> np.ndarray:
+    """Return the indices of the last intervals of the windows, which have at least `steps_per_window` steps each."""
+    totals: list[int] = np.cumsum(n_steps).tolist()
+    ends, start = list[int](), 0
+    while (end := bisect_left(totals, start + steps_per_window)) < len(totals):
+        ends.append(end)
+        start = totals[end]
+    return np.array(ends, dtype=np.int64)
+
+
+def _list_intervals(history: History) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return attempts, stages, steps and seconds of the intervals between log points of one stage and one attempt."""
     train = history.config.train
-    previous_key, previous_step = (0, 0), 0
-    for event in history.steps:
-        stage = train.locate_step(event["step"])[0]
-        steps, tokens = event["step"] - previous_step, train.plan[stage].tokens_per_step
-        step_s = [_positive_or(event.get("dt_s")), tokens / _positive_or(event.get("tokens_per_s"), math.inf)]
-        if (event["attempt"], stage) == previous_key and max(step_s) > 0:
-            # Both fields record the same time. If they differ, use the longer one.
-            intervals.append((event["attempt"], stage, steps, steps * max(step_s)))
-        previous_key, previous_step = (event["attempt"], stage), event["step"]
-    return intervals
+    steps, attempts = history.steps.ints("step"), history.steps.ints("attempt")
+    stages = find_stages(steps, train)
+    tokens = np.array([stage.tokens_per_step for stage in train.plan])[stages]
+    # Both fields record the same time. If they differ, use the longer one.
+    step_s = np.fmax(
+        _keep_positive(history.steps.numbers("dt_s")), tokens / _keep_positive(history.steps.numbers("tokens_per_s"))
+    )
+    is_interval = np.concatenate([[False], (np.diff(attempts) == 0) & (np.diff(stages) == 0)])[: len(steps)]
+    is_interval &= np.isfinite(step_s)
+    n_steps = np.diff(steps, prepend=0)[is_interval]
+    return attempts[is_interval], stages[is_interval], n_steps, n_steps * step_s[is_interval]
 
 
-def _positive_or(value: Any, default: float = 0.0) -> float:
-    """Return `value` if it is a positive finite number, otherwise `default`."""
-    return value if isinstance(value, (int, float)) and math.isfinite(value) and value > 0 else default
+def _keep_positive(values: np.ndarray) -> np.ndarray:
+    """Return `values` with NaN for those that are not positive finite numbers."""
+    return np.where(np.isfinite(values) & (values > 0), values, np.nan)
 
 
 def check_data_wait(history: History, limits: Limits) -> Verdict:
@@ -96,27 +102,24 @@ def check_data_wait(history: History, limits: Limits) -> Verdict:
 
     A reading is a mean over the steps since the previous reading. Readings without both times are omitted.
     """
-    total_wait_s = total_s = 0.0
-    previous_step = 0
-    for event in history.steps:
-        step_s, wait_s = _positive_or(event.get("dt_s")), event.get("data_s")
-        if step_s and wait_s is not None and math.isfinite(wait_s):
-            total_wait_s += (event["step"] - previous_step) * wait_s
-            total_s += (event["step"] - previous_step) * step_s
-        previous_step = event["step"]
+    n_steps = np.diff(history.steps.ints("step"), prepend=0)
+    step_s, wait_s = _keep_positive(history.steps.numbers("dt_s")), history.steps.numbers("data_s")
+    has_both = np.isfinite(step_s) & np.isfinite(wait_s)
+    total_s = float((n_steps * step_s)[has_both].sum())
     if not total_s:
         return Verdict("data wait", None, None, limits.data_wait, "not recorded")
-    share = total_wait_s / total_s
+    share = float((n_steps * wait_s)[has_both].sum()) / total_s
     text = f"{share:.1%} of the training time was spent waiting for data"
     return Verdict("data wait", share <= limits.data_wait, share, limits.data_wait, text)
 
 
 def check_memory(history: History, limits: Limits) -> Verdict:
     """Check that resident memory does not grow from the first to the second half of the heartbeats."""
-    resident = [rss for event in history.events_of_kind("heartbeat") if (rss := _positive_or(event.get("rss_bytes")))]
+    resident = _keep_positive(history.events_of_kind("heartbeat").numbers("rss_bytes"))
+    resident = resident[np.isfinite(resident)]
     if len(resident) < 8:
         return Verdict("memory", None, None, limits.memory_growth, "too few heartbeats to detect growth")
-    early, late = max(resident[: len(resident) // 2]), max(resident[len(resident) // 2 :])
+    early, late = (float(half.max()) for half in (resident[: len(resident) // 2], resident[len(resident) // 2 :]))
     return Verdict(
         "memory",
         late / early <= limits.memory_growth,

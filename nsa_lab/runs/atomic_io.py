@@ -10,11 +10,14 @@ import functools
 import json
 import logging
 import os
+import stat
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 logger = logging.getLogger("nsa_lab.runs")
+
+MAX_FILE_BYTES = 1 << 27  # of a file that is read as a whole
 
 
 @functools.lru_cache(maxsize=1024)
@@ -23,11 +26,32 @@ def warn_once(text: str) -> None:
     logger.warning("%s", text)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading. Raises OSError for any other, such as a FIFO, whose reader would wait forever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, f"{path}: expected a regular file; replace it", None)
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bounded(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """Return the content of a regular file. Raises OSError if it is larger than `max_bytes`."""
+    with open_regular(path) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"{path}: larger than {max_bytes:,} bytes, so it was not written by this program")
+    return data
+
+
+def read_json(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
     """Return the JSON object in a file; empty if the file is missing, or damaged, which is logged."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_bounded(path, max_bytes))
     except FileNotFoundError:
+        return {}
+    except OSError as error:
+        warn_once(f"{path}: ignored ({error.strerror})")
         return {}
     except (ValueError, RecursionError) as error:
         warn_once(f"{path}: damaged and ignored ({' '.join(str(error).split())[:120]})")

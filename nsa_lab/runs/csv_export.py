@@ -27,7 +27,7 @@ def build_table(history: History) -> list[dict[str, Any]]:
         )
     for event in history.evaluations:
         row = rows.setdefault(event["step"], {name: event[name] for name in FIRST_COLUMNS if name in event})
-        row |= {f"validation_{name}": event[name] for name in EVAL_COLUMNS if name in event}
+        row |= {f"validation_{name}": value for name, value in event.items() if name in EVAL_COLUMNS}
     return [rows[step] for step in sorted(rows)]
 
 

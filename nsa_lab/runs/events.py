@@ -1,9 +1,9 @@
-"""Read the event log of a run. Standard library only; this module never writes.
+"""Read the event log of a run. This module never writes and does not import torch.
 
 Invariants
-* `events.jsonl` is append-only, one JSON object per line. A killed process may leave one incomplete line. Readers skip it
-  and any other line that is not an event, with a warning.
-* Every event returned to a reader has a kind, a time, an attempt and a step.
+* `events.jsonl` is append-only, one JSON object per line (`nsa_lab.runs.event_schema`). A killed process may leave one
+  incomplete line. Readers skip it and any other line that violates the schema, with a warning that names the line.
+* The file is read in blocks. Lines are at most MAX_LINE bytes long.
 * Attempts are numbered. An attempt that resumed at step s repeated every step after s, so events of earlier attempts about
   those steps are superseded (`drop_superseded`).
 """
@@ -13,14 +13,20 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.runs.atomic_io import warn_once
+import numpy as np
+
+from nsa_lab.runs.atomic_io import open_regular, warn_once
 from nsa_lab.runs.directory import EVENTS, RUNNING, read_status
+from nsa_lab.runs.event_schema import FIRST_KINDS, SUPERSEDED_KINDS, EvalEvent, StepEvent
+from nsa_lab.runs.event_table import Events, EventsBuilder
 
 __all__ = [
+    "Event",
+    "Events",
     "Tail",
     "drop_superseded",
     "follow",
@@ -33,59 +39,83 @@ __all__ = [
 
 Event = dict[str, Any]
 
-# Kinds of events about one step. They are superseded if a later attempt repeats the step.
-SUPERSEDED_KINDS = frozenset({"step", "eval", "reach", "checkpoint", "guard"})
+BLOCK_BYTES = 1 << 22
+MAX_LINE = 1 << 26  # bytes; the losses of a million windows fit
 
 
-def read_events(run_dir: str | Path) -> list[Event]:
+def read_events(run_dir: str | Path, max_step: int | None = None) -> Events[Event]:
     """Return all complete events of the run in the order of writing; empty if nothing has been written yet.
 
-    `run_dir` may also be the path of an `events.jsonl` file.
+    `run_dir` may also be the path of an `events.jsonl` file. `max_step`: number of steps of the run; events of later steps
+    are skipped as violations of the schema, because every reader would fail on them. Raises OSError if the file is not a
+    regular file or cannot be read.
     """
     path = Path(run_dir)
     path = path / EVENTS if path.is_dir() else path
-    return _parse_events(path, path.read_bytes()) if path.exists() else []
+    builder = EventsBuilder(max_step)
+    if path.exists():
+        for number, line, is_complete in _read_lines(path):
+            event = _decode(line)
+            if event is not None:
+                builder.add(number, event)
+            elif is_complete and line.strip():
+                builder.add_torn(number)
+    events = builder.build()
+    _warn_of_violations(path, events)
+    return events
 
 
-def infer_status(events: list[Event]) -> dict[str, Any]:
+def infer_status(events: Iterable[Event]) -> dict[str, Any]:
     """Reconstruct the status of a run whose status.json is lost from its events; empty without events."""
-    if not events:
+    record = Events.from_list(events)
+    if not len(record):
         return {}
-    last = max(events, key=lambda event: event["attempt"])["attempt"]
-    own = [event for event in events if event["attempt"] == last]
-    ending = next((e for e in reversed(own) if e["kind"] in ("end", "halt") and isinstance(e.get("status"), str)), {})
-    outcome = {name: ending[name] for name in ("status", "exit_code", "reason") if name in ending}
+    last = int(record.ints("attempt").max())
+    own = record.select(record.ints("attempt") == last)
+    endings = [event for event in own.of_kind("end", "halt") if isinstance(event.get("status"), str)]
+    outcome = {name: endings[-1][name] for name in ("status", "exit_code", "reason") if endings and name in endings[-1]}
     return {"status": RUNNING, "attempt": last, "step": own[-1]["step"], "tokens": own[-1].get("tokens", 0), **outcome}
 
 
-def drop_superseded(events: list[Event]) -> list[Event]:
+def drop_superseded(events: Iterable[Event]) -> Events[Event]:
     """Return the events without those about steps that a later attempt repeated, so that each step counts once."""
-    resumed_at: dict[int, int] = {}
-    for event in events:
-        if event["kind"] in ("start", "resume"):
-            resumed_at[event["attempt"]] = event.get("from_step") or 0
-    cut: dict[int, float] = {}
-    lowest = float("inf")
-    for attempt in sorted(resumed_at, reverse=True):
-        cut[attempt] = lowest
-        lowest = min(lowest, resumed_at[attempt])
-    return [
-        event
-        for event in events
-        if event["kind"] not in SUPERSEDED_KINDS or event["step"] <= cut.get(event["attempt"], float("inf"))
-    ]
+    record = Events.from_list(events)
+    first_events = record.of_kind(*FIRST_KINDS)
+    resumed_at = np.nan_to_num(first_events.numbers("from_step"))
+    cuts: list[tuple[int, float]] = []
+    lowest = math.inf
+    for attempt, from_step in sorted(
+        dict(zip(first_events.ints("attempt").tolist(), resumed_at.tolist(), strict=True)).items()
+    )[::-1]:
+        cuts.append((attempt, lowest))
+        lowest = min(lowest, from_step)
+    if all(cut == math.inf for _, cut in cuts):
+        return record
+    attempts, limits = record.ints("attempt"), np.full(len(record), math.inf)
+    for attempt, cut in cuts:
+        limits[attempts == attempt] = cut
+    is_about_a_step = record.is_kind(*SUPERSEDED_KINDS)
+    return record.select(~is_about_a_step | (record.ints("step") <= limits))
 
 
-def get_step_events(events: list[Event]) -> list[Event]:
+def get_step_events(events: Iterable[Event]) -> Events[StepEvent]:
     """Return one `step` event per logged step, ascending."""
-    by_step = {event["step"]: event for event in drop_superseded(events) if event["kind"] == "step"}
-    return [by_step[step] for step in sorted(by_step)]
+    return _keep_last_per_step(drop_superseded(events).of_kind("step"))
 
 
-def get_eval_events(events: list[Event], split: str = "validation") -> list[Event]:
+def get_eval_events(events: Iterable[Event], split: str = "validation") -> Events[EvalEvent]:
     """Return one `eval` event of a split per evaluated step, ascending."""
-    by_step = {e["step"]: e for e in drop_superseded(events) if e["kind"] == "eval" and e.get("split") == split}
-    return [by_step[step] for step in sorted(by_step)]
+    evaluations = drop_superseded(events).of_kind("eval")
+    is_split = np.array([value == split for value in evaluations.values("split")], dtype=bool)
+    return _keep_last_per_step(evaluations.select(is_split))
+
+
+def _keep_last_per_step(events: Events[Any]) -> Events[Any]:
+    """Return the last event of each step, ascending."""
+    steps = events.ints("step")
+    order = np.argsort(steps, kind="stable")
+    is_last = np.append(np.diff(steps[order]) != 0, True)[: len(order)]
+    return events.select(order[is_last])
 
 
 class Tail:
@@ -93,18 +123,26 @@ class Tail:
 
     def __init__(self, run_dir: str | Path) -> None:
         self._path = Path(run_dir) / EVENTS
-        self._offset = 0
+        self._offset, self._line = 0, 0
 
     def read(self) -> list[Event]:
         """Return the events completed since the last call."""
         if not self._path.exists():
             return []
-        with open(self._path, "rb") as file:
-            file.seek(self._offset)
-            block = file.read()
-        complete = block[: block.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        return _parse_events(self._path, complete)
+        builder = EventsBuilder()
+        for _, line, is_complete in _read_lines(self._path, self._offset):
+            if not is_complete:
+                break
+            self._offset += len(line) + 1
+            self._line += 1
+            event = _decode(line) if line.strip() else None
+            if event is not None:
+                builder.add(self._line, event)
+            elif line.strip():
+                builder.add_torn(self._line)
+        events = builder.build()
+        _warn_of_violations(self._path, events)
+        return list(events)
 
 
 def follow(run_dir: str | Path, *, is_alive: Callable[[], bool], poll_s: float = 0.5) -> Iterator[Event]:
@@ -118,44 +156,37 @@ def follow(run_dir: str | Path, *, is_alive: Callable[[], bool], poll_s: float =
         time.sleep(poll_s)
 
 
-def _parse_events(path: Path, block: bytes) -> list[Event]:
-    """Return the events in the lines of a block.
+def _read_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes, bool]]:
+    """Yield (number, line, is_complete) from a byte offset on, numbered from 1. The last line may be incomplete.
 
-    Text after the last line end is still being written, or was left incomplete by a killed process: no warning.
+    Text after the last line end is still being written, or was left incomplete by a killed process.
     """
-    lines = [line for line in block.split(b"\n") if line.strip()]
-    parsed = [_parse_event(line) for line in lines]
-    invalid = [line for line, event in zip(lines, parsed, strict=True) if event is None]
-    if invalid and not block.endswith(b"\n"):
-        invalid = invalid[:-1] if parsed[-1] is None else invalid
-    if invalid:
-        subject = f"{len(invalid)} lines are not events" if len(invalid) > 1 else "a line is not an event"
-        warn_once(f"{path}: {subject} (incomplete or damaged) and skipped: {invalid[0][:60]!r}")
-    return [event for event in parsed if event is not None]
+    number, rest = 0, b""
+    with open_regular(path) as file:
+        file.seek(offset)
+        while block := file.read(BLOCK_BYTES):
+            *lines, rest = (rest + block).split(b"\n")
+            for line in lines:
+                number += 1
+                yield number, line, True
+            if len(rest) > MAX_LINE:
+                raise OSError(
+                    f"{path}: line {number + 1:,} is longer than {MAX_LINE:,} bytes; this is not a record of events"
+                )
+    if rest:
+        yield number + 1, rest, False
 
 
-# Fields that readers rely on, by type of value. Numbers that were not finite are null.
-_REQUIRED_INTS = ("attempt", "step")
-_OPTIONAL_INTS = ("tokens", "from_step", "steps")
-_OPTIONAL_NUMBERS = (
-    *("loss", "bpb", "lr", "grad_norm", "dt_s", "data_s", "tokens_per_s"),
-    *("mem_peak_bytes", "rss_bytes", "phase_age_s", "limit_s", "seconds"),
-    *("documents", "bytes", "bytes_per_s", "left_s"),
-)
-_OPTIONAL_TEXTS = ("phase", "path", "rule", "split", "name", "doing", "status", "text")
-
-
-def _parse_event(line: bytes) -> Event | None:
+def _decode(line: bytes) -> Any:
+    """Return the value of a line of JSON; None if it is none."""
     try:
-        event = json.loads(line)
+        return json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(event, dict) or not isinstance(event.get("kind"), str):
-        return None
-    if any(type(event.get(name)) is not int for name in _REQUIRED_INTS) or not isinstance(event.get("t"), int | float):
-        return None
-    if not math.isfinite(event["t"]) or any(not isinstance(event.get(name), int | None) for name in _OPTIONAL_INTS):
-        return None
-    if any(not isinstance(event.get(name), int | float | None) for name in _OPTIONAL_NUMBERS):
-        return None
-    return event if all(isinstance(event.get(name), str | None) for name in _OPTIONAL_TEXTS) else None
+
+
+def _warn_of_violations(path: Path, events: Events[Any]) -> None:
+    skipped = [violation for violation in events.violations.listed if violation.is_skipped]
+    if skipped:
+        more = f", and {len(skipped) - 1} more" if len(skipped) > 1 else ""
+        warn_once(f"{path}: a line is not an event and was skipped: {skipped[0]}{more}")

@@ -1,7 +1,8 @@
 """The record of a run as tables, the input of figures, health checks and reports.
 
 Only files are read; neither torch nor the trainer is imported. A copy of a run without its checkpoints therefore gives the
-same tables. Each step counts once, as its latest attempt recorded it.
+same tables. Each step counts once, as its latest attempt recorded it. Events are stored by field (`event_table`): prefer
+`series` and `Events.numbers` to loops over events, of which a long run has a million.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nsa_lab.config import RunConfig
+from nsa_lab.config import RunConfig, TrainConfig
 from nsa_lab.runs import directory, events, monitor_settings
 from nsa_lab.runs.atomic_io import read_json
+from nsa_lab.runs.directory import RunDirectoryError
+from nsa_lab.runs.event_schema import FIRST_KINDS, AttemptEvent, EvalEvent, StepEvent
+from nsa_lab.runs.event_table import Events
 from nsa_lab.runs.events import Event
 from nsa_lab.runs.lock import lock_owner
 
@@ -48,9 +53,9 @@ class StepRange:
     last: int
     config: RunConfig | None
 
-    def list_multiples(self, every: int) -> set[int]:
+    def list_multiples(self, every: int) -> range:
         """Return the steps in this range that are multiples of `every`; empty if `every` is 0 (never)."""
-        return set(range(-(-self.first // every) * every, self.last + 1, every)) if every else set()
+        return range(-(-self.first // every) * every, self.last + 1, every) if every else range(0)
 
 
 @dataclass(frozen=True)
@@ -61,23 +66,34 @@ class History:
     config: RunConfig
     status: dict[str, Any]
     environment: dict[str, Any]
-    events: list[Event]
-    steps: list[Event]
-    evaluations: list[Event]
+    events: Events[Event]
+    steps: Events[StepEvent]
+    evaluations: Events[EvalEvent]
+
+    def __post_init__(self) -> None:
+        # Edited records of tests are lists.
+        for name in ("events", "steps", "evaluations"):
+            object.__setattr__(self, name, Events.from_list(getattr(self, name)))
 
     @classmethod
     def read(cls, run: str | Path | History) -> History:
         """Read the record in a run directory.
 
-        Raises `RunDirectoryError` if it is not a run directory, `ConfigError` if its configuration is not valid here.
+        Events of steps after the last step of the configuration are skipped, and are in `events.violations`. Raises
+        `RunDirectoryError` if it is not a run directory or cannot be read, `ConfigError` if its configuration is not valid
+        here.
         """
         if isinstance(run, History):
             return run
         run_dir = directory.check_run_dir(run)
-        record = events.read_events(run_dir)
+        config = RunConfig.from_yaml(run_dir / directory.CONFIG)
+        try:
+            record = events.read_events(run_dir, config.train.steps)
+        except OSError as error:
+            raise RunDirectoryError(f"{run_dir / directory.EVENTS}: cannot be read: {error.strerror or error}") from None
         return cls(
             run_dir=run_dir,
-            config=RunConfig.from_yaml(run_dir / directory.CONFIG),
+            config=config,
             status=directory.read_status(run_dir) or events.infer_status(record),
             environment=read_json(run_dir / directory.ENVIRONMENT),
             events=record,
@@ -92,12 +108,12 @@ class History:
     @property
     def last_step(self) -> int:
         """The last step that is recorded as completed."""
-        return max((event["step"] for event in self.current_events("step", "eval", "checkpoint")), default=0)
+        return int(self.current_events("step", "eval", "checkpoint").ints("step").max(initial=0))
 
     @property
     def last_attempt(self) -> int:
         """Number of the newest attempt; 0 before the first."""
-        return max((event["attempt"] for event in self.events), default=0)
+        return int(self.events.ints("attempt").max(initial=0))
 
     @property
     def is_done(self) -> bool:
@@ -114,54 +130,56 @@ class History:
         """True while a trainer holds the lock of this directory."""
         return lock_owner(self.run_dir) is not None
 
-    def events_of_kind(self, *kinds: str) -> list[Event]:
-        return [event for event in self.events if event["kind"] in kinds]
+    def events_of_kind(self, *kinds: str) -> Events[Any]:
+        """Return all events of these kinds in the order of writing."""
+        return self.events.of_kind(*kinds)
 
-    def current_events(self, *kinds: str) -> list[Event]:
+    def current_events(self, *kinds: str) -> Events[Any]:
         """Return events of these kinds, without those about steps that a later attempt repeated."""
-        return [event for event in events.drop_superseded(self.events) if event["kind"] in kinds]
+        return self._current.of_kind(*kinds)
+
+    @cached_property
+    def _current(self) -> Events[Event]:
+        return events.drop_superseded(self.events)
+
+    @cached_property
+    def first_events(self) -> Events[AttemptEvent]:
+        """The first event of each attempt that recorded one."""
+        return self.events.of_kind(*FIRST_KINDS)
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the steps and values of a numeric field of the `step` events. Values that were not finite are NaN."""
-        readings = [(event["step"], event[name]) for event in self.steps if name in event]
-        return (
-            np.array([step for step, _ in readings], dtype=np.int64),
-            np.array([np.nan if value is None else value for _, value in readings], dtype=np.float64),
-        )
+        recorded = self.steps.select(self.steps.has(name))
+        return recorded.ints("step"), recorded.numbers(name)
 
     def layer_series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return steps [readings] and values [readings, layers] of a per-layer statistic; empty if none was recorded.
 
         Values that are not a list of numbers, or do not have the first reading's number of layers, are ignored.
         """
-        readings = [(event["step"], event[name]) for event in self.steps if _is_number_list(event.get(name))]
-        readings = [(step, value) for step, value in readings if len(value) == len(readings[0][1])]
-        values = np.array([value for _, value in readings], dtype=np.float64)
-        return np.array([step for step, _ in readings], dtype=np.int64), values if readings else values.reshape(0, 0)
+        positions, values = self.steps.matrix(name)
+        return self.steps.ints("step")[positions], values
 
     def validation(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the steps and bits per byte of the evaluations on held-out text."""
-        readings = [(event["step"], event.get("bpb")) for event in self.evaluations]
-        return (
-            np.array([step for step, _ in readings], dtype=np.int64),
-            np.array([np.nan if value is None else value for _, value in readings], dtype=np.float64),
-        )
+        return self.evaluations.ints("step"), self.evaluations.numbers("bpb")
 
     def truncate_at(self, step: int) -> History:
         """Return the record up to and including `step`."""
-        events, steps, evaluations = (
-            [event for event in record if event["step"] <= step] for record in (self.events, self.steps, self.evaluations)
+        all_events, steps, evaluations = (
+            record.select(record.ints("step") <= step) for record in (self.events, self.steps, self.evaluations)
         )
-        return replace(self, events=events, steps=steps, evaluations=evaluations)
+        return replace(self, events=all_events, steps=steps, evaluations=evaluations)
 
     def select_current_length(self, steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the readings from stages with the sequence length of the run's current stage."""
         train = self.config.train
         length = train.stage_at(self.last_step).seq_len
-        has_length = np.array([train.stage_at(int(step)).seq_len == length for step in steps], dtype=bool)
+        lengths = np.array([stage.seq_len for stage in train.plan])
+        has_length = lengths[find_stages(steps, train)] == length
         return steps[has_length], values[has_length]
 
-    def describe_eval_text(self, evaluation: Event) -> str:
+    def describe_eval_text(self, evaluation: EvalEvent) -> str:
         """Return an identifier of the evaluated text. Evaluations with equal identifiers are comparable.
 
         Older runs did not record it. For them it is derived from the data and the sequences per forward pass, which
@@ -171,16 +189,14 @@ class History:
             return evaluation["text"]
         train = self.config.train
         stage = train.stage_at(evaluation["step"])
-        data = {event.get("data_identity") for event in self.events_of_kind("start", "resume")}
+        data = {event.get("data_identity") for event in self.first_events}
         windows = train.eval_batches * stage.sequences_per_forward
         return f"{windows} × {stage.seq_len} of {', '.join(sorted(map(str, data)))}"
 
     def attempts(self) -> list[Attempt]:
         """Return the attempts in the order of their numbers."""
-        first_events = self.events_of_kind("start", "resume")
-        return [
-            self._build_attempt(event, is_last=index == len(first_events) - 1) for index, event in enumerate(first_events)
-        ]
+        last = len(self.first_events) - 1
+        return [self._build_attempt(event, is_last=index == last) for index, event in enumerate(self.first_events)]
 
     def config_of_attempt(self, attempt: int) -> RunConfig | None:
         """Return the configuration of an attempt; None if unknown.
@@ -188,14 +204,14 @@ class History:
         Settings may change between attempts, and config.yaml holds the latest. The first event of an attempt records its
         monitor settings. Older runs did not record them: if the recorded hash is that of config.yaml, its settings hold.
         """
-        first_event = next((e for e in reversed(self.events_of_kind("start", "resume")) if e["attempt"] == attempt), {})
+        first_event: Any = next((e for e in reversed(self.first_events) if e["attempt"] == attempt), {})
         if "settings" in first_event:
             return monitor_settings.apply_monitor_settings(self.config, first_event["settings"])
         return self.config if first_event.get("config_hash", self.config.hash()) == self.config.hash() else None
 
     def step_ranges(self) -> list[StepRange]:
         """Return the completed steps in order, split by the attempt whose record of them counts."""
-        first_steps = {event["attempt"]: event.get("from_step") or 0 for event in self.events_of_kind("start", "resume")}
+        first_steps = {event["attempt"]: event.get("from_step") or 0 for event in self.first_events}
         ranges, end = [], self.last_step
         for attempt, from_step in sorted(first_steps.items(), reverse=True):
             if from_step < end:
@@ -204,26 +220,26 @@ class History:
         # Steps before the first recorded start: use the configuration that is known.
         return [*([StepRange(0, 1, end, self.config)] if end > 0 else []), *reversed(ranges)]
 
-    def _build_attempt(self, first_event: Event, *, is_last: bool) -> Attempt:
-        own = [event for event in self.events if event["attempt"] == first_event["attempt"]]
-        recorded = next(
-            (_OUTCOMES[e["kind"], e.get("status")] for e in reversed(own) if (e["kind"], e.get("status")) in _OUTCOMES),
-            None,
-        )
+    def _build_attempt(self, first_event: AttemptEvent, *, is_last: bool) -> Attempt:
+        own = self.events.select(self.events.ints("attempt") == first_event["attempt"])
+        endings = [(event["kind"], event.get("status")) for event in reversed(own.of_kind("end", "halt"))]
+        recorded = next((_OUTCOMES[ending] for ending in endings if ending in _OUTCOMES), None)
         unrecorded = "running" if is_last and self.is_alive else "killed"
-        is_fatal = any(e["kind"] == "error" and e.get("fatal") for e in own)
+        is_fatal = any(event.get("fatal") for event in own.of_kind("error"))
         return Attempt(
             number=first_event["attempt"],
             from_step=first_event["step"] if first_event.get("from_step") is None else first_event["from_step"],
-            last_step=max(event["step"] for event in own),
+            last_step=int(own.ints("step").max()),
             started_at=first_event["t"],
             ended_at=own[-1]["t"],
             outcome="failed" if is_fatal else recorded or unrecorded,
         )
 
 
-def _is_number_list(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(entry, int | float | None) for entry in value)
+def find_stages(steps: np.ndarray, train: TrainConfig) -> np.ndarray:
+    """Return the index of the training stage of each step; step 0 belongs to the first stage."""
+    last_steps = np.cumsum([stage.steps for stage in train.plan])
+    return np.minimum(np.searchsorted(last_steps, steps), len(last_steps) - 1)
 
 
 _OUTCOMES = {
@@ -269,11 +285,18 @@ def get_latest_training_losses(history: History, name: str = "bpb") -> np.ndarra
 
 def compute_median_speeds(history: History) -> list[float]:
     """Return the median tokens per second of each stage that has readings. Every report uses these values."""
-    by_stage: dict[int, list[float]] = {}
-    for step, speed in zip(*history.series("tokens_per_s"), strict=True):
-        by_stage.setdefault(history.config.train.locate_step(int(step))[0], []).append(float(speed))
-    finite = [np.array(speeds)[np.isfinite(speeds)] for _, speeds in sorted(by_stage.items())]
-    return [float(np.median(speeds)) for speeds in finite if len(speeds)]
+    steps, speeds = history.series("tokens_per_s")
+    stages = find_stages(steps, history.config.train)
+    finite = [speeds[(stages == stage) & np.isfinite(speeds)] for stage in np.unique(stages)]
+    return [float(np.median(values)) for values in finite if len(values)]
+
+
+def is_with_compilation(history: History) -> np.ndarray:
+    """Return which `step` events include compilation, bool: the first of an attempt, and the first step of a stage."""
+    steps, attempts = history.steps.ints("step"), history.steps.ints("attempt")
+    is_first_of_attempt = np.zeros(len(steps), dtype=bool)
+    is_first_of_attempt[np.unique(attempts, return_index=True)[1]] = True
+    return is_first_of_attempt | np.isin(steps, list(history.config.train.first_steps))
 
 
 def compute_cumulative_step_time(history: History) -> tuple[np.ndarray, np.ndarray]:
@@ -282,15 +305,10 @@ def compute_cumulative_step_time(history: History) -> tuple[np.ndarray, np.ndarr
     The first reading of an attempt and the first step of a stage include compilation. They are replaced by the step time of
     the next reading.
     """
-    stage_starts, attempts, readings = set(history.config.train.first_steps), set[int](), [(0, 0.0)]
-    for event in history.steps:
-        has_compilation = event["step"] in stage_starts or event["attempt"] not in attempts
-        attempts.add(event["attempt"])
-        if not has_compilation and event.get("dt_s") is not None:
-            previous_step, seconds = readings[-1]
-            readings.append((event["step"], seconds + event["dt_s"] * (event["step"] - previous_step)))
-    steps, seconds = zip(*readings, strict=True)
-    return np.array(steps, dtype=np.int64), np.array(seconds, dtype=np.float64)
+    step_s = history.steps.numbers("dt_s")
+    is_used = ~is_with_compilation(history) & np.isfinite(step_s)
+    steps = np.concatenate([[0], history.steps.ints("step")[is_used]])
+    return steps, np.concatenate([[0.0], np.cumsum(step_s[is_used] * np.diff(steps))])
 
 
 def compute_step_time(history: History) -> float | None:
@@ -341,7 +359,7 @@ class RunFacts:
 def collect_facts(run: str | Path | History) -> RunFacts:
     """Compute the key numbers of a run from its record."""
     history = History.read(run)
-    first_event = next(iter(reversed(history.events_of_kind("start", "resume"))), {})
+    first_event: Any = history.first_events[-1] if history.first_events else {}
     attempts = history.attempts()
     _, validation = history.validation()
     speeds = compute_median_speeds(history)

@@ -224,7 +224,7 @@ def estimate_activation_bytes(config: RunConfig, n_ranks: int = 1) -> int:
 
 
 def compare_with_measured(
-    estimate: ResourceEstimate, step_events: Iterable[dict[str, Any]]
+    estimate: ResourceEstimate, step_events: Iterable[Mapping[str, Any]]
 ) -> list[tuple[str, float, float, float]]:
     """Return (name, estimated, measured, measured/estimated) for the quantities that `step` events record."""
     measured = list(step_events)

@@ -6,7 +6,6 @@ outputs/ with fewer readings, so that a case takes milliseconds.
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_run import edit_history
 
 from nsa_lab.config import RunConfig
 from nsa_lab.health import Health, examine
-from nsa_lab.runs import events as record
 from nsa_lab.runs import resolve
 from nsa_lab.runs.history import History
 from nsa_lab.runs.summary import format_facts
@@ -39,13 +38,9 @@ def load_thinned() -> History:
             config = config.model_copy(update={"train": config.train.model_copy(update={"log_every": EVERY})})
             events = [e for e in history.events if e["kind"] != "step" or e["step"] == 1 or e["step"] % EVERY == 0]
             # Pretend that both attempts used this configuration.
-            events = [e | ({"config_hash": config.hash()} if "config_hash" in e else {}) for e in events]
-            return with_events(replace(history, config=config), events)
+            edited = [e | ({"config_hash": config.hash()} if "config_hash" in e else {}) for e in events]
+            return edit_history(replace(history, config=config), lambda _, edited=edited: edited)
     raise AssertionError(f"outputs/ holds no NSA run of {STEPS} steps with statistics every {EVERY}")
-
-
-def with_events(history: History, edited: list[Event]) -> History:
-    return replace(history, events=edited, steps=record.get_step_events(edited), evaluations=record.get_eval_events(edited))
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +49,7 @@ def healthy() -> History:
 
 
 def examine_edited(history: History, edit: Edit) -> Health:
-    edited = copy.deepcopy(history.events)
-    return examine(with_events(history, edit(edited) or edited))
+    return examine(edit_history(history, edit))
 
 
 def select_events(events: list[Event], kind: str, first: float = 0.0, last: float = 1.0) -> Iterator[Event]:

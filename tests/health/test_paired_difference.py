@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_run import Event, make_config, write_run
+from fake_run import Event, edit_history, make_config, write_run
 
 from nsa_lab.config import RunConfig
 from nsa_lab.health.matched_pair import check_same_training
@@ -268,8 +268,7 @@ def test_other_batch_settings_are_other_batches(run: Make, changes: dict[str, An
 
 def test_batches_of_other_data_are_not_paired(run: Make) -> None:
     nsa, dense = run(), run(model__attention="dense")
-    for history, text in ((nsa, "a"), (dense, "b")):
-        history.events_of_kind("start")[0]["data_identity"] = text
+    nsa = edit_history(nsa, lambda events: events[0].update(data_identity="another text"))
     assert "different batches" in str(compare_training_batches(nsa, dense))
 
 

@@ -16,6 +16,7 @@ import pytest
 from fake_run import (
     LAYERS,
     Event,
+    edit_history,
     make_checkpoint_event,
     make_config,
     make_eval_event,
@@ -575,7 +576,7 @@ def test_different_training_settings_are_named(pair: Any) -> None:
 
 def test_dense_baseline_may_have_a_wider_mlp(pair: Any) -> None:
     nsa, dense = pair(0.0, model__mlp_hidden=160)
-    nsa.events_of_kind("start")[0]["params"] = 131_928
+    nsa = edit_history(nsa, lambda events: events[0].update(params=131_928))
     verdict = check_matched_pair(nsa, dense)[0]
     assert verdict.ok is True
     assert "MLP width 128, dense 160; parameters 131,928, dense 123,456 (+6.9%)" in verdict.text
@@ -590,8 +591,7 @@ def test_allowed_differences_are_the_settings_changeable_on_resume() -> None:
 
 def test_different_data_is_named(pair: Any) -> None:
     nsa, dense = pair(0.0)
-    for run, text in ((nsa, "a"), (dense, "b")):
-        run.events_of_kind("start")[0]["data_identity"] = text
+    nsa = edit_history(nsa, lambda events: events[0].update(data_identity="another text"))
     assert check_matched_pair(nsa, dense)[0].text == "different: the data"
 
 
@@ -1128,9 +1128,15 @@ def test_lost_status_is_inferred_from_events(tmp_path: Path) -> None:
 
 def test_different_eval_texts_are_those_of_the_last_evaluation(pair: Any) -> None:
     nsa, dense = pair(0.0)
+    edited = []
     for run, last in ((nsa, "one text"), (dense, "another text")):
-        run.evaluations[0]["text"], run.evaluations[-1]["text"] = "one text", last
-    assert have_different_eval_texts((nsa, dense))
+        edited.append(edit_history(run, lambda events, last=last: set_eval_texts(events, last)))
+    assert have_different_eval_texts(edited)
+
+
+def set_eval_texts(events: list[Event], last: str) -> None:
+    evaluations = [event for event in events if event["kind"] == "eval"]
+    evaluations[0]["text"], evaluations[-1]["text"] = "one text", last
 
 
 @pytest.mark.parametrize(("dt_s", "ok"), [(0.95, True), (1.2, False)])

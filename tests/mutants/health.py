@@ -20,20 +20,20 @@ MUTANTS = [
     Mutant(
         "health: an impossible number passes",
         "health.run_checks",
-        "impossible = [] if nonfinite else [",
-        "impossible = [] if True else [",
+        "if impossible := _find_impossible(events):",
+        "if impossible := {}:",
     ),
     Mutant(
         "health: repeated statistics pass",
         "health.log_integrity",
-        "            if streak >= n_equal:\n",
-        "            if streak > 10 * n_equal:\n",
+        "        if streak >= n_equal:\n",
+        "        if streak > 10 * n_equal:\n",
     ),
     Mutant(
         "health: a run without a recorded end is finished",
         "health.run_checks",
-        "if ok and not any(event",
-        "if False and not any(event",
+        "if ok and history.last_attempt not in",
+        "if False and history.last_attempt not in",
     ),
     Mutant(
         "health: selection without a correct answer passes",
@@ -123,14 +123,14 @@ MUTANTS = [
     Mutant(
         "health: duplicated steps pass",
         "health.step_accounting",
-        "if len(set(logged)) < len(logged) else []",
-        "if False else []",
+        "duplicated = distinct[counts > 1]",
+        "duplicated = distinct[counts > 10]",
     ),
     Mutant(
         "health: a missing checkpoint passes",
         "health.step_accounting",
-        "missing = sorted(step for step in due - saved - excused",
-        "missing = sorted(step for step in due - due",
+        "    if n_missing:\n",
+        "    if False:\n",
     ),
     Mutant(
         "health: slowdown warnings are ignored",
@@ -178,7 +178,7 @@ MUTANTS = [
         "health: unknown settings of an attempt are ignored", "health.log_integrity", "    if not unknown:", "    if True:"
     ),
     Mutant("health: a run without preflight is unknown", "health.run_checks", "False if is_trained else None", "None"),
-    Mutant("health: an unlisted null passes", "health.run_checks", "if entry is None or (", "if False and ("),
+    Mutant("health: an unlisted null passes", "health.run_checks", "is_null = has & ~np.isfinite(events.numbers(name))", "is_null = has & False"),
     Mutant("health: a null learning rate passes", "health.loss_checks", "errors[~np.isfinite(errors)] = np.inf", "pass"),
     Mutant(
         "health: a constant loss passes",
@@ -255,7 +255,7 @@ MUTANTS = [
         "if beats.count(attempt.number) < n_required:",
         "if beats.count(attempt.number) < 0:",
     ),
-    Mutant("health: missing entries pass", "health.log_integrity", "missing = sorted(due - set(recorded))", "missing = []"),
+    Mutant("health: missing entries pass", "health.log_integrity", "count, missing = due.find_missing(recorded)", "count, missing = 0, []"),
     Mutant(
         "health: a gate of zeros passes",
         "health.branch_checks",
@@ -373,7 +373,7 @@ MUTANTS = [
     Mutant(
         "paired: bits per token instead of bits per byte",
         "health.paired_difference",
-        'nats * event["bpb"] / event["loss"]',
+        "nats * bpb / loss",
         "nats / np.log(2)",
     ),
     Mutant(

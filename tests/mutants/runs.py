@@ -14,8 +14,8 @@ MUTANTS = [
     Mutant(
         "events: an attempt ends only where the next one starts",
         "runs.events",
-        "lowest = min(lowest, resumed_at[attempt])",
-        "lowest = resumed_at[attempt]",
+        "lowest = min(lowest, from_step)",
+        "lowest = from_step",
     ),
     Mutant(
         "history: the best validation is the worst",
@@ -26,8 +26,8 @@ MUTANTS = [
     Mutant(
         "history: a nonfatal error is a failure",
         "runs.history",
-        'is_fatal = any(e["kind"] == "error" and e.get("fatal") for e in own)',
-        'is_fatal = any(e["kind"] == "error" for e in own)',
+        'is_fatal = any(event.get("fatal") for event in own.of_kind("error"))',
+        'is_fatal = len(own.of_kind("error")) > 0',
     ),
     Mutant(
         "checkpoints: weights of any shape fit",
@@ -57,8 +57,8 @@ MUTANTS = [
     Mutant(
         "history: a mean instead of the median speed",
         "runs.history",
-        "float(np.median(speeds)) for speeds",
-        "float(np.mean(speeds)) for speeds",
+        "float(np.median(values)) for values",
+        "float(np.mean(values)) for values",
     ),
     Mutant("history: training loss of the last batch", "runs.history", "LATEST_READINGS = 50", "LATEST_READINGS = 1"),
     Mutant(
@@ -80,8 +80,8 @@ MUTANTS = [
     Mutant(
         "history: compilation counts as step time",
         "runs.history",
-        'if not has_compilation and event.get("dt_s") is not None:',
-        'if event.get("dt_s") is not None:',
+        "is_used = ~is_with_compilation(history) & np.isfinite(step_s)",
+        "is_used = np.isfinite(step_s)",
     ),
     Mutant("sweep: two runs on one GPU", "runs.sweep_runner", "[gpu for gpu in gpus if gpu not in busy.values()]", "gpus"),
     Mutant(
@@ -96,8 +96,8 @@ MUTANTS = [
     Mutant(
         "events: a repeated step counts twice",
         "runs.events",
-        "lowest = min(lowest, resumed_at[attempt])",
-        'lowest = float("inf")',
+        "lowest = min(lowest, from_step)",
+        "lowest = math.inf",
     ),
     Mutant(
         "history: losses on different texts are compared",
@@ -127,15 +127,69 @@ MUTANTS = [
     Mutant("runs: a reader opens the lock to write", "runs.lock", "os.O_RDONLY | os.O_CLOEXEC", "os.O_RDWR | os.O_CLOEXEC"),
     Mutant(
         "damage: an event needs no step",
-        "runs.events",
-        '_REQUIRED_INTS = ("attempt", "step")',
-        '_REQUIRED_INTS = ("attempt",)',
+        "runs.event_table",
+        'if not {"t", "attempt", "step"} <= fields.keys()',
+        'if not {"t", "attempt"} <= fields.keys()',
+    ),
+    Mutant(
+        "schema: an integer of any size is valid",
+        "runs.event_schema",
+        "return type(value) is int and -MAX_INT - 1 <= value <= MAX_INT",
+        "return type(value) is int",
+    ),
+    Mutant(
+        "schema: a step after the end of the run is an event",
+        "runs.event_table",
+        "and min(steps) >= 0 and max(steps) <= self._max_step",
+        "and min(steps) >= 0",
+    ),
+    Mutant(
+        "schema: a missing number is not null",
+        "runs.event_table",
+        "self._store(kind, {**fields, **{name: [None] * len(lines) for name in nullable}}, lines)",
+        "self._store(kind, fields, lines)",
+    ),
+    Mutant(
+        "schema: a wrong optional field hides its event",
+        "runs.event_table",
+        "is_skipped = not wrong or any(known[name].is_required for name in wrong)",
+        "is_skipped = True",
+    ),
+    Mutant(
+        "schema: the last event of each kind has no line number",
+        "runs.event_table",
+        "self.violations.add(Violation(line, kind, problem, is_skipped))",
+        "self.violations.add(Violation(1, kind, problem, is_skipped))",
+    ),
+    Mutant(
+        "table: a sparse field belongs to the first rows",
+        "runs.event_table",
+        "if self.rows is None and first_row != len(self):",
+        "if False:",
+    ),
+    Mutant(
+        "table: a large integer is rounded",
+        "runs.event_table",
+        "EXACT_INT = 2**53",
+        "EXACT_INT = 2**63",
+    ),
+    Mutant(
+        "table: events are in the order of their kinds",
+        "runs.event_table",
+        "ids = np.argsort(np.concatenate(lines), kind=\"stable\") if lines",
+        "ids = np.arange(sum(map(len, lines))) if lines",
+    ),
+    Mutant(
+        "due steps: the common multiples of two intervals count twice",
+        "health.due_steps",
+        "if len(every) > 1:",
+        "if len(every) > 2:",
     ),
     Mutant(
         "damage: invalid lines are skipped without a warning",
         "runs.events",
-        '        warn_once(f"{path}: {subject} (incomplete',
-        '        str(f"{path}: {subject} (incomplete',
+        '        warn_once(f"{path}: a line is not',
+        '        str(f"{path}: a line is not',
     ),
     Mutant(
         "damage: a cut file of JSON raises",
@@ -160,7 +214,7 @@ MUTANTS = [
     Mutant(
         "history: the first step of a stage counts as step time",
         "runs.history",
-        'event["step"] in stage_starts or event',
-        "event",
+        "is_first_of_attempt | np.isin(steps, list(history.config.train.first_steps))",
+        "is_first_of_attempt",
     ),
 ]

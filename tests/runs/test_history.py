@@ -95,7 +95,8 @@ def test_nonfatal_error_is_not_a_failed_attempt(tmp_path: Path) -> None:
 
 
 def test_multiples_include_the_last_step() -> None:
-    assert StepRange(1, 4, 9, None).list_multiples(3) == {6, 9} and StepRange(1, 3, 3, None).list_multiples(3) == {3}
+    assert [*StepRange(1, 4, 9, None).list_multiples(3)] == [6, 9] and [*StepRange(1, 3, 3, None).list_multiples(3)] == [3]
+    assert not StepRange(1, 4, 9, None).list_multiples(0)
 
 
 def test_truncated_record_includes_the_step(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ Invariants
 * A failed write does not end the run. The part that was written is truncated, and the next event that can be written is
   preceded by an `error` event with the number of missing events and the reason.
 * JSON has no NaN: a number that is not finite is written as null and named in `nonfinite`.
+* Events are checked against `nsa_lab.runs.event_schema`. One that violates it is written all the same, because it must not
+  end a run, with an error in trainer.log; readers report its line.
 """
 
 from __future__ import annotations
@@ -20,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_lab.runs.directory import EVENTS
-
-SCHEMA_VERSION = 1
+from nsa_lab.runs.event_schema import SCHEMA_VERSION, check_event
 
 logger = logging.getLogger("nsa_lab.train")
 
@@ -34,6 +35,7 @@ class EventLog:
         self.step, self.tokens = 0, 0
         self._lock = threading.Lock()
         self._n_lost = 0
+        self._reported_violations: set[str] = set()
         self._file = os.open(run_dir / EVENTS, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._end_torn_line()
 
@@ -74,7 +76,14 @@ class EventLog:
         }
         if nonfinite:
             envelope["nonfinite"] = nonfinite
-        return json.dumps({**envelope, **fields}, separators=(",", ":")).encode() + b"\n"
+        event = {**envelope, **fields}
+        self._report_violation(kind, check_event(event))
+        return json.dumps(event, separators=(",", ":")).encode() + b"\n"
+
+    def _report_violation(self, kind: str, problem: str | None) -> None:
+        if problem and f"{kind}: {problem}" not in self._reported_violations:
+            self._reported_violations.add(f"{kind}: {problem}")
+            logger.error("an event violates its schema (nsa_lab/runs/event_schema.py): %s: %s", kind, problem)
 
     def _write_line(self, line: bytes) -> None:
         """Write the whole line or nothing. A disk that fills up accepts only a part of it."""

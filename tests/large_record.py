@@ -1,0 +1,61 @@
+"""Write the record of a long run, for measurements of time and memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import fake_run
+
+from nsa_lab.runs import directory
+
+
+def write_long_run(folder: Path, n_bytes: int, log_every: int = 1, stats_every: int = 20) -> Path:
+    """Write a healthy run whose events.jsonl has about `n_bytes` bytes. Return its directory."""
+    steps = _count_steps(n_bytes, log_every, stats_every)
+    config = fake_run.make_config(
+        train__steps=steps,
+        train__log_every=log_every,
+        train__stats_every=stats_every,
+        train__eval_every=steps // 20,
+        train__save_every=steps // 4,
+    )
+    run_dir = fake_run.write_run(folder, config, spoil=lambda events: [event for event in events if event["step"] == 0][:4])
+    rng = random.Random(0)
+    with open(run_dir / directory.EVENTS, "a", encoding="utf-8") as file:
+        for step in range(1, steps + 1):
+            for event in _make_events(step, config, rng):
+                envelope = {"v": 1, "t": 2000.0 + step / 2, "run": run_dir.name, "tokens": config.train.tokens_until(step)}
+                file.write(json.dumps({**envelope, **event}, separators=(",", ":")) + "\n")
+    return run_dir
+
+
+def _make_events(step: int, config: fake_run.RunConfig, rng: random.Random) -> list[fake_run.Event]:
+    train, events = config.train, []
+    if step % train.log_every == 0 or step in (1, train.steps):
+        event = fake_run.make_step_event(step, config)
+        event["bpb"] += rng.gauss(0, 0.01)
+        event |= {"loss": event["bpb"] * math.log(2), "grad_norm": 0.8 + rng.random() / 10}
+        for name in [name for name, value in event.items() if isinstance(value, list) and name != "gate_update"]:
+            event[name] = [value + rng.gauss(0, 1e-4) for value in event[name]]
+        events.append(event)
+    if step % 20 == 0:
+        beat = {"phase": "step", "phase_age_s": 0.1, "rss_bytes": 10**9 + step % 1000, "gpu_util": None}
+        events.append({"kind": "heartbeat", "attempt": 1, "step": step, **beat})
+    if step % train.eval_every == 0 or step == train.steps:
+        events += [fake_run.make_eval_event(step, 2.1 + 5.9 * math.exp(-step / 40) + rng.gauss(0, 0.001))]
+        events += [fake_run.make_reach_event(step)]
+    if step % train.save_every == 0:
+        events.append(fake_run.make_checkpoint_event(step))
+    if step == train.steps:
+        end = {"status": directory.DONE, "exit_code": 0, "reason": "done"}
+        events.append({"kind": "end", "attempt": 1, "step": step, **end})
+    return events
+
+
+def _count_steps(n_bytes: int, log_every: int, stats_every: int) -> int:
+    """Return the number of steps whose events take about `n_bytes`."""
+    bytes_per_step = 300 / log_every + 1100 / stats_every + 9
+    return int(n_bytes / bytes_per_step) // 100 * 100
