@@ -41,11 +41,9 @@ TORCH_VARIANTS = [variant for variant in VARIANTS if variant != "reference"]
 
 
 def _parametrize_variants(names: Iterable[str]) -> pytest.MarkDecorator:
-    """Run a test with each of these variants; those with the smallest chunks are slow."""
-    slow = ("torch, one query a chunk", "torch, gathering in small chunks")
-    return pytest.mark.parametrize(
-        "variant", [pytest.param(variant, marks=[pytest.mark.slow] * (variant in slow)) for variant in names]
-    )
+    """Run a test with each of these variants; those with the smallest chunks are slow or nightly."""
+    marks = {"torch, one query a chunk": [pytest.mark.slow], "torch, gathering in small chunks": [pytest.mark.nightly]}
+    return pytest.mark.parametrize("variant", [pytest.param(variant, marks=marks.get(variant, [])) for variant in names])
 
 
 every_variant, every_torch_variant = _parametrize_variants(VARIANTS), _parametrize_variants(TORCH_VARIANTS)

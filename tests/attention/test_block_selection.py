@@ -9,6 +9,7 @@ import torch
 from attention_inputs import Shape, every_variant, random_shapes, to_brute_force_geometry, to_lists, use_variant
 from hypothesis import given
 from hypothesis import strategies as st
+from looping import looped
 
 from nsa_lab import attention
 from nsa_lab.attention import geometry, reference
@@ -38,6 +39,7 @@ def test_selection_is_distinct_ascending_causal_full_and_contains_forced_blocks(
                 assert len(selected) == min(nsa.n_sel, own + 1)
 
 
+@looped
 @every_variant
 @dtypes
 def test_equal_scores_go_to_the_lower_index(variant: str, dtype: torch.dtype) -> None:
@@ -68,6 +70,7 @@ def test_one_ulp_decides() -> None:
     assert to_lists(reference.select_by_importance(importance, FIVE_BLOCKS))[0][-1] == [[0, 1, 7, 10, 11]]
 
 
+@looped
 @every_variant
 def test_every_dtype_selects_the_same_blocks(variant: str) -> None:
     """For inputs that all dtypes represent exactly, the selection does not depend on the dtype."""
@@ -95,6 +98,7 @@ def assert_equal_except_ties(actual: list, expected: list, q: torch.Tensor, k_cm
         assert not swapped or max(swapped) - min(swapped) < 1e-5 * max(swapped)
 
 
+@looped
 @every_variant
 def test_permuting_heads_of_a_group_permutes_outputs_and_keeps_the_selection(variant: str) -> None:
     shape = Shape(T=37, G=2, h=4)
@@ -110,6 +114,7 @@ def test_permuting_heads_of_a_group_permutes_outputs_and_keeps_the_selection(var
     torch.testing.assert_close(again, out[:, :, order], rtol=1e-12, atol=1e-12)
 
 
+@looped
 @every_variant
 def test_permuting_groups_permutes_everything(variant: str) -> None:
     shape = Shape(T=37, G=3, h=2)
@@ -137,6 +142,7 @@ def test_identical_heads_score_h_times_one_head() -> None:
     torch.testing.assert_close(five, 5 * one)
 
 
+@looped
 @every_variant
 def test_selection_has_no_gradient(variant: str) -> None:
     inputs = Shape().inputs().map(lambda x: x.requires_grad_())
@@ -157,6 +163,7 @@ def test_the_block_of_a_needle_is_selected(backend: str) -> None:
     assert needle // nsa.l_sel in blocks[0][-1][0]
 
 
+@looped
 @every_variant
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_near_ties_are_resolved_as_in_the_definition(variant: str, dtype: torch.dtype) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from looping import looped
 from torch import Tensor
 
 from nsa_lab.attention import Span, geometry, reference
@@ -69,6 +70,8 @@ class Sequences:
         )
 
 
+@pytest.mark.slow
+@looped
 @pytest.mark.parametrize("S", [1, 2, 7, 40])
 @pytest.mark.parametrize("nsa", GEOMETRIES)
 def test_every_row_equals_the_definition(nsa: NSAConfig, S: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +118,7 @@ def test_half_precision_keeps_its_dtype_and_selects_in_float32() -> None:
         torch.testing.assert_close(out[b : b + 1], sequences.compute_expected(b), rtol=8e-3, atol=8e-3)
 
 
+@looped
 @pytest.mark.parametrize("S", [1, 3])
 @pytest.mark.parametrize("branch", [0, 1, 2])
 def test_a_branch_in_half_precision_is_rounded_once(branch: int, S: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_inputs import Inputs, Shape, every_variant, use_variant
+from looping import looped
 from torch import Tensor
 
 from nsa_lab import attention
@@ -18,7 +19,7 @@ SHAPES = {
 }
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 # The fast tests use only the wider of the two dtypes that backends compute in without conversion.
-DTYPES = [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+DTYPES = [torch.float64, pytest.param(torch.float32, marks=pytest.mark.nightly), torch.bfloat16]
 
 
 def get_cuts(shape: Shape) -> list[int]:
@@ -63,6 +64,7 @@ def compute_with_futures(shape: Shape, variant: str, dtype: torch.dtype) -> tupl
         return now, compute_all(Inputs(*map(torch.cat, others)), shape, backend)
 
 
+@looped
 @every_variant
 @shapes
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -80,6 +82,7 @@ NONFINITE_VALUES = {
 }
 
 
+@looped
 @every_variant
 @shapes
 def test_a_nonfinite_future_changes_no_bit_of_the_past(shape: Shape, variant: str) -> None:
@@ -110,6 +113,8 @@ def test_dense_attention_is_causal_for_finite_values(dtype: torch.dtype) -> None
         assert torch.equal(before[:, : last + 1], after[:, : last + 1])
 
 
+@pytest.mark.slow
+@looped
 @every_variant
 @shapes
 def test_changes_at_a_position_do_change_its_output(shape: Shape, variant: str) -> None:
@@ -120,6 +125,8 @@ def test_changes_at_a_position_do_change_its_output(shape: Shape, variant: str) 
             assert not torch.equal(before[name][row, last + 1], after[name][row, last + 1]), f"{name} at {last + 1}"
 
 
+@pytest.mark.slow
+@looped
 @every_variant
 @shapes
 def test_cutting_the_tail_changes_nothing_before_it(shape: Shape, variant: str) -> None:
@@ -133,6 +140,7 @@ def test_cutting_the_tail_changes_nothing_before_it(shape: Shape, variant: str) 
                 torch.testing.assert_close(x, whole[name][:, : last + 1], rtol=1e-12, atol=1e-12)
 
 
+@looped
 @every_variant
 def test_a_compressed_block_is_visible_from_its_last_token_on(variant: str) -> None:
     shape = SHAPES["small"]
@@ -147,6 +155,7 @@ def test_a_compressed_block_is_visible_from_its_last_token_on(variant: str) -> N
             assert moved.nonzero()[0].item() == block * nsa.d + nsa.l - 1
 
 
+@looped
 @every_variant
 @pytest.mark.parametrize("w", [1, 4, 5, 100])
 def test_the_window_has_exactly_w_keys(variant: str, w: int) -> None:
@@ -163,6 +172,7 @@ def test_the_window_has_exactly_w_keys(variant: str, w: int) -> None:
             torch.testing.assert_close(out, v.repeat_interleave(shape.h, dim=2), rtol=1e-12, atol=1e-12)
 
 
+@looped
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("operator", [attention.reference.compress, attention.compress], ids=["reference", "fast"])
 def test_a_compressed_block_depends_only_on_its_tokens(operator, phi: str) -> None:

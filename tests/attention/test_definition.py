@@ -21,6 +21,7 @@ from attention_inputs import (
     use_variant,
 )
 from hypothesis import given
+from looping import looped
 
 from nsa_lab import attention
 from nsa_lab.attention import geometry, reference
@@ -70,6 +71,7 @@ def assert_padding_is_last(blocks: torch.Tensor) -> None:
     assert (padding.diff(dim=-1) >= 0).all()
 
 
+@looped
 @every_variant
 @corners
 def test_every_function_equals_brute_force_in_the_corners(shape: Shape, variant: str) -> None:
@@ -127,6 +129,7 @@ def test_compression_equals_brute_force(implementation, phi: str, shape: Shape) 
     assert_equal(blocks, brute_force.compress(x.numpy(), to_brute_force_geometry(nsa), true_phi))
 
 
+@looped
 @every_variant
 @pytest.mark.parametrize("length", [1, 2, 7, 512])
 def test_one_query_attends_to_every_earlier_key(variant: str, length: int) -> None:
@@ -149,6 +152,7 @@ def test_one_query_attends_to_every_earlier_key(variant: str, length: int) -> No
             assert not torch.allclose(call(changed)[:, -1], true)
 
 
+@looped
 @every_variant
 def test_blocks_need_not_come_from_select_blocks(variant: str) -> None:
     """Unsorted blocks, -1 in between, no block, future blocks: each query attends to the tokens <= t of its blocks."""
@@ -169,6 +173,7 @@ def test_blocks_need_not_come_from_select_blocks(variant: str) -> None:
     assert (out[:, 9] == 0).all() and torch.isneginf(lse[:, 9]).all()
 
 
+@looped
 @every_variant
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
 def test_scores_neither_overflow_nor_underflow(variant: str, scale: float) -> None:
@@ -180,6 +185,7 @@ def test_scores_neither_overflow_nor_underflow(variant: str, scale: float) -> No
     np.testing.assert_allclose(out.numpy(), expected, rtol=1e-10, atol=1e-10)
 
 
+@looped
 @every_variant
 def test_given_blocks_replace_the_selected_ones(variant: str) -> None:
     """Blocks selected by other queries and keys, one query per group and one key per two tokens: forward and gradients."""
@@ -204,6 +210,7 @@ def test_given_blocks_replace_the_selected_ones(variant: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
+@looped
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -13,12 +13,14 @@ import torch
 from attention_inputs import Shape, every_variant, use_variant
 from hypothesis import given
 from hypothesis import strategies as st
+from looping import looped
 
 from nsa_lab import attention
 from nsa_lab.attention import Span, dense, flash, geometry
 from nsa_lab.config import NSAConfig
 
 
+@looped
 @pytest.mark.parametrize(("G", "h", "d_v"), [(1, 1, 6), (2, 3, 6), (3, 1, 4)])
 @pytest.mark.parametrize("length", [1, 2, 19])
 def test_the_dense_baseline_equals_brute_force(length: int, G: int, h: int, d_v: int) -> None:
@@ -49,6 +51,7 @@ def assert_dense(x, nsa: NSAConfig, backend: str, up_to: int) -> None:
     assert not close[:, up_to:].any()
 
 
+@looped
 @every_variant
 def test_a_window_of_the_whole_sequence_is_dense(variant: str) -> None:
     nsa = NSAConfig(l=4, d=2, l_sel=4, n_sel=3, w=29)
@@ -60,6 +63,7 @@ def test_a_window_of_the_whole_sequence_is_dense(variant: str) -> None:
     assert close[:29].all() and not close[29]
 
 
+@looped
 @every_variant
 def test_compression_of_single_tokens_is_dense_and_so_is_all_of_nsa(variant: str) -> None:
     nsa = NSAConfig(l=1, d=1, l_sel=8, n_sel=4, w=32)
@@ -72,6 +76,7 @@ def test_compression_of_single_tokens_is_dense_and_so_is_all_of_nsa(variant: str
     torch.testing.assert_close(out, attention.dense_attention(x.q, k, v), rtol=1e-12, atol=1e-12)
 
 
+@looped
 @every_variant
 @pytest.mark.parametrize("branch", [0, 1, 2])
 def test_a_gate_on_one_branch_returns_that_branch(variant: str, branch: int) -> None:
@@ -208,6 +213,7 @@ def test_a_failed_capture_does_not_slow_later_calls() -> None:
     assert not dense._single_call_contexts
 
 
+@looped
 @pytest.mark.parametrize(
     ("longest", "row", "max_seqlen"), [(16, 40, 16), (17, 40, 32), (33, 40, 40), (40, 40, 40), (1, 3, 1)]
 )
@@ -235,6 +241,7 @@ def pad_queries(span: Span, q: torch.Tensor) -> torch.Tensor:
     return torch.cat([q.new_zeros(q.shape[0], span.start, *q.shape[2:]), q], 1)
 
 
+@looped
 @pytest.mark.parametrize("span", SPANS, ids=repr)
 @pytest.mark.parametrize("kind", ["torch", "varlen", "varlen without groups", "flash"])
 def test_dense_attention_of_a_span_equals_brute_force(kind: str, span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,6 +274,7 @@ def test_dense_attention_of_a_span_equals_brute_force(kind: str, span: Span, mon
     )
 
 
+@looped
 @pytest.mark.parametrize("span", SPANS, ids=repr)
 def test_flash_attn_gets_the_same_window_in_every_document(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "_import_flash_attn", FlashStub)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attention_inputs import CORNERS, Inputs, Shape, every_variant, use_variant
+from looping import looped
 
 from nsa_lab import attention
 from nsa_lab.attention import BackendError, dispatch, flash, geometry, kernels, reference, torch_backend
@@ -34,6 +35,7 @@ def test_a_wrong_nsa_type_raises(nsa: Any) -> None:
         attention.nsa_attention(*Shape().inputs(), nsa)
 
 
+@looped
 @every_variant
 def test_inputs_are_not_modified(variant: str) -> None:
     """Forward and backward, including the caller's blocks, which need not be sorted."""
@@ -51,6 +53,7 @@ def test_inputs_are_not_modified(variant: str) -> None:
     assert torch.equal(blocks, expected[0]) and torch.equal(lse, expected[1])
 
 
+@looped
 @every_variant
 def test_strides_do_not_matter(variant: str) -> None:
     """Transposed, sliced and expanded inputs give equal outputs and gradients."""
@@ -69,6 +72,7 @@ def test_strides_do_not_matter(variant: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@looped
 @every_variant
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_outputs_keep_the_dtype_and_lse_is_float32(variant: str, dtype: torch.dtype) -> None:
@@ -81,6 +85,7 @@ def test_outputs_keep_the_dtype_and_lse_is_float32(variant: str, dtype: torch.dt
     assert blocks.dtype == torch.int32
 
 
+@looped
 @every_variant
 @pytest.mark.parametrize("shape", CORNERS.values(), ids=CORNERS)
 def test_shapes_follow_the_contract_without_nan(shape: Shape, variant: str) -> None:
@@ -94,6 +99,7 @@ def test_shapes_follow_the_contract_without_nan(shape: Shape, variant: str) -> N
     assert not any(x.isnan().any() for x in results)
 
 
+@looped
 @every_variant
 def test_uninitialized_memory_is_never_read(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers that the backend allocates without initialization contain NaN; no output may be NaN."""
@@ -197,6 +203,7 @@ MISTAKES = {
 }
 
 
+@looped
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_inconsistent_inputs_raise(mistake: str, backend: str) -> None:
@@ -235,6 +242,7 @@ def test_each_function_checks_its_own_inputs() -> None:
         assert message in str(caught.value)
 
 
+@looped
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize(
     ("spoil", "message"),
@@ -287,6 +295,7 @@ SPAN_MISTAKES = {
 }
 
 
+@looped
 @pytest.mark.parametrize("mistake", SPAN_MISTAKES)
 def test_a_layout_that_does_not_fit_the_tensors_raises(mistake: str) -> None:
     span, options, message = SPAN_MISTAKES[mistake]
@@ -387,6 +396,7 @@ def test_flash_attn_supports_its_stated_widths() -> None:
         flash.check_widths(257, 257)
 
 
+@looped
 @pytest.mark.parametrize("operator", [reference.compress, compress], ids=["reference", "fast"])
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 def test_phi_must_match_the_configuration(operator: Callable[..., Any], phi: str) -> None:
@@ -411,6 +421,7 @@ def test_a_requested_backend_is_used(backend: str) -> None:
     }
 
 
+@looped
 @pytest.mark.parametrize(
     ("config", "backend", "error", "words"),
     [
@@ -443,6 +454,7 @@ def test_usable_triton_is_used_on_request(monkeypatch: pytest.MonkeyPatch) -> No
     assert attention.resolve_backend("cpu", torch.float32, NSAConfig())["window"].backend == "torch"
 
 
+@looped
 @pytest.mark.parametrize(
     ("model", "words"),
     [

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from looping import looped
 from torch import Tensor
 
 from nsa_lab.attention import cached_attention as cached_module
@@ -106,6 +107,7 @@ def get_selected_blocks(
     return selected[0], sum(is_float64)
 
 
+@looped
 @nsas
 @pytest.mark.parametrize("S", [1, 3])
 @pytest.mark.parametrize("keys", KEY_DRAWERS)
@@ -120,6 +122,7 @@ def test_selection_equals_float64(keys: object, S: int, nsa: NSAConfig, monkeypa
         assert torch.equal(blocks, expected)
 
 
+@looped
 @pytest.mark.parametrize("min_keys", [1, 200])
 @pytest.mark.parametrize("keys", [draw_random_keys, draw_nudged_keys])
 def test_indexer_selection_equals_float64(keys: object, min_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +156,7 @@ def test_float32_alone_selects_other_blocks(nsa: NSAConfig) -> None:
     assert n_different
 
 
+@looped
 @nsas
 @pytest.mark.parametrize("keys", KEY_DRAWERS)
 def test_importance_errors_are_within_the_bound(keys: object, nsa: NSAConfig) -> None:
@@ -206,6 +210,7 @@ def test_certain_selections_hold_for_any_error_within_the_bound(
     assert len(scores) > nsa.n_sel or clear.all()
 
 
+@looped
 @nsas
 @pytest.mark.parametrize("S", [1, 3])
 def test_certain_selections_equal_the_definition(S: int, nsa: NSAConfig) -> None:
@@ -220,6 +225,7 @@ def test_certain_selections_equal_the_definition(S: int, nsa: NSAConfig) -> None
         assert clear.all() and torch.equal(found, reference.select_by_importance(importance.float(), nsa, first))
 
 
+@looped
 @nsas
 @pytest.mark.parametrize("apart", [2.0**-27, 2.0**-25, 2.0**-24, 2.0**-23])
 def test_importances_equal_in_float32_are_never_certain(apart: float, nsa: NSAConfig) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from attention_inputs import Inputs, Shape, use_variant
+from looping import looped
 from torch import Tensor
 from torch.autograd import gradcheck
 
@@ -69,6 +70,8 @@ def test_window_branch(variant: str) -> None:
         )
 
 
+@pytest.mark.slow
+@looped
 @every_variant
 @pytest.mark.parametrize("projected", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_three_branches_and_their_gates(variant: str, projected: bool) -> None:
@@ -78,6 +81,7 @@ def test_the_three_branches_and_their_gates(variant: str, projected: bool) -> No
         assert check(attend, tuple(make_leaves()), fast_mode=projected)
 
 
+@looped
 @pytest.mark.parametrize("implementation", [attention.reference.compress, compress], ids=["reference", "fast"])
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 def test_compression(implementation: Callable[..., Tensor], phi: str) -> None:
@@ -90,6 +94,8 @@ def test_compression(implementation: Callable[..., Tensor], phi: str) -> None:
     assert check(lambda x, *_: implementation(x, nsa, module), (x, *weights))
 
 
+@pytest.mark.slow
+@looped
 @pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "torch"])
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])

@@ -20,6 +20,7 @@ from layout_cases import (
     make_chunk_case,
     make_packed_case,
 )
+from looping import looped
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -32,9 +33,9 @@ LIMITS = {"reference": 1e-12, "torch": 1e-10}
 CPU = torch.device("cpu")
 NSA = NSAConfig(l=6, d=3, l_sel=6, n_sel=4, w=7)
 LENGTHS = (0, 31, 1, 0, 6, 40, 5, 0)
-# The fast tests use only the widest and the narrowest dtype.
-SLOW_DTYPES = [pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16)]
-dtypes = pytest.mark.parametrize("dtype", [torch.float64, *SLOW_DTYPES, torch.bfloat16], ids=str)
+# Only make nightly uses the other two dtypes.
+OTHER_DTYPES = [pytest.param(dtype, marks=pytest.mark.nightly) for dtype in (torch.float32, torch.float16)]
+dtypes = pytest.mark.parametrize("dtype", [torch.float64, *OTHER_DTYPES, torch.bfloat16], ids=str)
 
 
 def make_bounds(*lengths: int) -> Tensor:
@@ -73,6 +74,7 @@ def compute_gradients(x: Inputs, nsa: NSAConfig, backend: str, span: Span | None
 # Counts of layouts
 
 
+@looped
 @pytest.mark.parametrize("kind", CASE_BUILDERS)
 @pytest.mark.parametrize("seed", range(20))
 def test_layout_counts_equal_counting(kind: str, seed: int) -> None:
@@ -153,6 +155,7 @@ def test_the_bounds_are_copied_once_and_padded_to_the_capacity() -> None:
     assert Span.packed(make_bounds(3, 6)).cu_seqlens(CPU).tolist() == [0, 3, 9]
 
 
+@looped
 @pytest.mark.parametrize("total", [1, 5, 6, 40, 97])
 def test_with_a_capacity_shapes_depend_only_on_the_total(total: int) -> None:
     cuts = torch.randint(0, total + 1, (20, 4), generator=torch.Generator().manual_seed(total)).sort(-1).values
@@ -190,6 +193,7 @@ MALFORMED = {
 }
 
 
+@looped
 @pytest.mark.parametrize("mistake", MALFORMED)
 def test_a_malformed_layout_raises_when_it_is_built(mistake: str) -> None:
     build, message = MALFORMED[mistake]
@@ -201,8 +205,11 @@ def test_a_malformed_layout_raises_when_it_is_built(mistake: str) -> None:
 # Functions on layouts
 
 
+@looped
 @pytest.mark.parametrize("kind", CASE_BUILDERS)
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 5)) for seed in range(10)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=pytest.mark.nightly if seed >= 5 else pytest.mark.slow) for seed in range(10)]
+)
 def test_every_function_and_gradient_equals_brute_force(kind: str, seed: int) -> None:
     """More cases: python tests/attention/layout_cases.py 200."""
     case = CASE_BUILDERS[kind](seed)
@@ -211,6 +218,7 @@ def test_every_function_and_gradient_equals_brute_force(kind: str, seed: int) ->
     assert compute_compression_error(case) <= 1e-12
 
 
+@looped
 @every_variant
 @dtypes
 @pytest.mark.parametrize(("start", "length"), [(0, 9), (1, 40), (30, 1), (7, 23), (83, 1), (60, 24)])
@@ -225,6 +233,7 @@ def test_rows_of_a_chunk_equal_rows_of_the_full_call(variant: str, start: int, l
         torch.testing.assert_close(rows[name], expected[:, start:], rtol=limit, atol=limit, msg=f"{name}: {case}")
 
 
+@looped
 @every_variant
 @dtypes
 @pytest.mark.parametrize("capacity", [None, 11])
@@ -248,6 +257,8 @@ def test_packed_documents_equal_separate_documents(variant: str, dtype: torch.dt
         assert (grads.k_cmp[:, used:] == 0).all() and (grads.v_cmp[:, used:] == 0).all()
 
 
+@pytest.mark.slow
+@looped
 @every_variant
 def test_nonfinite_values_stay_in_their_document(variant: str) -> None:
     """NaN in every tensor of one document changes no bit of the values and gradients of the others."""
@@ -275,6 +286,8 @@ def test_nonfinite_values_stay_in_their_document(variant: str) -> None:
                 assert torch.equal(y[:, others], getattr(new, name)[:, others]), name
 
 
+@pytest.mark.slow
+@looped
 @every_variant
 @pytest.mark.parametrize("case", [make_nsa_chunk_case(31, 30), make_nsa_packed_case(20, 41)], ids=["chunk", "packed"])
 def test_nonfinite_values_change_no_bit_of_the_past(case: Case, variant: str) -> None:
@@ -303,6 +316,7 @@ def test_nonfinite_values_change_no_bit_of_the_past(case: Case, variant: str) ->
                 assert not after["mixed"][:, t - start, 0].isfinite().any()
 
 
+@looped
 @pytest.mark.parametrize("phi", ["linear", "mlp", "pool", "avg"])
 @pytest.mark.parametrize("operator", [attention.reference.compress, compress], ids=["reference", "fast"])
 @pytest.mark.parametrize("capacity", [None, 9])
@@ -332,6 +346,7 @@ def test_compression_for_a_chunk_covers_all_its_keys() -> None:
     assert torch.equal(compress(x, NSA, span=Span.chunk(33, 7)), compress(x, NSA))
 
 
+@looped
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize(
     "span", [Span.full(29), Span.chunk(0, 29), Span.packed(make_bounds(29)), Span.packed(make_bounds(0, 29, 0))]
@@ -353,6 +368,7 @@ def test_other_layouts_are_not_full(span: Span) -> None:
     assert not span.is_full
 
 
+@looped
 @every_torch_variant
 def test_uninitialized_memory_is_never_read(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [(case, case.inputs()) for case in (make_nsa_packed_case(*LENGTHS, capacity=9), make_nsa_chunk_case(30, 11))]
@@ -377,6 +393,7 @@ def count_flops(call: Callable[[], object]) -> int:
     return counter.get_total_flops()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant", ["torch", "torch, gathering", pytest.param("torch, small chunks", marks=pytest.mark.slow)]
 )
@@ -457,6 +474,7 @@ def test_block_arithmetic_is_in_one_module() -> None:
     assert not {name: hits for name, hits in uses.items() if hits and name not in ("geometry.py", "layout.py")}
 
 
+@looped
 @pytest.mark.parametrize("text", ["T - 1", "q.shape[1] - 1", "torch.arange(T)", "t // nsa.l_sel", "arange(first, last)"])
 def test_block_arithmetic_elsewhere_is_detected(text: str) -> None:
     assert find_own_geometry(ast.parse(text))

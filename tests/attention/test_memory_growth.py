@@ -71,6 +71,7 @@ def test_reference_memory_is_quadratic_in_tokens() -> None:
     assert twice.peak_bytes > 3 * once.peak_bytes
 
 
+@pytest.mark.slow
 def test_memory_is_freed_with_the_results() -> None:
     """All buffers are freed after a call."""
     with Allocations() as seen:

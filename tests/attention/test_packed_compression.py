@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
+from looping import looped
 from torch import Tensor, nn
 
 from nsa_lab.attention import Span, reference, selection_loss
@@ -48,6 +49,7 @@ def make_random_phi(nsa: NSAConfig) -> nn.Module | None:
     return None if phi is None else phi.double()
 
 
+@looped
 @pytest.mark.parametrize("seed", range(20))
 def test_mapped_rows_equal_counting(seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
@@ -72,6 +74,7 @@ def test_gathered_rows_and_their_gradients() -> None:
     assert nothing.shape == (1, 2, 2, 5) and not nothing.any()
 
 
+@looped
 @every_geometry
 @every_row
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
@@ -94,6 +97,7 @@ def test_packed_compression_equals_separate_compression(geometry: str, lengths: 
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@looped
 @every_geometry
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_packed_means_are_bitwise_equal_to_separate_means(geometry: str, dtype: torch.dtype) -> None:
@@ -104,6 +108,8 @@ def test_packed_means_are_bitwise_equal_to_separate_means(geometry: str, dtype: 
         assert torch.equal(compress(x, nsa, span=make_span(of, capacity))[:, : separate.shape[1]], separate)
 
 
+@pytest.mark.slow
+@looped
 @every_geometry
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
@@ -132,6 +138,8 @@ def test_nonfinite_values_are_compressed_within_their_document(geometry: str, ph
         assert torch.equal(moved[:, owner != document], gradient[:, owner != document])
 
 
+@pytest.mark.slow
+@looped
 @every_geometry
 @every_row
 @pytest.mark.parametrize("queries", [7, None])
@@ -204,6 +212,7 @@ def test_cached_values_are_built_once_and_support_backward() -> None:
     assert all(span._cache[key] is value for key, value in before.items()) and len(span._cache) == len(before)
 
 
+@looped
 @every_row
 @pytest.mark.parametrize("capacity", [None, 11])
 def test_cached_values_are_separate_per_configuration(lengths: str, capacity: int | None) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from looping import looped
 from torch import Tensor
 
 from nsa_lab.attention import pack_padded, unpack_padded
@@ -66,6 +67,7 @@ def test_token_ids_and_integer_masks_are_packed_too() -> None:
 X, MASK = torch.zeros(4, 23, 2), make_mask("right")
 
 
+@looped
 @pytest.mark.parametrize(
     ("call", "words"),
     [

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from looping import looped
 from torch import Tensor
 
 from nsa_lab.attention import Span, compress, selection_loss
@@ -103,6 +104,7 @@ INCOMPATIBLE: dict[str, Callable[[], tuple[Span, Span]]] = {
 }
 
 
+@looped
 @pytest.mark.parametrize("mistake", INCOMPATIBLE)
 def test_a_layout_of_another_size_raises(mistake: str) -> None:
     span, other = INCOMPATIBLE[mistake]()

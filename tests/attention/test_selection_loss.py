@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from brute_force import Geometry, importance, select_by_importance, selection_blocks, softmax
+from looping import looped
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -59,6 +60,7 @@ def draw_tensors(
     return [q, compress(raw, nsa, span=span), k_sel]
 
 
+@looped
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize("T", [1, 5, 29, 40])
 def test_equals_the_explicit_sum(T: int, geometry: Geometry) -> None:
@@ -87,6 +89,7 @@ PACKED = [
 
 
 # The last has compressed blocks that overlap three selection blocks.
+@looped
 @pytest.mark.parametrize("geometry", [*GEOMETRIES, Geometry(12, 4, 4, 3, 5)])
 @pytest.mark.parametrize("span", PACKED, ids=str)
 def test_documents_are_scored_separately(span: Span, geometry: Geometry) -> None:
@@ -104,6 +107,7 @@ def test_documents_are_scored_separately(span: Span, geometry: Geometry) -> None
     torch.testing.assert_close(loss.item(), total / (2 * span.n_queries), rtol=1e-11, atol=1e-11)
 
 
+@looped
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize("queries", [None, 9])
 def test_separate_documents_have_the_same_loss_and_gradients(
@@ -187,6 +191,7 @@ def test_future_and_forced_blocks_do_not_count() -> None:
     assert selection_loss(q, k_cmp, k_sel, nsa).item() == 0.0
 
 
+@looped
 @pytest.mark.parametrize("length", [65, 100, 2048, 32768])
 def test_samples_are_spread_over_the_text_and_within_blocks(length: int) -> None:
     rows = sample_rows(length, 64).tolist()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from attention_inputs import CORNERS, Inputs, Shape, every_torch_variant, random_shapes, use_variant
 from hypothesis import given
+from looping import looped
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -74,6 +75,7 @@ def assert_parity(
 
 
 @pytest.mark.slow
+@looped
 @dtypes
 @heads
 @pytest.mark.parametrize("length", LENGTHS)
@@ -82,6 +84,7 @@ def test_values_at_the_default_geometry(length: int, G: int, h: int, dtype: torc
 
 
 @pytest.mark.slow
+@looped
 @dtypes
 @pytest.mark.parametrize("length", [1025, 2048])
 def test_values_of_long_sequences(length: int, dtype: torch.dtype) -> None:
@@ -90,6 +93,7 @@ def test_values_of_long_sequences(length: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
+@looped
 @dtypes
 @heads
 @pytest.mark.parametrize("length", [1, 31, 33, 65, 200])
@@ -97,8 +101,9 @@ def test_gradients_at_the_default_geometry(length: int, G: int, h: int, dtype: t
     assert_parity(compute_gradients, Shape(NSAConfig(), length, 2, G, h, 8, 4), dtype, LIMITS[dtype], "torch")
 
 
+@looped
 @every_torch_variant
-@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.nightly)], ids=str)
 @pytest.mark.parametrize("shape", CORNERS.values(), ids=CORNERS)
 def test_values_and_gradients_in_the_corners(shape: Shape, dtype: torch.dtype, variant: str) -> None:
     assert_parity(compute_branches, shape, dtype, LIMITS[dtype], variant)
@@ -118,6 +123,7 @@ def test_gradients_for_any_shape(variant: str, shape: Shape) -> None:
     assert_parity(compute_gradients, shape, torch.float64, LIMITS[torch.float64], variant)
 
 
+@looped
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 @dtypes
@@ -146,6 +152,7 @@ def test_every_variant_from_raw_keys_to_output(phi: str, gate: str, dtype: torch
         torch.testing.assert_close(actual, expected, rtol=LIMITS[dtype], atol=limit)
 
 
+@looped
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("length", [1, 5, 40])
@@ -161,6 +168,7 @@ def test_compression_in_half_precision(phi: str, dtype: torch.dtype, length: int
     torch.testing.assert_close(actual, expected, rtol=2e-2 if dtype == torch.bfloat16 else 2e-3, atol=1e-3)
 
 
+@looped
 @pytest.mark.parametrize("operator", [attention.reference.compress, compress], ids=["reference", "fast"])
 @pytest.mark.parametrize("phi", ["avg", "pool"])
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)], ids=str)
@@ -177,6 +185,7 @@ def test_a_mean_in_half_precision_is_rounded_once(
     torch.testing.assert_close(operator(x, nsa, module).double(), expected, rtol=unit, atol=1e-4)
 
 
+@looped
 @every_torch_variant
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_errs_no_more_than_rounding_the_result(variant: str, dtype: torch.dtype) -> None:
@@ -240,6 +249,7 @@ def test_a_query_without_blocks_has_no_output_and_no_gradient(variant: str) -> N
     assert all(grad.isfinite().all() and grad.any() for grad in grads) and not grads[0][:, 1::2].any()
 
 
+@looped
 @pytest.mark.parametrize("variant", ["reference", "torch", "torch, gathering"])
 @pytest.mark.parametrize("part", ["selected", "window"])
 def test_a_nonfinite_key_reaches_only_gradients_of_its_queries(part: str, variant: str) -> None:
