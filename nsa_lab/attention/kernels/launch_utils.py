@@ -2,6 +2,7 @@
 
 # The dispatch below autograd that torch.library uses has no public name.
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
 from __future__ import annotations
 
 import contextlib
@@ -40,6 +41,21 @@ def check_no_chunk_gradients(first_query: int) -> None:
         )
 
 
+class _GradientWithoutDerivative(torch.autograd.Function):
+    """Return a gradient that depends on `sources`, and raise if it is differentiated with respect to them."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *sources: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        raise NotImplementedError(
+            "backend = 'triton' has no second derivatives: its gradients cannot be differentiated (create_graph=True, "
+            "gradient penalties, Hessians); use backend='torch', which has them"
+        )
+
+
 def register_autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
     """Register the backward pass, as torch.library.register_autograd, for an operator with positional arguments only.
 
@@ -55,7 +71,18 @@ def register_autograd(name: str, backward: Callable[..., Any], setup_context: Ca
             setup_context(ctx, inputs, output)
         return output
 
-    node = type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+    def backward_once(ctx: Any, *grad_outputs: Any) -> Any:
+        if not torch.is_grad_enabled():  # it is enabled if the backward pass is to be differentiated (create_graph=True)
+            return backward(ctx, *grad_outputs)
+        with torch.no_grad():
+            grads = backward(ctx, *grad_outputs)
+        tensors: tuple[Tensor | None, ...] = (*grad_outputs, *ctx.saved_tensors)
+        sources = [x for x in tensors if x is not None and x.requires_grad]
+        return tuple(None if grad is None else _GradientWithoutDerivative.apply(grad, *sources) for grad in grads)
+
+    node = type(
+        name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward_once)}
+    )
 
     def differentiable(*inputs: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
