@@ -49,8 +49,6 @@ include_patterns = [
 # docs/models has fragments of model cards. The other folders are excluded to keep the search for pages fast.
 exclude_patterns = ["docs/models", ".*", "build", "**/__pycache__", "tests", "params", "docs/science/records"]
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
-# Log pages and recorded runs may be missing in a checkout.
-suppress_warnings = ["toc.empty_glob"]
 
 # Markdown
 myst_enable_extensions = ["amsmath", "attrs_inline", "colon_fence", "deflist", "dollarmath", "fieldlist", "html_image"]

@@ -55,11 +55,11 @@ def list_public_names(module: str) -> list[str]:
     """Return the public names of a module, without its submodules, from its source. The module is not imported."""
     names: list[str] = []
     for statement in parse_module(module).body:
-        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-        found = [target.id for target in targets if isinstance(target, ast.Name)]
+        found = list_targets(statement)
         if found == ["__all__"]:
             exported = ast.literal_eval(statement.value)  # type: ignore[attr-defined]
-            return [name for name in exported if not find_file(f"{module}.{name}").is_file() and name != "__version__"]
+            # Submodules have their own entries. A function may have the name of the submodule that defines it.
+            return [name for name in exported if name != "__version__" and list_imports(module).get(name) != module]
         if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             found = [statement.name]
         names += found
@@ -67,20 +67,30 @@ def list_public_names(module: str) -> list[str]:
     return [name for name in dict.fromkeys(names) if not name.startswith("_") and name not in exported_by_package]
 
 
+def list_targets(statement: ast.stmt) -> list[str]:
+    """Return the names that an assignment defines; `a, b = 1, 2` defines two. Empty for other statements."""
+    if not isinstance(statement, ast.Assign | ast.AnnAssign):
+        return []
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    return [node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
+
+
+@cache
+def list_imports(module: str) -> dict[str, str]:
+    """Return the module that each name is imported from."""
+    imports = [statement for statement in ast.walk(parse_module(module)) if isinstance(statement, ast.ImportFrom)]
+    return {alias.asname or alias.name: statement.module or "" for statement in imports for alias in statement.names}
+
+
 def find_definition(module: str, name: str) -> str:
     """Return the module that defines `name`, which `module` defines or imports."""
-    for statement in ast.walk(parse_module(module)):
-        if isinstance(statement, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in statement.names):
-            return find_definition(statement.module or "", name)
-    return module
+    source = list_imports(module).get(name)
+    return module if source is None else find_definition(source, name)
 
 
 def find_home(module: str, name: str) -> str:
     """Return the full name under which `name` is documented: names of `nsa_lab` are documented in its packages."""
-    if module != "nsa_lab":
-        return f"{module}.{name}"
-    imports = (statement for statement in ast.walk(parse_module(module)) if isinstance(statement, ast.ImportFrom))
-    return next(f"{i.module}.{name}" for i in imports if any(alias.name == name for alias in i.names))
+    return f"{list_imports(module)[name]}.{name}" if module == "nsa_lab" else f"{module}.{name}"
 
 
 def describe_constant(module: str, name: str) -> str:
@@ -88,8 +98,7 @@ def describe_constant(module: str, name: str) -> str:
     defined_in = find_definition(module, name)
     body, lines = parse_module(defined_in).body, find_file(defined_in).read_text(encoding="utf-8").splitlines()
     for statement, following in zip(body, [*body[1:], None], strict=True):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-        if not any(isinstance(target, ast.Name) and target.id == name for target in targets):
+        if name not in list_targets(statement):
             continue
         if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
             return inspect.cleandoc(str(following.value.value))

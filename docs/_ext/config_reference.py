@@ -69,7 +69,7 @@ def list_keys(section: str) -> list[Key]:
 
 def _describe_section(annotation: Any) -> str:
     is_section = isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel)
-    return f"see {annotation.__name__}" if is_section else ""
+    return f"keys of `nsa_lab.config.{annotation.__name__}`" if is_section else ""
 
 
 def _format_type(field: FieldInfo) -> str:
@@ -102,10 +102,10 @@ def _format_default(field: FieldInfo) -> str:
         return "required"
     default = field.get_default(call_default_factory=True)
     if isinstance(default, pydantic.BaseModel):
-        return "its defaults"
+        return "see below"
     if isinstance(default, tuple):
         return "[" + ", ".join(str(value) for value in default) + "]"
-    return str(default).lower() if isinstance(default, bool) else str(default)
+    return str(default).lower() if isinstance(default, bool) else str(default) or '""'
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -1,33 +1,68 @@
-"""Notebook pages: input cells are folded, and recorded runs are listed below the page of runs."""
+"""Notebook pages.
+
+The site shows all cells of a notebook as one document, which JupyterLab and forges do not:
+
+* link definitions (`[1]: page.md`) hold for one cell, so their labels are made unique;
+* one title per page: if a notebook has several headings of level 1, all headings after the first move one level down;
+* input cells are folded.
+
+Reports of recorded runs are notebooks, too, and listed below the page of runs.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from typing import TYPE_CHECKING, Any
 
-from sphinx.application import Sphinx
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
 RUNS_PAGE = "outputs/README"
+REPORT = re.compile(r"outputs/(.*/report)$")
+CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^(?=#{1,5} )", re.MULTILINE)
+LINK_DEFINITION = re.compile(r"^\[([^\]\n]+)\]: ", re.MULTILINE)
 
 
 def prepare_page(app: Sphinx, docname: str, source: list[str]) -> None:
     if docname == RUNS_PAGE:
-        reports = [
-            name.removeprefix("outputs/") for name in sorted(app.project.docnames) if re.match(r"outputs/.*/report$", name)
-        ]
+        reports = [match[1] for name in sorted(app.project.docnames) if (match := REPORT.match(name))]
         source[0] += "\n".join(["", ":::{toctree}", ":hidden:", "", *reports, ":::", ""])
     elif app.env.doc2path(docname).suffix == ".ipynb":
-        source[0] = fold_input_cells(source[0])
+        source[0] = json.dumps(join_cells(json.loads(source[0])))
 
 
-def fold_input_cells(text: str) -> str:
-    """Return the notebook with the tag `hide-input` on every code cell."""
-    notebook = json.loads(text)
-    for cell in notebook["cells"]:
+def join_cells(notebook: dict[str, Any]) -> dict[str, Any]:
+    """Return the notebook with its cells changed as the module says."""
+    texts = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown"]
+    has_several_titles, is_title_shown = sum(map(count_titles, texts)) > 1, False
+    for number, cell in enumerate(notebook["cells"]):
         if cell["cell_type"] == "code":
             tags = cell["metadata"].setdefault("tags", [])
             tags += ["hide-input"] * ("hide-input" not in tags)
-    return json.dumps(notebook)
+        elif cell["cell_type"] == "markdown":
+            text = make_labels_unique("".join(cell["source"]), number)
+            cell["source"] = lower_headings(text) if has_several_titles and is_title_shown else text
+            is_title_shown = is_title_shown or count_titles(text) > 0
+    return notebook
+
+
+def make_labels_unique(text: str, number: int) -> str:
+    """Add the number of the cell to the labels of link definitions, and to the links that use them."""
+    for label in LINK_DEFINITION.findall(text):
+        text = text.replace(f"[{label}]: ", f"[{label}-{number}]: ").replace(f"][{label}]", f"][{label}-{number}]")
+    return text
+
+
+def count_titles(text: str) -> int:
+    return len(re.findall(r"^# ", CODE_BLOCK.sub("", text), re.MULTILINE))
+
+
+def lower_headings(text: str) -> str:
+    """Move all headings one level down, except in code blocks."""
+    parts = re.split(r"(^```.*?^```)", text, flags=re.MULTILINE | re.DOTALL)
+    return "".join(part if part.startswith("```") else HEADING.sub("#", part) for part in parts)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -67,8 +67,10 @@ class SweepConfig(Section):
     name: str = Field(pattern=NAME_PATTERN, description="default: the file name without its extension")
     preset: str = Field(description="a file of params/ without .yaml, or the path of a YAML file")
     common: Overrides = Field(default={}, description="overrides for all runs")
-    variants: dict[Annotated[str, Field(pattern=NAME_PATTERN)], Overrides] = Field(min_length=1)
-    seeds: tuple[int, ...] = Field(strict=False, min_length=1)
+    variants: dict[Annotated[str, Field(pattern=NAME_PATTERN)], Overrides] = Field(
+        min_length=1, description="overrides of each variant, by its name; the first is the baseline"
+    )
+    seeds: tuple[int, ...] = Field(strict=False, min_length=1, description="values of train.seed for every variant")
     repeats: int = Field(default=1, ge=1, le=MAX_COUNT, description="runs per seed; repeated runs differ on a GPU")
     gpus: tuple[int, ...] = Field(
         default=(), strict=False, description="indices of the GPUs to use, one run on each; default: all"

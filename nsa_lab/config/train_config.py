@@ -17,9 +17,11 @@ class RuntimeConfig(Section):
 
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA if available, else CPU")
     precision: Literal["fp32", "bf16"] = Field(default="fp32", description="bf16: autocast with fp32 master weights")
-    backend: Backend = "auto"
+    backend: Backend = Field(default="auto", description="attention backend; auto: the fastest one that can run")
     compile: bool = Field(default=False, description="torch.compile the model")
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = Field(
+        default=False, description="recompute the activations of each block in the backward pass: less memory, slower"
+    )
     cuda_graph: bool = Field(
         default=False, description="capture forward and backward pass of a step as a CUDA graph; faster for small batches"
     )
@@ -53,7 +55,7 @@ class RuntimeConfig(Section):
 class StageConfig(Section):
     """One stage of training with a fixed sequence length, batch and schedule. All counts are in optimizer steps."""
 
-    steps: int = Field(default=200, ge=1, le=MAX_COUNT)
+    steps: int = Field(default=200, ge=1, le=MAX_COUNT, description="optimizer steps")
     token_budget: int | None = Field(
         default=None, ge=1, description="number of training tokens, instead of steps; rounded down to whole steps"
     )
@@ -72,7 +74,7 @@ class StageConfig(Section):
     )
     decay_share: float = Field(default=0.2, gt=0, le=1, description="wsd: fraction of the steps in the final decay")
     min_lr: float = Field(default=0.0, ge=0, description="learning rate at the last step")
-    warmup_steps: int = Field(default=0, ge=0, le=MAX_COUNT)
+    warmup_steps: int = Field(default=0, ge=0, le=MAX_COUNT, description="steps of linear warmup")
     min_document_tokens: int = Field(
         default=0, ge=0, le=MAX_COUNT, description="exclude shorter documents from training; held-out text keeps them"
     )
@@ -163,13 +165,13 @@ class TrainConfig(StageConfig):
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw", description="muon: Muon for the matrices of the blocks and AdamW for the rest, with the same lr"
     )
-    weight_decay: float = Field(default=0.01, ge=0)
+    weight_decay: float = Field(default=0.01, ge=0, description="decoupled weight decay of all matrices")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW, like beta2 and eps")
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    eps: float = Field(default=1e-8, gt=0)
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW")
     grad_clip: float = Field(default=1.0, gt=0, description="maximum global gradient norm")
-    seed: int = Field(default=1337, ge=0, lt=2**63)
-    log_every: int = Field(default=10, ge=1, le=MAX_COUNT)
+    seed: int = Field(default=1337, ge=0, lt=2**63, description="seed of the initial weights and of the order of the text")
+    log_every: int = Field(default=10, ge=1, le=MAX_COUNT, description="steps between logged steps")
     stats_every: int = Field(default=100, ge=1, le=MAX_COUNT, description="steps between gate and selection statistics")
     eval_every: int = Field(default=100, ge=0, le=MAX_COUNT, description="0: only before the first step")
     eval_batches: int = Field(

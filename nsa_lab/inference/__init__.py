@@ -1,7 +1,9 @@
 """Inference with trained models: load, decode with a cache, generate in batches, package for distribution.
 
-model = load_model("outputs/smoke-...")
-(new,) = generate(model, ["def "], max_new_tokens=40)
+    model = load_model("outputs/smoke-...")
+    (new,) = generate(model, ["def "], max_new_tokens=40)
+
+A text is passed as its bytes; `new` are token ids.
 """
 
 from nsa_lab.inference.decode import Decoder
