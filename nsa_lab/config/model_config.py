@@ -57,16 +57,18 @@ class ModelConfig(Section):
     """
 
     dim: int = Field(default=768, ge=1, le=MAX_SIZE, description="width of the residual stream")
-    n_layers: int = Field(default=12, ge=1, le=10_000)
+    n_layers: int = Field(default=12, ge=1, le=10_000, description="number of blocks")
     n_heads: int = Field(default=12, ge=1, le=MAX_SIZE, description="number of query heads, H")
     n_kv_groups: int = Field(default=2, ge=1, le=MAX_SIZE, description="number of key/value groups, G")
     d_k: int = Field(default=64, ge=2, le=MAX_SIZE, description="width of a query or key head")
     d_v: int = Field(default=64, ge=1, le=MAX_SIZE, description="width of a value head")
-    vocab_size: int = Field(default=BYTE_VOCAB_SIZE, ge=2, le=2**24)
-    attention: Literal["nsa", "dense"] = "nsa"
+    vocab_size: int = Field(default=BYTE_VOCAB_SIZE, ge=2, le=2**24, description="number of token ids; 256: bytes")
+    attention: Literal["nsa", "dense"] = Field(
+        default="nsa", description="dense: causal attention to all tokens, the baseline"
+    )
     mlp: Literal["plain", "gated"] = Field(default="plain", description="plain: SiLU; gated: SwiGLU")
     mlp_hidden: int | None = Field(default=None, ge=1, le=MAX_SIZE, description="hidden width of the MLP; None: 4 * dim")
-    rope_theta: float = Field(default=10000.0, gt=0)
+    rope_theta: float = Field(default=10000.0, gt=0, description="RoPE base")
     rotary_share: float = Field(default=1.0, gt=0, le=1, description="fraction of a head's channels that RoPE rotates")
     matching_heads: int = Field(
         default=0,
@@ -104,7 +106,7 @@ class ModelConfig(Section):
     )
     ngram_rows: int = Field(default=32_768, ge=2, le=2**24, description="rows of the hash table of each n-gram length")
     ngram_width: int = Field(default=128, ge=1, le=MAX_SIZE, description="width of a row of the n-gram tables")
-    norm_eps: float = Field(default=1e-5, gt=0)
+    norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of the RMS norms")
     nsa: NSAConfig = NSAConfig()
 
     @model_validator(mode="after")

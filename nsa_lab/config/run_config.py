@@ -19,7 +19,12 @@ from nsa_lab.config.train_config import RuntimeConfig, StageConfig, TrainConfig
 class RunConfig(Section):
     """Configuration of a run: five sections, a name (default: the stem of its file in params/) and a description."""
 
-    name: str = Field(default="run", max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(
+        default="run",
+        max_length=100,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="beginning of the run's id; in a file, its name without .yaml",
+    )
     description: str = Field(default="", max_length=500, description="purpose of the run in a sentence, for its report")
     model: ModelConfig = ModelConfig()
     runtime: RuntimeConfig = RuntimeConfig()
