@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from looping import looped
 
 from nsa_lab.attention import Span, dense
 from nsa_lab.config import ModelConfig, NSAConfig
@@ -16,7 +17,7 @@ CONFIG = ModelConfig(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")  # the compiler's own modules warn of each other
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
@@ -61,7 +62,8 @@ def compile_and_run(model: NSATransformer, span: Span | None) -> tuple[int, torc
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("more", [{}, TRAINING_RECIPE], ids=["plain", "recipe"])
+@looped
+@pytest.mark.parametrize("more", [pytest.param({}, marks=pytest.mark.nightly), TRAINING_RECIPE], ids=["plain", "recipe"])
 @pytest.mark.parametrize("span", [None, DOCUMENTS, SHORT], ids=["one text", "documents", "short documents"])
 def test_a_layer_on_the_kernels_is_one_graph(more: dict[str, object], span: Span | None) -> None:
     """A second graph would store the tensors between them, and accumulate gradients separately."""

@@ -7,6 +7,7 @@ from typing import cast
 
 import pytest
 import torch
+from looping import looped
 from model_inputs import TINY_NSA, compute_loss, make_config, make_tokens
 
 from nsa_lab.attention import Span, selection_loss
@@ -119,6 +120,7 @@ def test_the_stand_alone_layer_supports_it_too() -> None:
     assert layer.auxiliary_loss() == 0.0
 
 
+@looped
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from looping import looped
 from model_inputs import NGRAMS, VARIANTS, format_variant, make_config, make_tokens
 
 from nsa_lab.model import NSATransformer
@@ -19,6 +20,7 @@ def replace_future(tokens: torch.Tensor, last: int, vocabulary: int) -> torch.Te
     return changed
 
 
+@looped
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("precision", ["float64", "float32", "bf16 autocast"])
 @pytest.mark.parametrize("variant", [*VARIANTS[::3], NGRAMS], ids=format_variant)
@@ -38,6 +40,7 @@ def test_logits_are_causal(variant: dict[str, str], precision: str, backend: str
         assert not torch.equal(before[row, last + 1], after[row, last + 1])
 
 
+@looped
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_no_gradient_flows_into_the_past_from_the_future(attention: str, checkpointing: bool) -> None:

@@ -8,6 +8,7 @@ import brute_force
 import numpy as np
 import pytest
 import torch
+from looping import looped
 from model_inputs import VARIANTS, format_variant, make_config, make_tokens
 
 from nsa_lab.attention import resolve_backend, window_attention
@@ -63,6 +64,8 @@ FAST_CASES = [
 ]
 
 
+@pytest.mark.slow
+@looped
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("variant", [*VARIANTS, *RECALL_OPTIONS, *FAST_CASES], ids=format_variant)
 def test_logits_equal_brute_force(variant: dict[str, str], backend: str) -> None:
@@ -97,6 +100,7 @@ def test_every_nth_angle_is_the_table_of_the_smaller_width(width: int) -> None:
         torch.testing.assert_close(found, expected)
 
 
+@looped
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rotation_keeps_dtype_and_norm(dtype: torch.dtype) -> None:
     x = torch.randn(1, 9, 2, 8).to(dtype)

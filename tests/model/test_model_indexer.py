@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from looping import looped
 from model_inputs import compute_loss, make_config, make_tokens
 
 from nsa_lab.attention import Span, reference, resolve_backend, score_and_select_blocks, selection_loss
@@ -72,6 +73,7 @@ def test_blocks_are_selected_by_its_queries_and_keys() -> None:
     torch.testing.assert_close(out, layer.out(expected.flatten(2)))
 
 
+@looped
 @pytest.mark.parametrize(("width", "channels"), [(0, [*range(8)]), (4, [0, 2, 4, 6])])
 @pytest.mark.parametrize("matching", [0, 1])
 def test_it_starts_with_weights_of_the_first_head_of_its_group(matching: int, width: int, channels: list[int]) -> None:
@@ -146,6 +148,7 @@ def test_the_loss_compares_its_scores_with_the_attention_of_the_heads() -> None:
     torch.testing.assert_close(found, torch.as_tensor(expected / (T * G)), rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:divide by zero encountered in log2:RuntimeWarning")  # of a row that sees no block
 @pytest.mark.parametrize("T", [17, pytest.param(97, marks=pytest.mark.slow)])
 def test_the_kernels_use_given_blocks(T: int) -> None:
@@ -167,6 +170,7 @@ def test_the_kernels_use_given_blocks(T: int) -> None:
         torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-5)
 
 
+@looped
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -187,6 +191,7 @@ def test_invalid_indexers_raise(wrong: dict[str, float], words: str) -> None:
         ModelConfig(**wrong)
 
 
+@pytest.mark.slow
 def test_the_production_model_stays_under_80_million_parameters_with_it() -> None:
     config = ModelConfig(rotary_share=0.5, matching_heads=3, selection_loss=0.05, indexer_block=8, mlp_hidden=3008)
     assert 79_000_000 < NSATransformer(config, seed=0).parameter_count() <= 80_000_000

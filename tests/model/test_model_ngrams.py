@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from looping import looped
 from model_inputs import compute_loss, make_config, make_tokens
 
 from nsa_lab.attention import Span
@@ -27,6 +28,7 @@ def compute_rows(tokens: list[int], **options: torch.Tensor) -> list[list[int]]:
     return module.compute_rows(torch.tensor([tokens]), **options)[0].tolist()
 
 
+@looped
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 @pytest.mark.parametrize("capacity", [None, 9])
 def test_packed_documents_equal_separate_documents(attention: str, capacity: int | None) -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from looping import looped
 from model_inputs import TINY_NSA, VARIANTS, compute_loss, format_variant, make_config, make_tokens
 
 from nsa_lab.attention import reference, torch_backend
@@ -15,6 +16,7 @@ from nsa_lab.model.layers import rms_normalize
 EDGES = sorted({1, TINY_NSA["l"] - 1, TINY_NSA["l"], TINY_NSA["l_sel"], TINY_NSA["w"] + 1, 2, 64})
 
 
+@looped
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 @pytest.mark.parametrize("length", EDGES)
 def test_bf16_autocast_is_finite_at_edge_lengths(length: int, attention: str) -> None:
@@ -31,6 +33,7 @@ def test_bf16_autocast_is_finite_at_edge_lengths(length: int, attention: str) ->
         assert p.grad is not None and p.grad.dtype == torch.float32 and p.grad.isfinite().all(), name
 
 
+@looped
 @pytest.mark.parametrize("variant", VARIANTS, ids=format_variant)
 def test_bf16_autocast_stays_near_float32(variant: dict[str, str]) -> None:
     config = make_config(**variant)
@@ -64,6 +67,7 @@ def test_rope_and_norm_in_half_precision_round_once(dtype: torch.dtype, unit: fl
     torch.testing.assert_close(found.double(), normal, rtol=unit * 1.001, atol=1e-6)
 
 
+@looped
 @pytest.mark.parametrize("position", [2049, 4097, 65_535, 131_071])
 def test_rope_angles_are_exact_at_far_positions(position: int) -> None:
     """Half precision would rotate neighbors equally; float32 errs by the rounding of the largest angle."""
@@ -113,6 +117,7 @@ def test_a_model_wholly_in_bf16_runs(attention: str) -> None:
     assert loss.isfinite() and all(p.grad.isfinite().all() for p in model.parameters())
 
 
+@looped
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_gradient_checkpointing_changes_no_bit(attention: str, autocast: bool) -> None:

@@ -48,7 +48,7 @@ def generate_noise(length: int = 64, batch: int = 8) -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("gate", "phi"), [("sigmoid", "avg"), ("softmax", "mlp")])
+@pytest.mark.parametrize(("gate", "phi"), [pytest.param("sigmoid", "avg", marks=pytest.mark.nightly), ("softmax", "mlp")])
 def test_200_steps_change_every_parameter_and_learn_the_text(gate: str, phi: str) -> None:
     model = NSATransformer(make_config(gate=gate, phi=phi, vocab_size=256), seed=0)
     with torch.no_grad():  # gates that start all but flat: entropy ln 3, where a gate that cannot learn stays
@@ -92,7 +92,7 @@ def assert_nothing_learned(losses: list[float]) -> None:
     assert sum(losses[-50:]) / 50 >= floor, "noise was learnt: the future leaks"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_noise_stays_at_ln_256() -> None:
     assert_nothing_learned(train(NSATransformer(make_noise_config(), seed=0), generate_noise(), 300, lr=3e-3))
 
@@ -107,7 +107,11 @@ def shift_selection_ahead(real: Callable) -> Callable:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("branch", "leak"), [("window_attention", shift_window_ahead), ("selected_attention", shift_selection_ahead)]
+    ("branch", "leak"),
+    [
+        ("window_attention", shift_window_ahead),
+        pytest.param("selected_attention", shift_selection_ahead, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_leak_of_one_token_is_caught(branch: str, leak: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_backend, branch, leak(getattr(torch_backend, branch)))

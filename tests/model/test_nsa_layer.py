@@ -12,6 +12,7 @@ import brute_force
 import numpy as np
 import pytest
 import torch
+from looping import looped
 from model_inputs import TINY_NSA, compute_loss, make_config, make_tokens
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,6 +61,7 @@ def test_the_signature_is_the_public_one() -> None:
     assert list(inspect.signature(NSAttention.forward).parameters) == ["self", "x", "span"]
 
 
+@looped
 @pytest.mark.parametrize("phi", PHIS)
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 def test_it_equals_the_definition(phi: str, gate: str) -> None:
@@ -76,6 +78,7 @@ def test_it_equals_the_definition(phi: str, gate: str) -> None:
             np.testing.assert_allclose(layer(x).numpy(), expected, rtol=1e-4, atol=2e-5 * np.abs(expected).max())
 
 
+@looped
 @pytest.mark.parametrize("phi", PHIS)
 def test_it_equals_the_reference_bitwise_in_float64(phi: str) -> None:
     """Starting from its own projections, for a full sequence and for documents."""
@@ -93,6 +96,7 @@ def check_packed_equals_separate(call: Callable[..., torch.Tensor], x: torch.Ten
     torch.testing.assert_close(packed, torch.cat(parts, 1), rtol=1e-10, atol=1e-10)
 
 
+@looped
 @pytest.mark.parametrize("phi", PHIS)
 @pytest.mark.parametrize("capacity", [None, 8])
 def test_packed_documents_equal_separate_documents(phi: str, capacity: int | None) -> None:
@@ -100,6 +104,7 @@ def test_packed_documents_equal_separate_documents(phi: str, capacity: int | Non
     check_packed_equals_separate(layer, draw_rows(sum(LENGTHS), batch=1), capacity)
 
 
+@looped
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_packed_documents_through_the_whole_model(attention: str, checkpointing: bool) -> None:
@@ -145,6 +150,7 @@ def test_a_chunk_without_a_cache_raises(build: Callable[[], torch.nn.Module]) ->
         module(x, Span.chunk(3, 7))
 
 
+@looped
 @pytest.mark.parametrize("phi", PHIS)
 @pytest.mark.parametrize("span", [None, make_packed_span(*LENGTHS, capacity=8)], ids=["full", "packed"])
 def test_a_step_changes_every_parameter(phi: str, span: Span | None) -> None:
@@ -257,6 +263,7 @@ def test_every_argument_reaches_the_layer() -> None:
     )
 
 
+@looped
 @pytest.mark.parametrize(
     ("build", "words"),
     [
@@ -323,7 +330,7 @@ def test_padded_documents_train_as_unpadded_ones() -> None:
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.parametrize(
     "span",
-    [None, pytest.param(make_packed_span(*LENGTHS), marks=pytest.mark.soak), make_packed_span(*LENGTHS, capacity=9)],
+    [None, pytest.param(make_packed_span(*LENGTHS), marks=pytest.mark.nightly), make_packed_span(*LENGTHS, capacity=9)],
     ids=["full", "packed", "padded"],
 )
 def test_the_compiled_layer_equals_the_eager_layer(span: Span | None) -> None:
@@ -359,10 +366,10 @@ def test_compiled_blocks_support_any_documents_without_recompiling(attention: st
     assert before < counts[0] == counts[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "has_indexer", [pytest.param(False, marks=pytest.mark.soak), True], ids=["compressed branch", "indexer"]
+    "has_indexer", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["compressed branch", "indexer"]
 )
 def test_a_layer_on_the_kernels_is_one_graph_for_all_documents(has_indexer: bool) -> None:
     """Gradients equal the torch backend's. The graph takes documents only as tensors."""
@@ -400,6 +407,7 @@ class CountOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@looped
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("has_loss", [False, True])
 def test_the_number_of_launches_does_not_depend_on_the_documents(

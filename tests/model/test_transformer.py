@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from looping import looped
 from model_inputs import VARIANTS, compute_loss, format_variant, make_config, make_tokens
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -24,6 +25,7 @@ def test_the_default_model_has_78_600_960_parameters() -> None:
     assert model.parameter_count() == 78_600_960 == 12 * per_layer + 2 * 256 * 768 + 768
 
 
+@looped
 @pytest.mark.parametrize("variant", VARIANTS, ids=format_variant)
 @pytest.mark.parametrize("length", [12, 41])
 def test_every_parameter_gets_a_gradient(variant: dict[str, str], length: int) -> None:
@@ -62,6 +64,8 @@ def test_every_branch_uses_its_own_rows_of_the_projection() -> None:
         assert (block.attention.gate.weight.grad.abs().max(1).values > 0).all()
 
 
+@pytest.mark.slow
+@looped
 @pytest.mark.parametrize(
     ("config", "length"),
     [
@@ -253,6 +257,7 @@ def test_the_number_of_operations_is_sublinear_in_tokens() -> None:
     assert counts[0] == counts[1]
 
 
+@looped
 @pytest.mark.parametrize("layers", [1, 2, 5, 12])
 def test_any_depth_trains(layers: int) -> None:
     config = make_config(n_layers=layers, dim=16)
