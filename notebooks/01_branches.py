@@ -34,7 +34,7 @@
 # **Time.** About an hour to read. The notebook runs in less than a minute on two CPU cores.
 #
 # **How to read it.** Each section has an equation of the paper and about ten lines of code. The next cell compares these
-# lines with the library. Six times, **predict** the output of the next cell: write down your guess, run the cell, then
+# lines with the library. Five times, **predict** the output of the next cell: write down your guess, run the cell, then
 # open the answer. Three exercises with solutions are at the end. (Cells marked `NBVAL_CHECK_OUTPUT` print exact results,
 # which the tests of this project compare with yours.)
 

@@ -204,9 +204,9 @@ training.print_configuration()
 # %% [markdown]
 # **What to take away**
 #
-# * The run is stable: the gradient norm is constant after the warm-up, and the resumed part continues the curve exactly.
+# * The run is stable: the gradient norm settles after the warm-up, and the resumed part continues the curve.
 # * Layers specialize. The shares of the branches differ between layers and stay that way.
-# * Passing every check does not mean that the model finds facts. This one finds none far back: its selection was not
-#   trained for it.
+# * Passed checks do not show that the model finds facts. When this run was trained, nothing measured it. The same
+#   architecture, trained on text with facts, retrieves none of them ([retrieval](../docs/science/retrieval.md)).
 #
 # **Next.** [06_health_analysis](06_health_analysis.ipynb) compares this run with its dense baseline.
