@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import hashlib
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 # Machines are shared, and tensors here are too small to gain from threads: not in this process, and not in those that
 # tests start. OpenMP reads this when torch loads it.
@@ -57,6 +61,22 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def recorded_runs() -> list[Path]:
+    """Return the directories of all recorded runs. Those of the archive are unpacked once, into .cache/records."""
+    root = Path(__file__).parents[1]
+    archive = (root / "docs/science/records/runs.tar.xz").read_bytes()
+    unpacked = root / ".cache/records" / hashlib.sha256(archive).hexdigest()[:16]
+    if not unpacked.is_dir():
+        unpacked.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=unpacked.parent) as folder:
+            command = [sys.executable, root / "tools/records.py", "unpack", "--to", f"{folder}/runs"]
+            subprocess.run(command, check=True, capture_output=True)
+            with contextlib.suppress(OSError):  # another process has unpacked it
+                Path(folder, "runs").rename(unpacked)
+    return sorted(path.parent for folder in (root / "outputs", unpacked) for path in folder.glob("*/RECORDED"))
 
 
 @pytest.fixture(scope="session")
