@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from nsa_lab.attention.dispatch import ResolvedBackend, resolve_backend
@@ -24,6 +23,7 @@ from nsa_lab.bench.attention_rows import CPU_SHAPES, GPU_SHAPES, AttentionRow, S
 from nsa_lab.bench.harness import Benchmark, Column, Output, Setup, format_number, make_record, measure_if_correct
 from nsa_lab.bench.timing import describe_refusal, make_forward_backward, measure_peak_mib, time_eager_ms, time_ms
 from nsa_lab.config import NSAConfig
+from nsa_lab.runs.tables import Table
 
 # Targets of the whole operator, forward + backward, as a fraction of SDPA flash at the same shape. Keys are (T, H); d = 64,
 # or more at H = 64.

@@ -22,11 +22,12 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from nsa_lab.config import ConfigError
+from nsa_lab.runs import tables
 from nsa_lab.runs.environment import get_code_identity, get_versions
+from nsa_lab.runs.tables import Table
 
 PARITY_FAILED = "FAILED PARITY: no speed"
 TABLE_WIDTH = 170  # characters, if the output is not a terminal
@@ -138,12 +139,13 @@ def make_table(
     is_bold: Callable[[Row, Sequence[Row]], bool] = lambda row, rows: False,
 ) -> Table:
     """Return a table with a line per row. `is_bold`: whether to emphasize a row among all rows."""
-    table = Table(title=title)
-    for column in columns:
-        table.add_column(column.name, justify=column.align)
-    for row in rows:
-        table.add_row(*(column.format_cell(row) for column in columns), style="bold" if is_bold(row, rows) else None)
-    return table
+    return Table(
+        [tables.Column(column.name, column.align) for column in columns],
+        [[column.format_cell(row) for column in columns] for row in rows],
+        title=title,
+        is_boxed=True,
+        styles={number: "bold" for number, row in enumerate(rows) if is_bold(row, rows)},
+    )
 
 
 def make_record(setup: Setup, **facts: Any) -> dict[str, Any]:

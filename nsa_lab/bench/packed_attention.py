@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from nsa_lab.attention import Span, geometry
@@ -38,6 +37,7 @@ from nsa_lab.bench.harness import (
 )
 from nsa_lab.bench.timing import measure_kernel_us, measure_peak_mib, time_ms
 from nsa_lab.config import NSAConfig
+from nsa_lab.runs.tables import Table
 
 EVEN_TARGET, CORPUS_TARGET = 1.03, 1.15  # ratios to the reference
 MEDIAN_LENGTH, LOG_LENGTH_STD = 2400, 1.2  # of corpus documents: bytes, and the standard deviation of the log length

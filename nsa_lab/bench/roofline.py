@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.table import Table
 
 from nsa_lab.attention import geometry
 from nsa_lab.bench.attention_rows import AttentionRow, Shape, parse_shape_label
 from nsa_lab.bench.harness import Column, format_number, make_table
 from nsa_lab.bench.timing import get_memory_bytes_per_s, measure_matmul_flops_per_s
 from nsa_lab.config import ConfigError, NSAConfig
+from nsa_lab.runs.tables import Table
 
 BACKWARD_FACTOR = 2.5  # FLOPs of the backward pass over FLOPs of the forward pass
 

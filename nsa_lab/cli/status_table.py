@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from nsa_lab.config import ConfigError
@@ -19,6 +18,7 @@ from nsa_lab.runs import directory, lifecycle, resolve
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.history import History, collect_facts
 from nsa_lab.runs.summary import format_facts, format_speed
+from nsa_lab.runs.tables import Column, Table
 
 COLUMNS_WIDTH = 38  # of the columns after the run's id, without the speed
 SPEED_WIDTH = 11
@@ -61,13 +61,10 @@ def build_run_table(run_dir: Path) -> tuple[Table, list[str]]:
     """
     lifecycle.get_state(run_dir)  # raises if the status belongs to another run
     history = History.read(run_dir)
-    table = Table("", history.run, show_header=True, box=None)
     advice = list_advice(history)
     reason_rows = [("reason", history.status.get("reason") or "not recorded in its status")] if advice else []
     rows = [("verdict", format_verdict(history)), *reason_rows, *format_facts(history), ("folder", str(run_dir))]
-    for name, value in rows:
-        table.add_row(name, Text(value, overflow="fold"))
-    return table, advice
+    return Table(("", history.run), rows), advice
 
 
 def render_runs(folder: Path, width: int, *, recorded: bool = False) -> tuple[list[Any], int]:
@@ -78,16 +75,16 @@ def render_runs(folder: Path, width: int, *, recorded: bool = False) -> tuple[li
     run_dirs = list_runs(folder, recorded)
     needed = max((len(run_dir.name) for run_dir in run_dirs), default=0) + COLUMNS_WIDTH
     show_speed = needed + SPEED_WIDTH <= width
-    table, problems = Table(box=None, pad_edge=False), []
-    for name in ("run", "state", "step", "bpb", *(("tokens/s",) if show_speed else ()), "verdict"):
-        table.add_column(name, no_wrap=True, justify="right" if name in ("step", "bpb", "tokens/s") else "left")
+    names = ("run", "state", "step", "bpb", *(("tokens/s",) if show_speed else ()), "verdict")
+    columns = [Column(name, "right" if name in ("step", "bpb", "tokens/s") else "left", is_whole=True) for name in names]
+    rows, problems = [], []
     for run_dir in run_dirs:
         try:
-            table.add_row(run_dir.name, *_format_row(run_dir, show_speed))
+            rows.append([run_dir.name, *_format_row(run_dir, show_speed)])
         except READ_ERRORS as error:
-            table.add_row(run_dir.name, "?")
+            rows.append([run_dir.name, "?"])
             problems.append(Text(f"{run_dir.name}: {error}", style="yellow", overflow="fold"))
-    lines: list[Any] = [table] if run_dirs else [f"no runs in {folder}; start one with nsa-lab run smoke"]
+    lines: list[Any] = [Table(columns, rows)] if run_dirs else [f"no runs in {folder}; start one with nsa-lab run smoke"]
     if not recorded and (count := len(list_runs(folder, recorded=True))):
         lines.append(f"{count} recorded runs; list them with nsa-lab status --recorded")
     return [*lines, *problems], max(needed, width)

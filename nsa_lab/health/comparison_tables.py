@@ -10,8 +10,7 @@ from nsa_lab.health.comparison import AblationSummary, ModelComparison, ModelCos
 from nsa_lab.health.paired_text_loss import RangeDifference, TextDifference
 from nsa_lab.health.proportions import Proportion
 from nsa_lab.health.sweep_results import SeedMean
-
-EMPTY_CELL = "–"
+from nsa_lab.runs.tables import EMPTY_CELL, Table
 
 
 def format_markdown(comparison: ModelComparison) -> str:
@@ -192,5 +191,4 @@ def _format_number(value: float | None, form: str) -> str:
 
 
 def _format_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    yield from (f"| {' | '.join(cells)} |" for cells in (names, ["---"] * len(names), *rows))
-    yield ""
+    yield from (Table(names, rows).to_markdown(), "")

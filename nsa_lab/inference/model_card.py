@@ -9,6 +9,7 @@ from typing import Any
 from nsa_lab.runs.evaluation import EVALUATION, compute_wilson_interval
 from nsa_lab.runs.history import History, collect_facts
 from nsa_lab.runs.summary import format_settings
+from nsa_lab.runs.tables import Table
 
 Row = Mapping[str, Any]
 
@@ -96,5 +97,4 @@ def _format_bpb(nats: float, error: float = 0.0) -> str:
 
 
 def _format_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    return Table(head, [list(map(str, row)) for row in rows]).to_markdown()

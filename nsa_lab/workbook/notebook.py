@@ -20,6 +20,7 @@ from nsa_lab.runs.environment import get_code_identity
 from nsa_lab.runs.events import read_events
 from nsa_lab.runs.history import History
 from nsa_lab.runs.summary import format_facts
+from nsa_lab.runs.tables import Table
 
 N_LOG_LINES = 12
 
@@ -131,10 +132,7 @@ def print_columns(header: Sequence[str], rows: Iterable[tuple[str, *tuple[str | 
 
     The box character between names and values keeps the lines unwrapped on a page.
     """
-    print(f"{header[0]:<32}│" + "".join(f"{name:>18}" for name in header[1:]))
-    for name, *values in rows:
-        texts = ("–" if value is None else value if isinstance(value, str) else f"{value:.3f}" for value in values)
-        print(f"{name:<32}│" + "".join(f"{text:>18}" for text in texts))
+    print(Table(header, rows).to_text())
 
 
 def print_final_verdict(run: Path) -> None:
@@ -171,7 +169,7 @@ def read_histories(run_dir: str = "", other_run: str = "", outputs: str = "") ->
 
 def format_facts_table(history: History) -> str:
     """Return the main facts of a run as a Markdown table."""
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in format_facts(history))])
+    return Table(("", ""), format_facts(history)).to_markdown()
 
 
 def list_other_runs(runs: list[History], outputs: str = "") -> list[Path]:

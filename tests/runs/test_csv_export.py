@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fake_run import LAYERS, make_eval_event, make_step_event, write_run
 
-from nsa_lab.runs.csv_export import build_table, write_csv
+from nsa_lab.runs.csv_export import iterate_rows, write_csv
 from nsa_lab.runs.history import History
 
 
@@ -63,9 +63,9 @@ def test_nonfinite_numbers_and_mappings(tmp_path: Path) -> None:
                 event.update(grad_norm=None, nonfinite=["grad_norm"], weight_bytes={"float32": 12, "bfloat16": 6})
 
     history = History.read(write_run(tmp_path, spoil=spoil))
-    row = next(row for row in build_table(history) if row["step"] == 20)
+    row = next(row for row in iterate_rows(history) if row["step"] == 20)
     assert row["grad_norm"] is None and (row["weight_bytes.float32"], row["weight_bytes.bfloat16"]) == (12, 6)
-    assert "weight_bytes.float32" not in next(row for row in build_table(history) if row["step"] == 10)
+    assert "weight_bytes.float32" not in next(row for row in iterate_rows(history) if row["step"] == 10)
 
 
 def test_run_without_steps_gives_a_header(tmp_path: Path) -> None:
