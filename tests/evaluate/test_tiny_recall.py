@@ -83,6 +83,9 @@ def test_training_is_deterministic_and_uses_the_selection_loss() -> None:
 def test_training_works_with_any_attention(changes: dict[str, object]) -> None:
     points = list(train_tiny_model(build_tiny_model(**changes), steps=2, eval_every=1, batch_size=2, n_eval_sequences=4))
     assert [point.step for point in points] == [1, 2]
+    options = {"steps": 3, "eval_every": 3, "eval_also": (0, 2), "batch_size": 2, "n_eval_sequences": 4}
+    also = list(train_tiny_model(build_tiny_model(**changes), **options))  # pyright: ignore
+    assert [point.step for point in also] == [0, 2, 3]
     # Untrained: uniform over 32 tokens.
     assert points[0].loss == pytest.approx(3.4, abs=0.3)
 
