@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -127,9 +128,33 @@ def test_wrong_setting_is_reported_in_one_line_and_writes_nothing(
     assert not (tmp_path / "outputs").exists()
 
 
-def make_single_text(folder: Path) -> Path:
-    (folder / "input.txt").write_text("First Citizen: before we proceed any further, hear me speak. " * 99)
-    return folder / "input.txt"
+def test_a_single_text_is_accepted_and_said_to_be_split_by_position(
+    run_cli, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "input.txt").write_text("First Citizen: before we proceed any further, hear me speak. " * 99)
+    monkeypatch.setattr(lifecycle, "start", lambda run_dir, ranks: 7)
+    result = run_cli("train", tiny, "-p", f"data.path={tmp_path / 'input.txt'}")
+    assert result.exit_code == 0 and "split by position: its last 0.4 are the validation text" in result.err
+    assert len(list((tmp_path / "outputs").iterdir())) == 1
+
+
+def test_too_short_texts_and_copies_are_refused_before_a_run_exists(
+    run_cli, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checks that need torch are not reached."""
+    monkeypatch.setattr("nsa_lab.train.preflight.startup_checks.check_startable", lambda *_: pytest.fail("too late"))
+    folder = tmp_path / "same"
+    folder.mkdir()
+    for index in range(3):
+        (folder / f"{index}.txt").write_text("the same text " * 30)
+    for command in ("train", "preflight", "run"):
+        for override, answer in (
+            (f"data.path={folder}", "copies of one text"),
+            ("train.seq_len=9999", "a sequence needs 10000"),
+        ):
+            result = run_cli(command, tiny, "-p", override, *get_notebook_option(command, tmp_path))
+            assert result.exit_code == 2 and answer in result.err and result.err.count("\n") == 1
+    assert not (tmp_path / "outputs").exists()
 
 
 @pytest.mark.slow
@@ -138,7 +163,6 @@ def make_single_text(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "answer"),
     [
-        (make_single_text, "split -C 64k"),
         (make_missing_path, "nowhere"),
         (make_empty_file, "empty"),
         (make_file_without_text, "text"),
@@ -194,6 +218,11 @@ def test_export_to_an_unwritable_path_is_reported_in_one_line(run_cli, tmp_path:
         (["evaluate", "needle-8m", "--seed", str(2**70)], "--seed"),
         (["generate", "needle-8m", "--prompt", "\udcff"], "--prompt '\\udcff': expected valid UTF-8"),
         (["evaluate", "needle-8m", "--out", __file__], "cannot write an evaluation here"),
+        (["evaluate", "needle-8m", "--task", "need"], "--task need: unknown task; available: needle"),
+        (["evaluate", "needle-8m", "--text", "a=/nowhere"], "text '/nowhere': nothing at /nowhere"),
+        (["evaluate", "needle-8m", "--out", "x", "--step", "7"], "no checkpoint of step 7; available: 1526"),
+        (["generate", "needle-8m", "--step", "7"], "no checkpoint of step 7; available: 1526"),
+        (["export-hf", "needle-8m", ".", "--step", "7"], "no checkpoint of step 7; available: 1526"),
         (["bench", "attention", "--json", "/nowhere/x.json"], "--json"),
         (["bench", "decode", "--picture", "/nowhere/x.png"], "--picture"),
         (["bench", "attention", "--backend", "cuda"], "--backend"),
@@ -291,6 +320,53 @@ def test_startup_imports_no_heavy_packages() -> None:
     heavy = ("torch", "matplotlib", "papermill", "nbconvert", "pyarrow", "numpy")
     code = f"import sys, nsa_lab.cli; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_wrong_arguments_are_refused_before_torch_is_imported(tiny: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from nsa_lab import cli\n"
+        "for line in sys.stdin.read().splitlines():\n"
+        "    sys.argv = ['nsa-lab', *line.split('|')]\n"
+        "    try:\n"
+        "        cli.main()\n"
+        "    except SystemExit as end:\n"
+        "        assert end.code == 2, (line, end.code)\n"
+        "    assert 'torch' not in sys.modules, line\n"
+    )
+    lines = [
+        "run|smok",
+        f"train|{tiny}|-p|train.stepz=3",
+        f"train|{tiny}|-p|train.steps=three",
+        f"train|{tiny}|-p|data.path=/nowhere",
+        f"train|{tiny}|--ranks|1000",
+        f"train|{tiny}|-p|train.seq_len=9999",
+        f"preflight|{tiny}|-p|nsa.d=5",
+        f"plan|{tiny}|-p|nsa.d=5",
+        "warmup|smok",
+        "sweep|smok",
+        "resume|nothing",
+        "generate|nothing",
+        "generate|needle-8m|--step|3",
+        "generate|needle-8m|--prompt-file|/nowhere",
+        "evaluate|needle-8m|--task|x",
+        "evaluate|needle-8m|--text|a=/nowhere",
+        "evaluate|needle-8m|--length|3",
+        f"ship|nothing|{tmp_path / 'new'}|--about|{tiny}",
+        "export-hf|needle-8m|.",
+        "bench|attention|--shape|x",
+        "bench|train|--shape|x",
+        "bench|train|--preset|smok",
+        "bench|attention|--json|/nowhere/x",
+        "demo|--picture|/nowhere/x.png",
+        "health|nothing",
+        "compare|nothing",
+    ]
+    result = subprocess.run(
+        [sys.executable, "-c", code], input="\n".join(lines), capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stderr.count("nsa-lab") >= len(lines)
 
 
 def test_health_exit_code_and_first_failure(run_cli, tmp_path: Path) -> None:
@@ -611,6 +687,45 @@ def test_the_live_view_shows_numbers_phase_and_notes(tmp_path: Path) -> None:
 def test_warmup_needs_a_gpu(run_cli, tiny: Path) -> None:
     result = run_cli("warmup", tiny, outputs=False)
     assert result.exit_code == 2 and result.err.startswith("nsa-lab: nsa-lab warmup ") and result.err.count("\n") == 1
+
+
+LOCALES = {
+    "ascii": {"PYTHONIOENCODING": "ascii"},
+    "latin-1": {"PYTHONIOENCODING": "latin-1"},
+    "C": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+}
+REASON = "the file café…–→ is missing"
+
+
+@pytest.mark.slow
+def test_commands_work_in_a_locale_that_is_not_utf8(tmp_path: Path, rates: Path) -> None:
+    run_dir = write_run(tmp_path / "outputs", status={"status": directory.HALTED, "reason": REASON})
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("LC_", "LANG", "PYTHONIO"))}
+    for arguments in (
+        ["status"],
+        ["status", run_dir.name],
+        ["status", run_dir.name, "--json"],
+        ["health", run_dir.name],
+        ["compare", run_dir.name],
+        ["sweep", str(rates), "--dry-run"],
+    ):
+        for name, variables in LOCALES.items():
+            result = subprocess.run(
+                [sys.executable, "-m", "nsa_lab", *arguments, "--outputs", str(tmp_path / "outputs")],
+                capture_output=True,
+                env={**environment, **variables},
+                check=False,
+            )
+            shown = (result.stdout + result.stderr).decode("latin-1" if name == "latin-1" else "ascii")
+            assert "Traceback" not in shown and result.returncode in (0, 2, 3), (arguments, shown)
+            if arguments[-1] == "--json":
+                assert json.loads(result.stdout)["reason"] == REASON
+            elif arguments == ["status", run_dir.name]:
+                assert ("café...-->" if name == "latin-1" else "caf\\xe9...-->") in " ".join(shown.split())
+
+
+def test_prompts_are_read_in_an_ascii_locale(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert model_commands._read_prompt("caf\udcc3\udca9", None) == "café"
 
 
 def test_path_with_an_equals_sign_is_not_a_named_run() -> None:

@@ -1,4 +1,4 @@
-"""Shapes and result rows of the attention benchmark."""
+"""Shapes of the benchmarks, and result rows of the attention benchmark. Needs no torch."""
 
 from __future__ import annotations
 
@@ -75,6 +75,14 @@ def parse_shape(text: str) -> Shape:
             "optionally followed by xV128 for another value width"
         )
     return Shape(*(int(x) for x in match.groups() if x))
+
+
+def parse_training_shape(text: str) -> tuple[int, int]:
+    """Parse `2048x32` (tokens x sequences of a forward pass) to (2048, 32). Raises ValueError."""
+    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    if not match or not all(int(n) for n in match.groups()):
+        raise ValueError(f"{text}: expected tokens x sequences, for example 2048x32")
+    return int(match[1]), int(match[2])
 
 
 def parse_shape_label(text: str) -> Shape:

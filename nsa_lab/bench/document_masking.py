@@ -51,6 +51,7 @@ def run_documents_bench(
     *,
     text: Path | None = None,
     steps: int = 20,
+    device: str | None = None,
     console: Console | None = None,
 ) -> list[MaskingRow]:
     """Measure each shape (tokens, sequences per forward pass). Print a table and replace the JSON file after each shape.
@@ -59,7 +60,7 @@ def run_documents_bench(
     compiled. On a CPU: a tiny model that only tests the code. Raises ConfigError for an unusable shape, and DataError for
     text shorter than a row.
     """
-    setup = Setup.resolve()
+    setup = Setup.resolve(device)
     model = setup.select(gpu=ModelConfig(), cpu=CPU_MODEL)
     cases = [
         (shape, use_graph)

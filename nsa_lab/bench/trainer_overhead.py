@@ -42,14 +42,19 @@ N_WARMUP_POINTS = 2
 
 
 def run_trainer_bench(
-    json_path: Path | None = None, *, ranks: int = 1, steps: int | None = None, console: Console | None = None
+    json_path: Path | None = None,
+    *,
+    ranks: int = 1,
+    steps: int | None = None,
+    device: str | None = None,
+    console: Console | None = None,
 ) -> dict[str, Any]:
     """Measure telemetry, saving and resuming of the production model; with several ranks, throughput against one rank.
 
     On a CPU a tiny model tests the code and gives no meaningful numbers. `steps`: length of a timed segment. Raises
     ConfigError if there are fewer GPUs than ranks.
     """
-    setup, output = Setup.resolve(), Output(json_path, console=console)
+    setup, output = Setup.resolve(device), Output(json_path, console=console)
     if setup.is_gpu and torch.cuda.device_count() < ranks:
         raise ConfigError(f"--ranks {ranks}: this machine has {torch.cuda.device_count()} CUDA device(s)")
     record = make_record(setup, what="overhead of the trainer")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import re
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -23,7 +22,7 @@ from rich.console import Console
 from nsa_lab.attention.kernels.kernel_names import get_kernel_part
 from nsa_lab.bench.harness import Benchmark, Column, Output, Setup, make_record, make_table
 from nsa_lab.bench.timing import measure_matmul_flops_per_s, record_kernels
-from nsa_lab.config import ConfigError, DataConfig, ModelConfig, NSAConfig, RunConfig, RuntimeConfig, TrainConfig
+from nsa_lab.config import DataConfig, ModelConfig, NSAConfig, RunConfig, RuntimeConfig, TrainConfig
 from nsa_lab.data import Batch, prepare
 from nsa_lab.train.build import Builders, TrainContext, build_context
 from nsa_lab.train.distributed import World
@@ -75,6 +74,7 @@ def run_train_bench(
     model: ModelConfig | None = None,
     data: DataConfig | None = None,
     picture: Path | None = None,
+    device: str | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Measure NSA and its dense baseline at `shapes` (tokens, sequences per forward pass) and return the record.
@@ -82,7 +82,7 @@ def run_train_bench(
     On a GPU the default is the production model at the shapes of `TARGETS`, in bf16 and compiled. On a CPU it is a tiny
     model in float32, which tests the code and gives no meaningful speed. Raises ConfigError for an unusable shape.
     """
-    setup = Setup.resolve()
+    setup = Setup.resolve(device)
     base = model or setup.select(gpu=ModelConfig(), cpu=CPU_MODEL)
     peak = measure_matmul_flops_per_s(setup.device, torch.bfloat16) if setup.is_gpu else None
     record = make_record(
@@ -194,14 +194,6 @@ class _TimedRun:
         time_by_part = _sum_time_by_part((classify_kernel(name), start, end) for name, start, end in kernels)
         total = sum(time_by_part.values())
         return {part: us / total for part, us in sorted(time_by_part.items(), key=lambda item: -item[1])}
-
-
-def parse_shape(text: str) -> tuple[int, int]:
-    """Parse `"2048x32"` to (2048, 32). Raises ConfigError."""
-    match = re.fullmatch(r"(\d+)x(\d+)", text)
-    if not match or not all(int(n) for n in match.groups()):
-        raise ConfigError(f"--shape {text}: expected tokens x sequences, for example 2048x32")
-    return int(match[1]), int(match[2])
 
 
 def make_bench_config(

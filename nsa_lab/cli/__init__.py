@@ -22,6 +22,7 @@ from nsa_lab.cli import bench_commands, inspect_commands, model_commands, sweep_
 from nsa_lab.cli.common import exit_with_usage_error, get_exit_code
 from nsa_lab.config import UsageError
 from nsa_lab.runs.environment import set_openmp_wait_policy
+from nsa_lab.runs.text_output import allow_any_text
 
 __all__ = ["app", "get_exit_code", "main"]
 
@@ -42,6 +43,7 @@ def main() -> None:
     """Run the console script. A usage error gives one line on stderr and exit code 2."""
     # Must be set before torch is imported; child processes inherit it.
     set_openmp_wait_policy(os.environ)
+    allow_any_text()
     try:
         app()
     except (UsageError, NotImplementedError) as error:  # NotImplementedError: a shape that a backend does not support

@@ -8,27 +8,39 @@ from typing import Annotated, Any
 
 import typer
 
-from nsa_lab.cli.common import Ranks
+from nsa_lab.cli.common import Ranks, check_output_file, echo
 from nsa_lab.config import Backend, ConfigError
 from nsa_lab.runs import directory, resolve
 
 app = typer.Typer(no_args_is_help=True, help="Benchmark kernels and training steps against dense attention.")
 
 
-def _check_output_file(file: Path | None) -> Path | None:
-    """Return `file` if it can be written. Checked before the benchmark, which takes minutes."""
-    if file and (file.is_dir() or not file.absolute().parent.is_dir()):
-        raise typer.BadParameter(f"cannot write {file}; give a file in an existing folder")
-    return file
-
-
 Picture = Annotated[
-    Path | None, typer.Option("--picture", metavar="FILE", callback=_check_output_file, help="Write a figure to FILE")
+    Path | None, typer.Option("--picture", metavar="FILE", callback=check_output_file, help="Write a figure to FILE")
 ]
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", callback=_check_output_file, help="Write the results to FILE as JSON"),
+    typer.Option("--json", metavar="FILE", callback=check_output_file, help="Write the results to FILE as JSON"),
 ]
+
+
+Device = Annotated[
+    str | None, typer.Option("--device", metavar="cuda|cpu", help="Device [default: cuda; without a GPU it must be cpu]")
+]
+
+
+def _resolve_device(device: str | None) -> str:
+    """Return the device of a GPU benchmark. Raises `ConfigError` without a GPU, unless the CPU is requested."""
+    if device not in (None, "cuda", "cpu"):
+        raise ConfigError(f"--device {device}: expected cuda or cpu")
+    import torch
+
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(
+            "this is a GPU benchmark, and torch finds no CUDA device; --device cpu runs it at a small size, which tests "
+            "the code and measures nothing of interest; nsa-lab demo measures decoding on a CPU"
+        )
+    return device or "cuda"
 
 
 @app.command("attention")
@@ -41,23 +53,27 @@ def bench_attention(
     backend: Annotated[Backend, typer.Option(help="Attention backend")] = "auto",
     packed: Annotated[bool, typer.Option("--packed", help="Compare packed documents with batched calls instead")] = False,
     parts: Annotated[bool, typer.Option("--parts", help="Also report each part as a fraction of the device limit")] = False,
+    device: Device = None,
 ) -> None:
     """Benchmark time and memory of NSA against dense attention, forward and backward, after a parity check."""
     from nsa_lab.bench.attention_rows import parse_shape
-    from nsa_lab.bench.attention_speed import run_attention_bench
 
+    shapes = _parse_values(parse_shape, shape, "--shape")
     if packed:
         if shape or picture or parts:
             raise typer.BadParameter(
                 "it uses fixed shapes and has no parts and no figure; omit --shape, --parts and --picture",
                 param_hint="--packed",
             )
+        device = _resolve_device(device)
         from nsa_lab.bench.packed_attention import run_packed_bench
 
-        run_packed_bench(json_file, backend=backend)
+        run_packed_bench(json_file, backend=backend, device=device)
         return
-    shapes = _parse_values(parse_shape, shape, "--shape")
-    run_attention_bench(shapes, json_file, backend=backend, picture=picture, parts=parts)
+    device = _resolve_device(device)
+    from nsa_lab.bench.attention_speed import run_attention_bench
+
+    run_attention_bench(shapes, json_file, backend=backend, picture=picture, parts=parts, device=device)
 
 
 @app.command("limits")
@@ -91,13 +107,17 @@ def bench_tune(
         list[str] | None, typer.Option(metavar="NAME", help='Kernel, e.g. "band_dq, window" (repeatable) [default: all]')
     ] = None,
     most: Annotated[int, typer.Option(min=1, help="Maximum number of tiles per kernel")] = 40,
+    device: Device = None,
 ) -> None:
     """Time kernel tiles that are not in the launch table, after a parity check. The table is not changed."""
     from nsa_lab.bench.attention_rows import parse_shape
+
+    shapes = _parse_values(parse_shape, shape, "--shape")
+
     from nsa_lab.bench.tune_tiles import parse_kernel, run_tune
 
     kernels = _parse_values(parse_kernel, kernel, "--kernel")
-    run_tune(_parse_values(parse_shape, shape, "--shape"), json_file, kernels=kernels, max_tiles=most)
+    run_tune(shapes, json_file, kernels=kernels, max_tiles=most, device=_resolve_device(device))
 
 
 @app.command("decode")
@@ -136,23 +156,29 @@ def bench_train(
     text: Annotated[
         Path | None, typer.Option("--text", metavar="PATH", help="Text for --documents: a file, folder or glob")
     ] = None,
+    device: Device = None,
 ) -> None:
     """Benchmark training throughput of NSA and its dense baseline at each length."""
-    from nsa_lab.bench.training_speed import parse_shape, run_train_bench
+    from nsa_lab.bench.attention_rows import parse_training_shape
 
+    shapes = _parse_values(parse_training_shape, shape, "--shape")
     if documents:
         if picture:
             raise typer.BadParameter("it has no figure; omit --picture", param_hint="--documents")
         if preset:
             raise typer.BadParameter("it uses the production model; omit --preset", param_hint="--documents")
+        device = _resolve_device(device)
         from nsa_lab.bench.document_masking import run_documents_bench
 
-        run_documents_bench(_parse_values(parse_shape, shape, "--shape"), json_file, text=text)
+        run_documents_bench(shapes, json_file, text=text, device=device)
         return
     if text:
         raise typer.BadParameter("it needs --documents", param_hint="--text")
     model = resolve.load_config(preset, []).model if preset else None
-    run_train_bench(_parse_values(parse_shape, shape, "--shape"), json_file, model=model, picture=picture)
+    device = _resolve_device(device)
+    from nsa_lab.bench.training_speed import run_train_bench
+
+    run_train_bench(shapes, json_file, model=model, picture=picture, device=device)
 
 
 @app.command("curves")
@@ -164,9 +190,9 @@ def bench_curves(
     """Compare the loss curves of every backend that runs here; exit code 3 if they differ by more than the tolerance."""
     from nsa_lab.bench.loss_curves import run_curves
 
-    result = run_curves(steps, json_file, picture, log=typer.echo)
+    result = run_curves(steps, json_file, picture, log=echo)
     for name, difference in result["apart_nats"].items():
-        typer.echo(
+        echo(
             f"{name:<26} {difference:.4f} nats maximum difference from the first curve (tolerance {result['band_nats']:g})"
         )
     raise typer.Exit(directory.EXIT_DONE if result["ok"] else directory.EXIT_HALTED)
@@ -177,11 +203,13 @@ def bench_trainer(
     json_file: JsonFile = None,
     ranks: Ranks = 1,
     steps: Annotated[int | None, typer.Option(min=2, help="Optimizer steps per timed interval")] = None,
+    device: Device = None,
 ) -> None:
     """Benchmark telemetry, saving and resuming; with --ranks, throughput of that many GPUs against one."""
+    device = _resolve_device(device)
     from nsa_lab.bench.trainer_overhead import run_trainer_bench
 
-    run_trainer_bench(json_file, ranks=ranks, steps=steps)
+    run_trainer_bench(json_file, ranks=ranks, steps=steps, device=device)
 
 
 def _parse_values(parse: Callable[[str], Any], texts: list[str] | None, option: str) -> tuple[Any, ...] | None:

@@ -37,7 +37,21 @@ def get_exit_code(run_dir: Path, problem: str | None = None) -> int:
     return directory.EXIT_DONE if state == directory.DONE and not problem else directory.EXIT_BUG
 
 
+def check_output_file(file: Path | None) -> Path | None:
+    """Return `file` if it can be written. Checked before the benchmark, which takes minutes."""
+    if file and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise typer.BadParameter(f"cannot write {file}; give a file in an existing folder")
+    return file
+
+
+def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
+    """Print plain text in the encoding of the stream. `typer.echo` would write UTF-8 to a stream that is ASCII."""
+    stream = sys.stderr if err else sys.stdout
+    stream.write(f"{text}\n" if nl else str(text))
+    stream.flush()
+
+
 def exit_with_usage_error(error: Exception) -> None:
     for line in str(error).splitlines():
-        typer.echo(f"nsa-lab: {line}", err=True)
+        echo(f"nsa-lab: {line}", err=True)
     sys.exit(directory.EXIT_USAGE)

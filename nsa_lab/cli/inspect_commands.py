@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -14,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nsa_lab.cli.common import Outputs, Run, get_exit_code
+from nsa_lab.cli.common import Outputs, Run, echo, get_exit_code
 from nsa_lab.config import ConfigError
 from nsa_lab.runs import directory, lifecycle, resolve
 from nsa_lab.runs.directory import RunDirectoryError
+from nsa_lab.runs.text_output import dump_json
 
 if TYPE_CHECKING:
     from nsa_lab.health import Health
@@ -44,14 +44,14 @@ def status(
             if run
             else status_table.summarize_runs(folder, recorded=recorded)
         )
-        typer.echo(json.dumps(summary, indent=1, ensure_ascii=False))
+        echo(dump_json(summary))
         return
     console = Console()
     if run:
         table, advice = status_table.build_run_table(resolve.find_run(run, folder))
         console.print(table)
         for line in advice:
-            typer.echo(line)  # not wrapped, so that commands can be copied
+            echo(line)  # not wrapped, so that commands can be copied
         return
     lines, console.width = status_table.render_runs(folder, console.width, recorded=recorded)
     console.print(*lines, sep="\n", soft_wrap=False)
@@ -68,11 +68,11 @@ def follow(run: Run, outputs: Outputs = None) -> None:
     try:
         watch(run_dir, lambda: not lifecycle.is_alive(run_dir), Console())
     except KeyboardInterrupt:
-        typer.echo(f"the trainer continues; nsa-lab stop {run_dir.name} stops it")
+        echo(f"the trainer continues; nsa-lab stop {run_dir.name} stops it")
         return
     # A killed trainer records no reason.
     why = directory.read_status(run_dir).get("reason") or " ".join(list_next_actions(History.read(run_dir)))
-    typer.echo(f"{run_dir.name} is {lifecycle.get_state(run_dir)}: {why}")
+    echo(f"{run_dir.name} is {lifecycle.get_state(run_dir)}: {why}")
     raise typer.Exit(get_exit_code(run_dir))
 
 
@@ -119,9 +119,7 @@ def compare(
         named.setdefault(name, []).extend(resolve.find_runs(run, folder))
     models = group_runs(named.pop(None, []), {name: run_dirs for name, run_dirs in named.items() if name}, notes.append)
     comparison = compare_models(models, find_baseline(models, against), notes)
-    typer.echo(
-        json.dumps({"v": 1, **asdict(comparison)}, indent=1, ensure_ascii=False) if as_json else format_markdown(comparison)
-    )
+    echo(dump_json({"v": 1, **asdict(comparison)}) if as_json else format_markdown(comparison))
 
 
 @app.command()
@@ -154,7 +152,7 @@ def report(
             write_index(folder)
     except OSError as error:
         raise RunDirectoryError(f"{error}; write the page elsewhere: nsa-lab report {' '.join(runs)} --page FILE") from None
-    typer.echo(page_path)
+    echo(page_path)
 
 
 @app.command()
@@ -183,7 +181,7 @@ def export(
         raise ConfigError(
             f"--into {into}: cannot be written ({error.strerror}); give a file in an existing folder"
         ) from None
-    typer.echo(f"{into}: {rows:,} rows")
+    echo(f"{into}: {rows:,} rows")
 
 
 def _parse_named_run(text: str) -> tuple[str | None, str]:

@@ -1,18 +1,22 @@
-"""Commands that use or export the model of a run or a bundled model: generate, export-hf, ship, evaluate."""
+"""Commands that use or export a model: generate, export-hf, ship, evaluate; and demo, which measures decoding."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from nsa_lab.cli.common import Model, Outputs, Run
+from nsa_lab.cli.common import Model, Outputs, Run, check_output_file, echo
 from nsa_lab.config import ConfigError
 from nsa_lab.runs import resolve
+from nsa_lab.runs.evaluation import NEEDLE_FORM_NAMES, TASK_NAMES
+from nsa_lab.runs.model_files import check_evaluable, check_new_folder, find_checkpoint, read_final_evaluation
 
 app = typer.Typer()
 MAX_SEED = 2**63 - 1  # limit of torch.manual_seed
+TASK_HELP = f"{', '.join(TASK_NAMES)}, a form of the needle ({', '.join(NEEDLE_FORM_NAMES)}), or all (repeatable)"
 
 
 @app.command()
@@ -39,6 +43,7 @@ def generate(
     """Generate text from a prompt. The speed is printed at the end, on stderr."""
     run_dir = resolve.find_model(run, resolve.get_outputs_dir(outputs))
     text = _read_prompt(prompt, prompt_file)
+    find_checkpoint(run_dir, step)
 
     from nsa_lab.inference import Sampling, SpeedMeter, complete_prompt
 
@@ -48,9 +53,9 @@ def generate(
         raise ConfigError(f"nsa-lab generate: {error}") from None
     speed_meter = SpeedMeter()
     for piece in complete_prompt(run_dir, text, tokens, sampling, seed=seed, step=step, speed_meter=speed_meter):
-        typer.echo(piece, nl=False)
-    typer.echo()
-    typer.echo(speed_meter, err=True)
+        echo(piece, nl=False)
+    echo()
+    echo(speed_meter, err=True)
 
 
 @app.command("export-hf")
@@ -62,11 +67,13 @@ def export_hf(
 ) -> None:
     """Export a model and its tokenizer in the format of transformers' from_pretrained; needs nsa-lab[hf]."""
     run_dir = resolve.find_model(run, resolve.get_outputs_dir(outputs))
+    find_checkpoint(run_dir, step)
+    check_new_folder(folder)
 
     from nsa_lab.inference import hf
 
-    typer.echo(hf.export(run_dir, folder, step=step))
-    typer.echo("load it with AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)", err=True)
+    echo(hf.export(run_dir, folder, step=step))
+    echo("load it with AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)", err=True)
 
 
 @app.command()
@@ -78,13 +85,21 @@ def ship(
     ],
     outputs: Outputs = None,
 ) -> None:
-    """Package the model of a finished, evaluated run: bfloat16 weights, configuration, evaluation and model card."""
+    """Package the model of a finished run: bfloat16 weights, configuration, evaluation and model card.
+
+    Evaluate the run first with nsa-lab evaluate RUN.
+    """
+    from nsa_lab.runs.checkpoint_files import parse_step
+    from nsa_lab.runs.history import History
+
     run_dir = resolve.find_run(run, resolve.get_outputs_dir(outputs))
     text = _read_text(about, "--about")
+    read_final_evaluation(History.read(run_dir), parse_step(find_checkpoint(run_dir)))
+    check_new_folder(folder)
 
     from nsa_lab import inference
 
-    typer.echo(inference.ship(run_dir, folder, text))
+    echo(inference.ship(run_dir, folder, text))
 
 
 @app.command()
@@ -99,7 +114,7 @@ def evaluate(
     ] = None,
     task: Annotated[
         list[str] | None,
-        typer.Option(help="needle, multi_key, multi_query, a needle form, or all (repeatable) [default: the first three]"),
+        typer.Option(metavar="NAME", help=TASK_HELP),
     ] = None,
     text: Annotated[
         list[str] | None,
@@ -123,16 +138,28 @@ def evaluate(
     ] = None,
     outputs: Outputs = None,
 ) -> None:
-    """Evaluate retrieval, text loss and block selection of a model; writes evaluation.json."""
+    """Evaluate retrieval, text loss and block selection of a model; writes evaluation.json.
+
+    Prints an estimate of its duration first.
+    """
+    from nsa_lab.data.sources.local import LocalSource
+
     run_dir = resolve.find_model(run, resolve.get_outputs_dir(outputs))
     counts, texts = dict(map(_parse_length, length or ())), dict(map(_parse_named_path, text or ()))
+    known = [*TASK_NAMES, *NEEDLE_FORM_NAMES]
+    for name in task or ():
+        if name not in (*known, "all"):
+            raise ConfigError(f"--task {name}: unknown task; available: {', '.join(known)}, all")
+    for path in texts.values():
+        LocalSource(path, label="text")
+    check_evaluable(run_dir, out, step)
 
     import torch
 
-    from nsa_lab.evaluate import NEEDLE_FORMS, TASKS, evaluate_run
+    from nsa_lab.evaluate import evaluate_run
     from nsa_lab.runs.evaluation import EVALUATION
 
-    tasks = [*TASKS, *NEEDLE_FORMS] if "all" in (task or []) else task or list(TASKS)
+    tasks = known if "all" in (task or []) else task or list(TASK_NAMES)
     evaluate_run(
         run_dir,
         out=out,
@@ -146,9 +173,24 @@ def evaluate(
         ablation_sequences=intervened,
         seed=seed,
         dtype=torch.bfloat16 if bf16 else torch.float32,
-        log=typer.echo,
+        log=echo,
     )
-    typer.echo((out or run_dir) / EVALUATION)
+    echo((out or run_dir) / EVALUATION)
+
+
+@app.command()
+def demo(
+    seconds: Annotated[float, typer.Option(min=1.0, max=86_400.0, help="Approximate duration in seconds")] = 120.0,
+    picture: Annotated[Path, typer.Option(metavar="FILE", help="Write the plot to FILE; needs nsa-lab[notebooks]")] = Path(
+        "nsa-lab-demo.png"
+    ),
+) -> None:
+    """Measure decoding on this CPU, NSA and dense attention by context length, with a live plot in the terminal."""
+    check_output_file(picture)
+
+    from nsa_lab.bench.demo import run_demo
+
+    run_demo(seconds, picture)
 
 
 def _parse_length(text: str) -> tuple[int, int | None]:
@@ -171,7 +213,10 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
         text = "\n" if prompt is None else prompt
         # Python decodes invalid UTF-8 in arguments to lone surrogates.
         if any(0xD800 <= ord(letter) < 0xE000 for letter in text):
-            raise ConfigError(f"--prompt {text!r}: expected valid UTF-8; remove the invalid bytes")
+            try:
+                return os.fsencode(text).decode("utf-8")  # the locale is ASCII, and the bytes are UTF-8
+            except UnicodeError:
+                raise ConfigError(f"--prompt {text!r}: expected valid UTF-8; remove the invalid bytes") from None
         return text
     if prompt is not None:
         raise typer.BadParameter(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -16,17 +15,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nsa_lab.cli.common import Outputs
+from nsa_lab.cli.common import Outputs, echo
 from nsa_lab.config import ConfigError, RunConfig, UsageError
 from nsa_lab.config.optional_deps import MissingPackage
 from nsa_lab.runs import directory, resolve
 from nsa_lab.runs.atomic_io import write_json
+from nsa_lab.runs.text_output import dump_json
 
 if TYPE_CHECKING:
     from nsa_lab.health.sweep_results import SeedMean, VariantResult
     from nsa_lab.runs.sweep_runner import Sweep, SweepRunState
 
 app = typer.Typer()
+MIN_TABLE_WIDTH = 120  # names of runs are not truncated; a narrower terminal wraps the line
 
 
 @app.command("sweep")
@@ -53,7 +54,7 @@ def sweep_command(
         return
 
     def log(line: str) -> None:
-        typer.echo(line, err=True)
+        echo(line, err=True)
 
     gpus = _find_gpus(sweep)
     with sweep.lock():
@@ -111,7 +112,6 @@ def _check_variants(config_by_variant: dict[str, RunConfig]) -> tuple[list[str],
 
 
 def _show_plan(sweep: Sweep) -> None:
-    from nsa_lab.cli.status_table import MIN_TABLE_WIDTH
     from nsa_lab.runs.summary import format_steps
 
     console, table = Console(), Table("run", "seed", "state", "training", box=None)
@@ -120,7 +120,7 @@ def _show_plan(sweep: Sweep) -> None:
     for run in run_states:
         table.add_row(run.name, str(run.requested.seed), run.state or "to start", format_steps(run.requested.config.train))
     console.print(table)
-    typer.echo(
+    echo(
         f"{len(run_states)} runs, {sum(run.needs_training for run in run_states)} to train; "
         f"the baseline is {sweep.config.baseline}"
     )
@@ -144,13 +144,12 @@ def _write_results(sweep: Sweep, log: Callable[[str], None]) -> None:
 
 
 def _show_results(sweep: Sweep, as_json: bool) -> None:
-    from nsa_lab.cli.status_table import MIN_TABLE_WIDTH
     from nsa_lab.health.sweep_results import collect_results
     from nsa_lab.runs.summary import format_duration
 
     results = collect_results(sweep)
     if as_json:
-        typer.echo(json.dumps(_build_json(sweep, results), indent=1, ensure_ascii=False))
+        echo(dump_json(_build_json(sweep, results)))
         return
     console = Console()
     console.width = max(console.width, MIN_TABLE_WIDTH)

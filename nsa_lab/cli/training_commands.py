@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from nsa_lab.cli.common import ConfigName, Outputs, Overrides, Ranks, Run, get_exit_code
+from nsa_lab.cli.common import ConfigName, Outputs, Overrides, Ranks, Run, echo, get_exit_code
 from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.config.optional_deps import MissingPackage, require
 from nsa_lab.runs import directory, lifecycle, resolve
@@ -36,10 +36,7 @@ def run(
     if name is not None and into is None:
         config = resolve.load_config(name, param or [])
         source = resolve.find_notebook(notebook, config)
-
-        from nsa_lab.train.preflight.startup_checks import check_startable
-
-        check_startable(config)
+        _check_startable(config)
         runner = _import_notebook_runner()
         run_dir = lifecycle.create_run(config, folder)
     elif into is not None and name is None:
@@ -69,10 +66,7 @@ def train(
 ) -> None:
     """Train without a notebook, in a detached process that outlives this terminal."""
     config = resolve.load_config(name, param or [])
-
-    from nsa_lab.train.preflight.startup_checks import check_startable
-
-    check_startable(config, ranks)
+    _check_startable(config, ranks)
     run_dir = lifecycle.create_run(config, resolve.get_outputs_dir(outputs))
     if foreground:
         command = [sys.executable, "-m", "nsa_lab.train", str(run_dir)] + (["--ranks", str(ranks)] if ranks > 1 else [])
@@ -103,7 +97,7 @@ def stop(
         state = lifecycle.stop(run_dir, timeout)
     except TimeoutError as error:
         raise RunDirectoryError(str(error)) from None
-    typer.echo(
+    echo(
         f"{run_dir.name} is {state}; continue with nsa-lab resume {resolve.format_run_argument(run_dir)}"
         if state != directory.DONE
         else f"{run_dir.name} is DONE"
@@ -146,19 +140,19 @@ def plan(
         speed, source = measured_run[1], f"measured by {measured_run[0]}, a run with this configuration"
     else:
         speed, source = tokens_per_s, None if tokens_per_s else _describe_missing_speed(config)
-    typer.echo(estimate_resources(config, speed, ranks))
+    echo(estimate_resources(config, speed, ranks))
     if source:
-        typer.echo(f"  (speed: {source})")
+        echo(f"  (speed: {source})")
     if show_baseline:
-        typer.echo(f"\n{build_matched_baseline(config)}")
+        echo(f"\n{build_matched_baseline(config)}")
     if show_decoding:
-        typer.echo(f"\n{_format_decoding_estimate(config)}")
+        echo(f"\n{_format_decoding_estimate(config)}")
     if run_dir:
         from nsa_lab.runs.history import History
         from nsa_lab.workbook.plan_vs_actual import compare_plan_with_run
 
-        typer.echo(f"\n{run_dir.name}, estimate with the speed measured in its preflight:")
-        typer.echo(compare_plan_with_run(History.read(run_dir), tokens_per_s))
+        echo(f"\n{run_dir.name}, estimate with the speed measured in its preflight:")
+        echo(compare_plan_with_run(History.read(run_dir), tokens_per_s))
 
 
 def _format_decoding_estimate(config: RunConfig) -> str:
@@ -198,16 +192,18 @@ def preflight(name: ConfigName, param: Overrides = None, outputs: Outputs = None
     """Run every startup check without creating a run, one line each; exit code 3 if a check fails."""
     config = resolve.load_config(name, param or [])
 
-    from nsa_lab.train.preflight.startup_checks import check_startable, run_preflight_without_run
+    _check_startable(config)
 
-    check_startable(config)
+    from nsa_lab.train.preflight.startup_checks import run_preflight_without_run
+
     n_failed = 0
     for check in run_preflight_without_run(
-        config, resolve.get_outputs_dir(outputs), report=lambda line: typer.echo(line, err=True)
+        config, resolve.get_outputs_dir(outputs), report=lambda line: echo(line, err=True)
     ):
         n_failed += not check.ok
-        mark = typer.style("ok  ", fg="green") if check.ok else typer.style("FAIL", fg="red")
-        typer.echo(f"{mark} {check.name:14} {check.value}  [limit: {check.limit}]  {check.seconds:.1f} s")
+        mark = "ok  " if check.ok else "FAIL"
+        mark = typer.style(mark, fg="green" if check.ok else "red") if sys.stdout.isatty() else mark
+        echo(f"{mark} {check.name:14} {check.value}  [limit: {check.limit}]  {check.seconds:.1f} s")
     raise typer.Exit(directory.EXIT_HALTED if n_failed else directory.EXIT_DONE)
 
 
@@ -225,9 +221,18 @@ def warmup(
     from nsa_lab.train.precompile import precompile_kernels
 
     result = precompile_kernels(config, threads)
-    typer.echo(
-        f"{result.n_kernels} kernels for {config.name} compiled in {result.seconds:.1f} s with {result.threads} threads"
-    )
+    echo(f"{result.n_kernels} kernels for {config.name} compiled in {result.seconds:.1f} s with {result.threads} threads")
+
+
+def _check_startable(config: RunConfig, ranks: int = 1) -> None:
+    """Check ranks and text before torch is imported, then the device, the size and the backend."""
+    config.train.check_ranks(ranks)
+    if note := lifecycle.check_text(config):
+        echo(note, err=True)
+
+    from nsa_lab.train.preflight.startup_checks import check_startable
+
+    check_startable(config, ranks)
 
 
 def _import_notebook_runner() -> ModuleType:
@@ -242,5 +247,5 @@ def _import_notebook_runner() -> ModuleType:
 
 def _print_started(run_dir: Path, pid: int, verb: str = "trains") -> None:
     run = resolve.format_run_argument(run_dir)
-    typer.echo(f"process {pid} {verb} {run_dir.name}; follow it with nsa-lab follow {run}, stop it with nsa-lab stop {run}")
-    typer.echo(run_dir)
+    echo(f"process {pid} {verb} {run_dir.name}; follow it with nsa-lab follow {run}, stop it with nsa-lab stop {run}")
+    echo(run_dir)

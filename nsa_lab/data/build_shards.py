@@ -107,7 +107,7 @@ class SplitCounter:
 
     @property
     def is_one_text(self) -> bool:
-        """Whether several documents were added and all of them have the same text."""
+        """Return True if several documents were added and all have the same text."""
         return len(self._seen) == 1 and sum(split["documents"] for split in self.counts["splits"].values()) > 1
 
     def add(self, text: str | bytes) -> Iterator[tuple[str, np.ndarray]]:
@@ -148,7 +148,7 @@ class SplitCounter:
         entry = [-fraction, tokens]
         for other in heap:
             if other[0] == -fraction:
-                other[1] += tokens  # a copy: both move together. The order of the heap is that of the fractions.
+                other[1] += tokens  # copies move together; the heap stays ordered by fraction
                 return
         if len(heap) < N_VALIDATION_CANDIDATES:
             heapq.heappush(heap, entry)

@@ -299,7 +299,7 @@ def _suggest_fraction(counts: dict[str, Any], needed: int) -> str:
 def _suggest_position(counts: dict[str, Any], val_fraction: float, needed: int) -> str:
     """Suggest a `data.val_fraction` at which both parts of a single document are long enough, if there is one."""
     train, held_out = (counts["splits"][split]["tokens"] for split in shards.SPLITS)
-    # The mean number of tokens per character, or that of the part that is too short if it has fewer.
+    # Assume the mean number of tokens per character, or fewer if the short part has fewer.
     share = needed / (train + held_out)
     if held_out < needed:
         fraction = math.ceil(1.02e4 * max(share, val_fraction * needed / held_out if held_out else 0)) / 1e4

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +22,7 @@ import torch
 
 from nsa_lab.config import ConfigError, RecallConfig, RunConfig
 from nsa_lab.data import Dataset, TokenStore, prepare
-from nsa_lab.evaluate.ablations import run_ablations
+from nsa_lab.evaluate.ablations import ABLATIONS, run_ablations
 from nsa_lab.evaluate.block_selectors import measure_selection_quality
 from nsa_lab.evaluate.document_loss import measure_document_loss
 from nsa_lab.evaluate.heldout import compute_text_digest, measure_text_loss, read_text
@@ -45,8 +45,10 @@ from nsa_lab.runs.checkpoint_files import parse_step
 from nsa_lab.runs.environment import get_code_identity, get_versions
 from nsa_lab.runs.evaluation import VERSION, PartialEvaluation, write_evaluation
 from nsa_lab.runs.model_files import check_evaluable
+from nsa_lab.runs.summary import format_duration
 
 Log = Callable[[str], object]
+SPEED_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ def evaluate_run(
     windows: of `measure_loss_by_position`, and rows of `measure_document_loss`, at the run's longest length.
     ablation_sequences: number of sequences per length for the ablations; 0 skips them.
     dtype: of weights and attention; float32 is best for ablations.
-    prepare_data: creates the data set, as `nsa_lab.data.prepare`. log: called with a line for each completed part.
+    prepare_data: creates the data set, as `nsa_lab.data.prepare`.
+    log: called with an estimate of the duration, then with a line for each completed part.
 
     Raises `NoCheckpoint`; `DataError` for missing text; `ConfigError` for a model that is not a byte model, for an unknown
     task, and for a bundled model without `out`.
@@ -147,6 +150,8 @@ def evaluate_run(
     parts = PartialEvaluation(output_folder, json.loads(json.dumps([identity, counts])))
     if parts.resumed_names:
         log(f"continuing an interrupted evaluation; already complete: {', '.join(sorted(parts.resumed_names))}")
+    n_tokens = _count_tokens(settings, config, tasks, requested_lengths, text_by_name.values(), windows, ablation_sequences)
+    log(_estimate_duration(model, n_tokens))
     results = {
         **identity,
         **_run_retrieval(settings, tasks, requested_lengths, parts, log),
@@ -167,6 +172,46 @@ def evaluate_run(
     write_evaluation(output_folder, results)
     parts.delete()
     return results
+
+
+def _count_tokens(
+    settings: _RetrievalSettings,
+    config: RunConfig,
+    tasks: Sequence[str],
+    lengths: Sequence[int],
+    texts: Iterable[TokenStore],
+    windows: int,
+    ablation_sequences: int,
+) -> int:
+    """Return the number of tokens that all parts of an evaluation pass through the model, without those it generates."""
+    nsa, longest = config.nsa, config.train.longest_stage.seq_len
+    n_sequences = {n: len(settings.depths) * settings.per_depth_at.get(n, settings.per_depth) for n in lengths}
+    retrieval = sum(
+        n_sequences[length] * length
+        for task, length in itertools.product(tasks, lengths)
+        if not explain_misfit(task, length, settings.recall, settings.text)
+    )
+    ablated = [n for n in lengths if n > nsa.n_sel * nsa.l_sel and config.model.attention != "dense"]
+    return (
+        retrieval
+        + 3 * windows * longest  # by position once; whole documents separately and packed
+        + 2 * sum(map(len, texts))
+        + (len(ABLATIONS) + 1) * ablation_sequences * sum(ablated)
+    )
+
+
+@torch.no_grad()
+def _estimate_duration(model: NSATransformer, n_tokens: int) -> str:
+    """Return an estimate from the speed of one short forward pass. Long sequences of dense attention are slower."""
+    tokens = torch.zeros(1, SPEED_TOKENS, dtype=torch.int64, device=model.head.weight.device)
+    model(tokens)[0, 0, 0].item()  # warm-up
+    start = time.perf_counter()
+    model(tokens)[0, 0, 0].item()
+    speed = SPEED_TOKENS / (time.perf_counter() - start)
+    return (
+        f"estimated duration: {format_duration(n_tokens / speed)} "
+        f"({n_tokens:,} tokens at {speed:,.0f} tokens/s, measured on {SPEED_TOKENS:,} tokens)"
+    )
 
 
 def _get_default_lengths(config: RunConfig) -> list[int]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nsa_lab.config import BYTE_VOCAB_SIZE, ConfigError, RunConfig, UsageError
 from nsa_lab.runs import checkpoint_files, directory, resolve
 from nsa_lab.runs.evaluation import EVALUATION, read_evaluation
-from nsa_lab.runs.history import History
+
+if TYPE_CHECKING:
+    from nsa_lab.runs.history import History  # imports numpy
 
 
 class NoCheckpoint(UsageError, RuntimeError):

@@ -8,6 +8,7 @@ import sys
 
 from nsa_lab.config import UsageError
 from nsa_lab.runs.directory import EXIT_USAGE
+from nsa_lab.runs.text_output import allow_any_text
 from nsa_lab.train import launcher
 
 
@@ -18,6 +19,7 @@ def main() -> int:
     parser.add_argument("--lock", type=int, help="inherited file descriptor that holds the run's lock")
     parser.add_argument("--supervised", metavar="HANDLE", help="run as a rank of the supervisor that started this process")
     arguments = parser.parse_args()
+    allow_any_text()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stdout)
     try:
         if arguments.ranks > 1:

@@ -117,7 +117,7 @@ class ParameterCheck:
         return problems
 
     def _describe_unknown(self, name: str, value: Any) -> str:
-        """Return what is wrong with a name that the notebook does not define, and the right form."""
+        """Return the problem of a name that the notebook does not define, and the right form."""
         sections = [known for known, parameter in self._known.items() if parameter.kind == "dict"]
         settings = [setting for setting in list_keys(RunConfig) if setting.partition(".")[0] in sections]
         if "." in name and (nearest := difflib.get_close_matches(name, settings, n=1)):

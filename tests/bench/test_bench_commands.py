@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from nsa_lab.bench.attention_rows import Shape
 from nsa_lab.cli import app
-from nsa_lab.config import RunConfig
+from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.runs.resolve import find_params_file
 
 SMOKE = RunConfig.from_yaml(find_params_file("smoke")).model
@@ -24,19 +24,23 @@ WIDE = Shape(64, 1, 8, 2, 48, 16)
     [
         (
             "attention_speed.run_attention_bench",
-            "attention --shape 64x2 --shape 64x1xH8xG2xD48xV16 --backend torch --parts",
-            (((Shape(64, 2), WIDE), None), {"backend": "torch", "picture": None, "parts": True}),
+            "attention --shape 64x2 --shape 64x1xH8xG2xD48xV16 --backend torch --parts --device cpu",
+            (((Shape(64, 2), WIDE), None), {"backend": "torch", "picture": None, "parts": True, "device": "cpu"}),
         ),
         (
             "attention_speed.run_attention_bench",
-            "attention --json {json} --picture {picture}",
-            ((None, "{json}"), {"backend": "auto", "picture": "{picture}", "parts": False}),
+            "attention --json {json} --picture {picture} --device cpu",
+            ((None, "{json}"), {"backend": "auto", "picture": "{picture}", "parts": False, "device": "cpu"}),
         ),
-        ("packed_attention.run_packed_bench", "attention --packed --backend torch", ((None,), {"backend": "torch"})),
+        (
+            "packed_attention.run_packed_bench",
+            "attention --packed --backend torch --device cpu",
+            ((None,), {"backend": "torch", "device": "cpu"}),
+        ),
         (
             "tune_tiles.run_tune",
-            "tune --shape 64x2 --most 7",
-            (((Shape(64, 2),), None), {"kernels": None, "max_tiles": 7}),
+            "tune --shape 64x2 --most 7 --device cpu",
+            (((Shape(64, 2),), None), {"kernels": None, "max_tiles": 7, "device": "cpu"}),
         ),
         (
             "decode_speed.run_decode_bench",
@@ -50,15 +54,19 @@ WIDE = Shape(64, 1, 8, 2, 48, 16)
         ),
         (
             "training_speed.run_train_bench",
-            "train --shape 64x2 --preset smoke --picture {picture}",
-            ((((64, 2),), None), {"model": SMOKE, "picture": "{picture}"}),
+            "train --shape 64x2 --preset smoke --picture {picture} --device cpu",
+            ((((64, 2),), None), {"model": SMOKE, "picture": "{picture}", "device": "cpu"}),
         ),
         (
             "document_masking.run_documents_bench",
-            "train --documents --text a/b.txt",
-            ((None, None), {"text": Path("a/b.txt")}),
+            "train --documents --text a/b.txt --device cpu",
+            ((None, None), {"text": Path("a/b.txt"), "device": "cpu"}),
         ),
-        ("trainer_overhead.run_trainer_bench", "trainer --ranks 3 --steps 9", ((None,), {"ranks": 3, "steps": 9})),
+        (
+            "trainer_overhead.run_trainer_bench",
+            "trainer --ranks 3 --steps 9 --device cpu",
+            ((None,), {"ranks": 3, "steps": 9, "device": "cpu"}),
+        ),
     ],
 )
 def test_options_reach_the_benchmark(
@@ -75,3 +83,21 @@ def test_options_reach_the_benchmark(
         return Path(value.format_map(files)) if isinstance(value, str) and value.startswith("{") else value
 
     assert asked == [(tuple(map(meant, given)), {key: meant(value) for key, value in named.items()})]
+
+
+def test_gpu_benchmarks_stop_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for command in (
+        "attention",
+        "attention --packed",
+        "tune",
+        "train",
+        "train --documents",
+        "trainer",
+        "trainer --device cuda",
+    ):
+        result = CliRunner().invoke(app, ["bench", *command.split()])
+        assert isinstance(result.exception, ConfigError) and "--device cpu" in str(result.exception), command
+        assert not result.output
+    result = CliRunner().invoke(app, ["bench", "trainer", "--device", "tpu"])
+    assert "expected cuda or cpu" in str(result.exception)

@@ -14,8 +14,9 @@ from torch.profiler import profiler
 from typer.testing import CliRunner
 
 from nsa_lab.bench import loss_curves, timing, training_speed
+from nsa_lab.bench.attention_rows import parse_training_shape
 from nsa_lab.cli import app
-from nsa_lab.config import ConfigError, ModelConfig, NSAConfig, RunConfig
+from nsa_lab.config import ModelConfig, NSAConfig, RunConfig
 from nsa_lab.data import Batch
 from nsa_lab.data.document_starts import locate_documents
 from nsa_lab.model import NSATransformer
@@ -47,7 +48,9 @@ def test_the_model_of_a_preset_is_measured(tmp_path: Path) -> None:
     preset, file = tmp_path / "small.yaml", tmp_path / "train.json"
     model = SMALL.model_copy(update={"attention": "dense", "matching_heads": 1})
     preset.write_text(RunConfig(name="small", model=model).to_yaml())
-    result = CliRunner().invoke(app, ["bench", "train", "--preset", str(preset), "--shape", "64x2", "--json", str(file)])
+    result = CliRunner().invoke(
+        app, ["bench", "train", "--preset", str(preset), "--shape", "64x2", "--json", str(file), "--device", "cpu"]
+    )
     assert result.exit_code == 0, result.output
     report = json.loads(file.read_text())
     assert report["model"] == json.loads(model.model_dump_json()) and report["rows"][0]["ratio"] > 0
@@ -67,10 +70,10 @@ def test_plot_has_one_line_per_model_and_batch_size(tmp_path: Path, monkeypatch:
 
 
 def test_unusable_shapes_are_rejected() -> None:
-    assert training_speed.parse_shape("2048x32") == (2048, 32)
+    assert parse_training_shape("2048x32") == (2048, 32)
     for text in ("2048", "0x4", "2048x", "axb"):
-        with pytest.raises(ConfigError, match="expected tokens x sequences"):
-            training_speed.parse_shape(text)
+        with pytest.raises(ValueError, match="expected tokens x sequences"):
+            parse_training_shape(text)
 
 
 @looped

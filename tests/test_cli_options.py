@@ -1,0 +1,538 @@
+"""Each option and argument of the command line reaches its function. A new one without a test fails.
+
+The library functions that a command calls are replaced by recorders. A case is a command line and the value that must
+arrive; the test sees to it that each option of each command has a case.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import typer
+from fake_run import write_run
+
+from nsa_lab import cli
+from nsa_lab.evaluate import NEEDLE_FORMS, TASKS
+from nsa_lab.inference import Sampling
+from nsa_lab.runs import lifecycle
+from nsa_lab.runs.evaluation import NEEDLE_FORM_NAMES, TASK_NAMES
+
+torch.set_num_threads(1)
+
+
+class Recorder:
+    """Stand-in for a function: records its calls, and returns `result`."""
+
+    def __init__(self, result: Any = None) -> None:
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.result = result
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        self.calls.append((given, named))
+        return self.result(*given, **named) if callable(self.result) else self.result
+
+
+class Workspace:
+    """A folder with a finished run and its name, a second run, a text and a params file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.outputs = folder, folder / "outputs"
+        self.run = write_run(self.outputs)
+        self.text = folder / "about.md"
+        self.text.write_text("some text")
+        self.params = folder / "params.yaml"
+        self.params.write_text("train: {steps: 7, warmup_steps: 1}\nruntime: {device: cpu}\n")
+        self.sweep = folder / "rates.yaml"
+        self.sweep.write_text(f"preset: '{self.params}'\nvariants: {{one: }}\nseeds: [0, 1]\n")
+
+    def format(self, text: str) -> str:
+        names = ("folder", "outputs", "text", "params", "sweep")
+        return text.format(run=self.run.name, **{name: getattr(self, name) for name in names})
+
+
+@dataclass
+class SimpleComparison:
+    models: tuple[str, ...] = ()
+
+
+# (command line, function to replace, its result, check of the call) by command and parameter.
+Case = tuple[str, str, Any, Callable[..., bool]]
+CASES: dict[str, dict[str, Case]] = {}
+
+
+def case(command: str, name: str, line: str, function: str, check: Callable[..., bool], result: Any = None) -> None:
+    CASES.setdefault(command, {})[name] = (line, function, result, check)
+
+
+OUT = "--outputs {outputs}"
+EVALUATE = "nsa_lab.evaluate.evaluate_run"
+COMPLETE = "nsa_lab.inference.complete_prompt"
+CREATE = "nsa_lab.runs.lifecycle.create_run"
+NOTEBOOK = "nsa_lab.report.notebook_runner.execute_notebook"
+
+
+class Stopped(Exception):
+    """Ends a command where its option has arrived."""
+
+
+def stop(*_: Any, **__: Any) -> Any:
+    raise Stopped
+
+
+# Options of the commands that train.
+for command in ("run", "train"):
+    line = f"{command} {{params}} {OUT}" + (" --notebook {folder}/x.ipynb" if command == "run" else "")
+    case(command, "name", line, CREATE, lambda config, folder: config.name == "params" and config.train.steps == 7, stop)
+    case(command, "param", f"{line} -p train.lr=0.5", CREATE, lambda config, folder: config.train.lr == 0.5, stop)
+    case(command, "outputs", line, CREATE, lambda config, folder: folder.name == "outputs", stop)
+case(
+    "run",
+    "notebook",
+    f"run --into {{run}} {OUT} --notebook {{folder}}/x.ipynb",
+    NOTEBOOK,
+    lambda file, *_: file.name == "x.ipynb",
+    stop,
+)
+case(
+    "run",
+    "into",
+    f"run --into {{run}} {OUT} --notebook {{folder}}/x.ipynb",
+    NOTEBOOK,
+    lambda file, run, _: run.name.startswith("fake"),
+    stop,
+)
+STARTABLE = "nsa_lab.train.preflight.startup_checks.check_startable"
+case("train", "ranks", f"train {{params}} {OUT} --ranks 2", STARTABLE, lambda config, ranks: ranks == 2, stop)
+case(
+    "train",
+    "foreground",
+    f"train {{params}} {OUT} --foreground --ranks 1",
+    "os.execv",
+    lambda file, words: "nsa_lab.train" in words,
+    stop,
+)
+case(
+    "resume",
+    "run",
+    f"resume {{run}} {OUT}",
+    "nsa_lab.runs.lifecycle.resume",
+    lambda run, ranks: run.name.startswith("fake"),
+    7,
+)
+case(
+    "resume",
+    "outputs",
+    f"resume {{run}} {OUT}",
+    "nsa_lab.runs.lifecycle.resume",
+    lambda run, ranks: run.parent.name == "outputs",
+    7,
+)
+case(
+    "resume", "ranks", f"resume {{run}} {OUT} --ranks 3", "nsa_lab.runs.lifecycle.resume", lambda run, ranks: ranks == 3, 7
+)
+case(
+    "stop",
+    "run",
+    f"stop {{run}} {OUT}",
+    "nsa_lab.runs.lifecycle.stop",
+    lambda run, timeout: run.name.startswith("fake"),
+    "DONE",
+)
+case(
+    "stop",
+    "outputs",
+    f"stop {{run}} {OUT}",
+    "nsa_lab.runs.lifecycle.stop",
+    lambda run, timeout: run.parent.name == "outputs",
+    "DONE",
+)
+case(
+    "stop",
+    "timeout",
+    f"stop {{run}} {OUT} --timeout 5.5",
+    "nsa_lab.runs.lifecycle.stop",
+    lambda run, timeout: timeout == 5.5,
+    "DONE",
+)
+
+ESTIMATE = "nsa_lab.train.estimate.estimate_resources"
+case("plan", "name", "plan {params}", ESTIMATE, lambda config, speed, ranks: config.name == "params", "")
+case("plan", "param", "plan {params} -p train.lr=0.5", ESTIMATE, lambda config, speed, ranks: config.train.lr == 0.5, "")
+case(
+    "plan", "ranks", "plan {params} --ranks 4 -p train.batch_size=8", ESTIMATE, lambda config, speed, ranks: ranks == 4, ""
+)
+case("plan", "tokens_per_s", "plan {params} --tokens-per-s 123", ESTIMATE, lambda config, speed, ranks: speed == 123, "")
+COMPARE_PLAN = "nsa_lab.workbook.plan_vs_actual.compare_plan_with_run"
+case(
+    "plan",
+    "run",
+    f"plan {{params}} --run {{run}} {OUT}",
+    COMPARE_PLAN,
+    lambda history, speed: history.run.startswith("fake"),
+    "",
+)
+case(
+    "plan",
+    "outputs",
+    f"plan {{params}} --run {{run}} {OUT}",
+    COMPARE_PLAN,
+    lambda history, speed: history.run_dir.parent.name == "outputs",
+    "",
+)
+case(
+    "plan",
+    "show_baseline",
+    "plan {params} --twin",
+    "nsa_lab.train.matched_baseline.build_matched_baseline",
+    lambda config: config.name == "params",
+    "",
+)
+case(
+    "plan",
+    "show_decoding",
+    "plan {params} --decode",
+    "nsa_lab.inference.kv_cache_size.format_decoding_estimate",
+    lambda model, n, free: n > 0,
+    "",
+)
+PREFLIGHT = "nsa_lab.train.preflight.startup_checks.run_preflight_without_run"
+for name, options, check in (
+    ("name", "", lambda config, *_, **__: config.name == "params"),
+    ("param", "-p train.lr=0.5", lambda config, *_, **__: config.train.lr == 0.5),
+    ("outputs", "", lambda config, folder, **_: folder.name == "outputs"),
+):
+    case("preflight", name, f"preflight {{params}} {options} {OUT}", PREFLIGHT, check, ())
+WARMUP = "nsa_lab.train.precompile.precompile_kernels"
+DONE = SimpleNamespace(n_kernels=1, seconds=1.0, threads=1)
+case("warmup", "name", "warmup {params}", WARMUP, lambda config, threads: config.name == "params", DONE)
+case("warmup", "param", "warmup {params} -p train.lr=0.5", WARMUP, lambda config, threads: config.train.lr == 0.5, DONE)
+case("warmup", "threads", "warmup {params} --threads 3", WARMUP, lambda config, threads: threads == 3, DONE)
+
+LOAD = "nsa_lab.runs.sweep_runner.Sweep.load"
+case("sweep", "file", f"sweep {{sweep}} {OUT}", LOAD, lambda file, folder: file.endswith("rates.yaml"), stop)
+case("sweep", "outputs", f"sweep {{sweep}} {OUT}", LOAD, lambda file, folder: folder.name == "outputs", stop)
+case("sweep", "dry_run", f"sweep {{sweep}} {OUT} --dry-run", "nsa_lab.cli.sweep_command._show_plan", lambda sweep: True)
+case(
+    "sweep",
+    "table",
+    f"sweep {{sweep}} {OUT} --table",
+    "nsa_lab.cli.sweep_command._show_results",
+    lambda sweep, as_json: not as_json,
+)
+case(
+    "sweep",
+    "as_json",
+    f"sweep {{sweep}} {OUT} --table --json",
+    "nsa_lab.cli.sweep_command._show_results",
+    lambda sweep, as_json: as_json,
+)
+
+# Commands that inspect runs.
+case(
+    "status",
+    "run",
+    f"status {{run}} {OUT} --json",
+    "nsa_lab.cli.status_table.summarize_run",
+    lambda run: run.name.startswith("fake"),
+    {},
+)
+case(
+    "status",
+    "outputs",
+    f"status {OUT} --json",
+    "nsa_lab.cli.status_table.summarize_runs",
+    lambda folder, **_: folder.name == "outputs",
+    [],
+)
+case("status", "as_json", f"status {OUT} --json", "nsa_lab.cli.status_table.summarize_runs", lambda folder, **_: True, [])
+case(
+    "status",
+    "recorded",
+    f"status {OUT} --json --recorded",
+    "nsa_lab.cli.status_table.summarize_runs",
+    lambda folder, recorded: recorded,
+    [],
+)
+WATCH = "nsa_lab.runs.live_view.watch"
+case("follow", "run", f"follow {{run}} {OUT}", WATCH, lambda run, *_: run.name.startswith("fake"))
+case("follow", "outputs", f"follow {{run}} {OUT}", WATCH, lambda run, *_: run.parent.name == "outputs")
+EXAMINE = "nsa_lab.health.examine"
+case("health", "runs", f"health {{run}} {OUT}", EXAMINE, lambda run: run.name.startswith("fake"), stop)
+case("health", "outputs", f"health {{run}} {OUT}", EXAMINE, lambda run: run.parent.name == "outputs", stop)
+GROUP, BASELINE = "nsa_lab.health.model_runs.group_runs", "nsa_lab.health.model_runs.find_baseline"
+case("compare", "runs", f"compare a={{run}} {OUT}", GROUP, lambda runs, named, note: "a" in named, stop)
+case(
+    "compare", "outputs", f"compare {{run}} {OUT}", GROUP, lambda runs, named, note: runs[0].parent.name == "outputs", stop
+)
+case("compare", "against", f"compare {{run}} {OUT} --against base", BASELINE, lambda models, name: name == "base", stop)
+case(
+    "compare",
+    "as_json",
+    f"compare {{run}} {OUT} --json",
+    "nsa_lab.cli.inspect_commands.dump_json",
+    lambda value: value["v"] == 1,
+    "{}",
+)
+for name, options, check in (
+    ("runs", "", lambda run, page, record_only: run.name.startswith("fake")),
+    ("outputs", "", lambda run, page, record_only: run.parent.name == "outputs"),
+    ("page", "--page {folder}/p.html", lambda run, page, record_only: page.name == "p.html"),
+    ("record", "--record", lambda run, page, record_only: record_only),
+):
+    case("report", name, f"report {{run}} {OUT} {options}", "nsa_lab.report.write_report", check, stop)
+CSV = "nsa_lab.runs.csv_export.write_csv"
+case("export", "run", f"export {{run}} {OUT} --csv", CSV, lambda history, file: history.run.startswith("fake"), 3)
+case(
+    "export",
+    "outputs",
+    f"export {{run}} {OUT} --csv",
+    CSV,
+    lambda history, file: history.run_dir.parent.name == "outputs",
+    3,
+)
+case("export", "csv", f"export {{run}} {OUT} --csv", CSV, lambda history, file: True, 3)
+case(
+    "export",
+    "into",
+    f"export {{run}} {OUT} --csv --into {{folder}}/t.csv",
+    CSV,
+    lambda history, file: file.name.endswith("t.csv"),
+    3,
+)
+
+# Commands that use a model.
+for name, options, check in (
+    ("run", "", lambda run, *_, **__: run.name == "needle-8m"),
+    ("prompt", "--prompt abc", lambda run, text, *_, **__: text == "abc"),
+    ("prompt_file", "--prompt-file {text}", lambda run, text, *_, **__: text == "some text"),
+    ("tokens", "--tokens 9", lambda run, text, tokens, *_, **__: tokens == 9),
+    ("temperature", "--temperature 0.3", lambda run, text, tokens, sampling, **_: sampling.temperature == 0.3),
+    ("top_k", "--top-k 4", lambda run, text, tokens, sampling, **_: sampling.top_k == 4),
+    ("top_p", "--top-p 0.4", lambda run, text, tokens, sampling, **_: sampling == Sampling(0.8, None, 0.4)),
+    ("seed", "--seed 5", lambda *_, seed, **__: seed == 5),
+    ("step", "--step 1526", lambda *_, step, **__: step == 1526),
+):
+    case("generate", name, f"generate needle-8m {options}", COMPLETE, check, ())
+FIND_MODEL = "nsa_lab.runs.resolve.find_model"
+for command, line in {
+    "generate": "generate needle-8m",
+    "evaluate": "evaluate needle-8m",
+    "export-hf": "export-hf needle-8m {folder}/new",
+}.items():
+    case(command, "outputs", f"{line} {OUT}", FIND_MODEL, lambda model, folder: folder.name == "outputs", stop)
+HF = "nsa_lab.inference.hf.export"
+case("export-hf", "run", "export-hf needle-8m {folder}/new", HF, lambda run, folder, step: run.name == "needle-8m", "")
+case("export-hf", "folder", "export-hf needle-8m {folder}/new", HF, lambda run, folder, step: folder.name == "new", "")
+case("export-hf", "step", "export-hf needle-8m {folder}/new --step 1526", HF, lambda run, folder, step: step == 1526, "")
+SHIP = "nsa_lab.inference.ship"
+for name, check in (
+    ("run", lambda run, folder, about: run.name.startswith("fake")),
+    ("folder", lambda run, folder, about: folder.name == "new"),
+    ("about", lambda run, folder, about: about == "some text"),
+    ("outputs", lambda run, folder, about: run.parent.name == "outputs"),
+):
+    case("ship", name, f"ship {{run}} {{folder}}/new --about {{text}} {OUT}", SHIP, check, "")
+for name, options, check in (
+    ("run", "", lambda run, **_: run.name == "needle-8m"),
+    (
+        "length",
+        "--length 600 --length 700:3",
+        lambda run, lengths, per_depth_at, **_: lengths == [600, 700] and per_depth_at == {700: 3},
+    ),
+    ("task", "--task hex --task needle", lambda run, tasks, **_: tasks == ["hex", "needle"]),
+    ("text", "--text a={text_file}", lambda run, texts, **_: list(texts) == ["a"]),
+    ("per_depth", "--per-depth 3", lambda run, per_depth, **_: per_depth == 3),
+    ("windows", "--windows 5", lambda run, windows, **_: windows == 5),
+    ("intervened", "--intervened 6", lambda run, ablation_sequences, **_: ablation_sequences == 6),
+    ("seed", "--seed 7", lambda run, seed, **_: seed == 7),
+    ("bf16", "--bf16", lambda run, dtype, **_: dtype == torch.bfloat16),
+    ("step", "--step 1526", lambda run, step, **_: step == 1526),
+    ("out", "", lambda run, out, **_: out.name == "out"),
+):
+    options = options.replace("{text_file}", "{folder}/t.txt")
+    case("evaluate", name, f"evaluate needle-8m --out {{folder}}/out {options}", EVALUATE, check, {})
+DEMO = "nsa_lab.bench.demo.run_demo"
+case("demo", "seconds", "demo --seconds 9", DEMO, lambda seconds, picture: seconds == 9)
+case("demo", "picture", "demo --picture {folder}/p.png", DEMO, lambda seconds, picture: picture.name == "p.png")
+
+# Benchmarks. Their options are also compared as a whole in tests/bench/test_bench_commands.py.
+BENCH: dict[str, tuple[str, list[tuple[str, str, Callable[..., bool]]]]] = {
+    "attention": (
+        "attention_speed.run_attention_bench",
+        [
+            ("json_file", "--json {folder}/r.json", lambda shapes, file, **_: file.name == "r.json"),
+            ("shape", "--shape 64x2", lambda shapes, file, **_: shapes[0].T == 64),
+            ("picture", "--picture {folder}/p.png", lambda *_, picture, **__: picture.name == "p.png"),
+            ("backend", "--backend torch", lambda *_, backend, **__: backend == "torch"),
+            ("parts", "--parts", lambda *_, parts, **__: parts),
+            ("device", "", lambda *_, device, **__: device == "cpu"),
+        ],
+    ),
+    "tune": (
+        "tune_tiles.run_tune",
+        [
+            ("json_file", "--json {folder}/r.json", lambda shapes, file, **_: file.name == "r.json"),
+            ("shape", "--shape 64x2", lambda shapes, file, **_: shapes[0].T == 64),
+            ("kernel", "--kernel 'band_dq, window'", lambda *_, kernels, **__: kernels == ("band_dq, window",)),
+            ("most", "--most 7", lambda *_, max_tiles, **__: max_tiles == 7),
+            ("device", "", lambda *_, device, **__: device == "cpu"),
+        ],
+    ),
+    "decode": (
+        "decode_speed.run_decode_bench",
+        [
+            ("json_file", "--json {folder}/r.json", lambda lengths, file, **_: file.name == "r.json"),
+            ("length", "--length 600", lambda lengths, file, **_: lengths == [600]),
+            ("batch", "--batch 3", lambda *_, batches, **__: batches == [3]),
+            ("layers", "--layers 5", lambda *_, layers, **__: layers == 5),
+            ("backend", "--backend torch", lambda *_, backend, **__: backend == "torch"),
+            ("picture", "--picture {folder}/p.png", lambda *_, picture, **__: picture.name == "p.png"),
+        ],
+    ),
+    "train": (
+        "training_speed.run_train_bench",
+        [
+            ("json_file", "--json {folder}/r.json", lambda shapes, file, **_: file.name == "r.json"),
+            ("shape", "--shape 64x2", lambda shapes, file, **_: shapes == ((64, 2),)),
+            ("picture", "--picture {folder}/p.png", lambda *_, picture, **__: picture.name == "p.png"),
+            ("preset", "--preset {params}", lambda *_, model, **__: model is not None),
+            ("device", "", lambda *_, device, **__: device == "cpu"),
+        ],
+    ),
+    "trainer": (
+        "trainer_overhead.run_trainer_bench",
+        [
+            ("json_file", "--json {folder}/r.json", lambda file, **_: file.name == "r.json"),
+            ("ranks", "--ranks 3", lambda file, ranks, **_: ranks == 3),
+            ("steps", "--steps 9", lambda file, steps, **_: steps == 9),
+            ("device", "", lambda file, device, **_: device == "cpu"),
+        ],
+    ),
+    "curves": (
+        "loss_curves.run_curves",
+        [
+            ("json_file", "--json {folder}/r.json", lambda steps, file, picture, log: file.name == "r.json"),
+            ("picture", "--picture {folder}/p.png", lambda steps, file, picture, log: picture.name == "p.png"),
+            ("steps", "--steps 19", lambda steps, file, picture, log: steps == 19),
+        ],
+    ),
+}
+for command, (function, options) in BENCH.items():
+    device = " --device cpu" if "device" in [name for name, _, _ in options] else ""
+    for name, words, check in options:
+        case(f"bench {command}", name, f"bench {command}{device} {words}", f"nsa_lab.bench.{function}", check, stop)
+case(
+    "bench attention",
+    "packed",
+    "bench attention --device cpu --packed",
+    "nsa_lab.bench.packed_attention.run_packed_bench",
+    lambda *_, **__: True,
+)
+DOCUMENTS = "nsa_lab.bench.document_masking.run_documents_bench"
+case("bench train", "documents", "bench train --device cpu --documents", DOCUMENTS, lambda *_, **__: True)
+case(
+    "bench train",
+    "text",
+    "bench train --device cpu --documents --text a.txt",
+    DOCUMENTS,
+    lambda *_, text, **__: text == Path("a.txt"),
+)
+RATES = "nsa_lab.bench.roofline.read_rows"
+for name, words, check in (
+    ("record", "", lambda record, flops, bandwidth: record["when"] == "2026"),
+    ("flops", "--flops 5", lambda record, flops, bandwidth: flops == 5),
+    ("bandwidth", "--bandwidth 6", lambda record, flops, bandwidth: bandwidth == 6),
+):
+    case("bench limits", name, f"bench limits {{folder}}/record.json {words}", RATES, check, stop)
+case(
+    "bench limits",
+    "picture",
+    "bench limits {folder}/record.json --picture {folder}/p.png",
+    "nsa_lab.bench.roofline.plot_roofline",
+    lambda rows, rates, title, picture: picture.name == "p.png",
+)
+
+
+def list_commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from list_commands(command, f"{prefix}{name} ")
+        else:
+            yield prefix + name, command
+
+
+COMMANDS = dict(list_commands(typer.main.get_command(cli.app)))
+
+
+def test_every_option_of_every_command_has_a_case() -> None:
+    declared = {(name, p.name) for name, command in COMMANDS.items() for p in command.params if p.name != "help"}
+    tested = {(command, name) for command, cases in CASES.items() for name in cases}
+    assert not declared - tested, "add a case to tests/test_cli_options.py"
+    assert not tested - declared, "no such option"
+
+
+@pytest.mark.parametrize("command", CASES)
+def test_values_arrive(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    workspace = Workspace(tmp_path)
+    (tmp_path / "x.ipynb").write_text("{}")
+    (tmp_path / "t.txt").write_text("some text " * 9)
+    (tmp_path / "record.json").write_text(json.dumps({"when": "2026", "device": "d", "rows": []}))
+    for name, (line, function, result, check) in CASES[command].items():
+        with monkeypatch.context() as patch:
+            recorder = Recorder(result)
+            allow_everything(patch, command)
+            patch.setattr(function, recorder)
+            patch.setattr(sys, "argv", ["nsa-lab", *shlex.split(workspace.format(line))])
+            with pytest.raises((SystemExit, Stopped)) as ended:
+                cli.main()
+            assert recorder.calls, f"{line}: {name} never arrives ({ended.value!r})"
+            given, named = recorder.calls[-1]
+            assert check(*given, **named), f"{line}: {given} {named}"
+
+
+def allow_everything(patch: pytest.MonkeyPatch, command: str) -> None:
+    """Replace the checks and results that a command needs in addition to the function under test."""
+    patch.setattr(lifecycle, "check_text", lambda config: None)
+    patch.setattr("nsa_lab.train.preflight.startup_checks.check_startable", lambda *_: None)
+    patch.setattr("nsa_lab.train.matched_baseline.build_matched_baseline", lambda config: "")
+    if command == "plan":
+        patch.setattr("nsa_lab.train.estimate.estimate_resources", lambda *_: "")
+    if command == "train":
+        patch.setattr(lifecycle, "create_run", lambda config, folder: folder / "fake")
+    if command == "ship":
+        for name in ("read_final_evaluation", "find_checkpoint"):
+            patch.setattr(f"nsa_lab.cli.model_commands.{name}", lambda *_: Path("step-00000001"))
+    if command == "compare":
+        patch.setattr("nsa_lab.health.model_runs.group_runs", lambda *_: [])
+        patch.setattr("nsa_lab.health.model_runs.find_baseline", lambda *_: "a")
+        patch.setattr("nsa_lab.health.comparison.compare_models", lambda *_: SimpleComparison())
+    if command == "bench limits":
+        patch.setattr("nsa_lab.bench.roofline.read_rows", lambda *_: ([], None))
+        patch.setattr("nsa_lab.bench.roofline.make_limit_table", lambda *_: "")
+
+
+def test_global_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, expected in (
+        (["--version"], "nsa-lab "),
+        (["-h"], "Usage"),
+        (["--help"], "Usage"),
+        (["run", "-h"], "Usage"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["nsa-lab", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert not ended.value.code and expected in capsys.readouterr().out
+
+
+def test_task_names_of_the_command_line_are_those_of_the_evaluation() -> None:
+    assert list(TASKS) == list(TASK_NAMES) and list(NEEDLE_FORMS) == list(NEEDLE_FORM_NAMES)
