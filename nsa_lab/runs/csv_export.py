@@ -31,7 +31,7 @@ def iterate_rows(history: History) -> Iterator[dict[str, Any]]:
     for _, same_step in groupby(rows, key=lambda row: row[0]):
         merged: dict[str, Any] = {}
         for _, row in same_step:
-            # The time and the attempt of a step are those of its `step` event.
+            # If both events have a column, the `step` event's value counts.
             merged = {**row, **merged}
         yield merged
 

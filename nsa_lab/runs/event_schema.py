@@ -252,7 +252,7 @@ class CheckpointEvent(Event):
 
 
 class GuardEvent(Event):
-    """A rule found a problem. `docs/glossary.md` and `nsa_lab.train.guard` list the rules."""
+    """A rule found a problem. `nsa_lab/train/guard.py` lists the rules."""
 
     rule: Annotated[str, Field("name of the rule")]
     value: Annotated[float | str | None, Field("measured value")]

@@ -27,7 +27,6 @@ from nsa_lab.runs import directory, resolve
 from nsa_lab.runs.atomic_io import warn_once
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.environment import collect_environment, set_openmp_wait_policy
-from nsa_lab.runs.events import infer_status, read_events
 from nsa_lab.runs.lock import lock_owner, sign_lock, take_lock
 
 
@@ -165,10 +164,17 @@ def get_state(run_dir: str | Path) -> str:
             f"{run_dir}: its {directory.STATUS} belongs to run {status.get('run')!r}; if the folder was renamed or copied, "
             "rename it back or remove the file"
         )
-    recorded = (status or infer_status(read_events(run_dir))).get("status", directory.PREEMPTED)
+    recorded = (status or _infer_status(run_dir)).get("status", directory.PREEMPTED)
     if is_alive(run_dir):
         return directory.RUNNING
     return "DEAD" if recorded == directory.RUNNING else recorded
+
+
+def _infer_status(run_dir: str | Path) -> dict[str, Any]:
+    # Imported here, because every command imports this module and numpy is slow to import.
+    from nsa_lab.runs.events import infer_status, read_events
+
+    return infer_status(read_events(run_dir))
 
 
 def stop(run_dir: str | Path, timeout_s: float = 120.0) -> str:

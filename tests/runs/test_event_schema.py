@@ -224,3 +224,9 @@ def test_writer_reports_a_violation_once_and_writes_the_event(tmp_path: Path, ca
     assert sum("violates" in message for message in caplog.messages) == 1
     record = events.read_events(tmp_path)
     assert len(record) == 1 and record.violations.count == 3
+
+
+def test_reference_page_is_current() -> None:
+    script = [sys.executable, str(ROOT / "tools/event_reference.py"), "--check"]
+    result = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
