@@ -245,11 +245,6 @@ class Span:
         """Return the document of every query, int64 [queries]."""
         return geometry.positions(0, len(self.documents)).repeat_interleave(self._compute_lengths()).to(device)
 
-    def key_document_ids(self, device: torch.device | None = None) -> Tensor:
-        """Return the document of every key, int64 [keys]."""
-        keys = torch.tensor([document.end for document in self.documents])
-        return geometry.positions(0, len(self.documents)).repeat_interleave(keys).to(device)
-
     def compressed_bounds(self, nsa: NSAConfig) -> tuple[int, ...]:
         """Return the first compressed row of each document, then the end of the last; later rows are padding (eq. 7)."""
 

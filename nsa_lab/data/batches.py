@@ -137,20 +137,12 @@ class Batches:
         first = step * self.sequences_per_step + start
         return range(first, first + count)
 
-    def get_epoch(self, step: int) -> int:
-        """Return the number of complete passes over the text before `step`."""
-        return step * self.sequences_per_step // self.windows_per_epoch
-
     def compute_hash(self, step: int) -> str:
         """Return sixteen hex digits of a hash over the tokens of the global batch, for diagnosis."""
         digest = hashlib.sha256()
         for number in self._get_sequence_numbers(step, 0, None):
             digest.update(self._read_sequence(number)[0].astype("<i8").tobytes())
         return digest.hexdigest()[:16]
-
-    def make_eval_batches(self, n_windows: int, batch_size: int) -> EvalBatches:
-        """Return `EvalBatches` of the same tokens: fixed windows, in order, for validation."""
-        return EvalBatches(self._tokens, self.seq_len, n_windows, batch_size, self._separator)
 
     def _read_sequence(self, sequence: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the window of a sequence, int64 [T + 1], and its loss weights, float32 [T + 1] or None for all ones."""

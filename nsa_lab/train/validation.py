@@ -40,17 +40,12 @@ class EvaluationResult:
     window_losses: list[float]
 
 
-def evaluate_loss(context: TrainContext, held_out: EvalBatches, poll: Callable[[], None]) -> float:
-    """Return the mean loss in nats per token over fixed held-out batches.
+@torch.no_grad()
+def evaluate_held_out(context: TrainContext, held_out: EvalBatches, poll: Callable[[], None]) -> EvaluationResult:
+    """Evaluate all held-out batches: mean loss, loss of first tokens of documents, and loss per window.
 
     `poll` is called before each batch and may raise.
     """
-    return evaluate_held_out(context, held_out, poll).loss
-
-
-@torch.no_grad()
-def evaluate_held_out(context: TrainContext, held_out: EvalBatches, poll: Callable[[], None]) -> EvaluationResult:
-    """Evaluate all held-out batches: mean loss, loss of first tokens of documents, and loss per window."""
     # One row per batch, summed in the order of the batches, so the sum does not depend on the number of ranks.
     sums = torch.zeros(len(held_out), 4, device=context.device)
     window_sums = torch.zeros(held_out.n_windows, device=context.device)

@@ -227,7 +227,7 @@ def test_a_batch_is_a_function_of_the_step_and_an_epoch_has_every_row(packing: s
 
 
 def test_validation_batches_record_documents() -> None:
-    batches = batches_of(MANY).make_eval_batches(9, 2)
+    batches = EvalBatches(store_of(MANY), 16, 9, 2, SEP)
     inputs, _ = batches[1]
     found = batches.find_documents(inputs)
     assert [bounds.tolist() for bounds in split_documents(found, 16)] == [

@@ -28,7 +28,6 @@ from nsa_lab.train.validation import (
     compute_probe_logits,
     dry_run_evaluation,
     evaluate_held_out,
-    evaluate_loss,
 )
 from nsa_lab.workbook.run_comparison import format_numbers_at
 
@@ -57,7 +56,7 @@ def test_the_text_does_not_depend_on_the_micro_batch(
     assert torch.equal(text_of(grouped), text_of(whole))
     assert grouped.get_evaluation(0).identity == whole.get_evaluation(0).identity
     assert max(len(inputs) for inputs, _ in grouped.get_evaluation(0)) <= micro
-    losses = [evaluate_loss(parts, parts.get_evaluation(0), lambda: None) for parts in (whole, grouped)]
+    losses = [evaluate_held_out(parts, parts.get_evaluation(0), lambda: None).loss for parts in (whole, grouped)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     twice = parts_of(make_tiny_config(eval_batches=3, accumulate_grad_batches=4), builders)
     assert torch.equal(text_of(twice), text_of(whole)), "nor on how many of them a step takes"
@@ -67,7 +66,7 @@ def test_the_text_does_not_depend_on_the_micro_batch(
 @pytest.mark.parametrize(
     "look",
     [
-        pytest.param(lambda parts: evaluate_loss(parts, parts.get_evaluation(0), lambda: None), id="evaluation"),
+        pytest.param(lambda parts: evaluate_held_out(parts, parts.get_evaluation(0), lambda: None).loss, id="evaluation"),
         pytest.param(lambda parts: dry_run_evaluation(parts, parts.get_evaluation(0)), id="dry run"),
         pytest.param(lambda parts: compute_branch_statistics(parts, parts.batches.weighted_batch(0)), id="statistics"),
         pytest.param(compute_probe_logits, id="probe"),
@@ -204,7 +203,7 @@ def test_the_trainer_evaluates_the_held_out_batches_of_the_stage(
     before = Trainer._evaluate
 
     def spy(self: Trainer) -> None:
-        seen.append(evaluate_loss(self.context, self.context.get_evaluation(self.completed_steps), lambda: None))
+        seen.append(evaluate_held_out(self.context, self.context.get_evaluation(self.completed_steps), lambda: None).loss)
         before(self)
 
     monkeypatch.setattr(Trainer, "_evaluate", spy)
