@@ -130,7 +130,7 @@ MUTANTS = [
         "documents: short ones held out all the same",
         "data.build_shards",
         "max(self._options.min_document_bytes, 1)",
-        "max(self._options.min_document_bytes * (compute_split_fraction(document.text) >= self._options.val_fraction), 1)",
+        "max(self._options.min_document_bytes * (compute_split_fraction(text) >= self._options.val_fraction), 1)",
     ),
     Mutant(
         "stages: as long as is left out all the same",
