@@ -173,7 +173,7 @@ def _format_proportion(proportion: Proportion | None) -> str:
     if proportion is None:
         return EMPTY_CELL
     low, high = 100 * proportion.low, 100 * proportion.high
-    return f"{100 * proportion.share:.1f} [{low:.1f}, {high:.1f}] of {proportion.asked:,}"
+    return f"{100 * proportion.share:.1f} [{low:.1f}, {high:.1f}] of {proportion.total:,}"
 
 
 def _format_seed_mean(seed_mean: SeedMean | None) -> str:

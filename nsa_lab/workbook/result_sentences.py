@@ -132,7 +132,7 @@ def _select_longest(results: Sequence[NeedleResult]) -> list[NeedleResult]:
 def _format_proportion(proportion: Proportion | None) -> str:
     if proportion is None:
         return "an unknown share"
-    return f"{proportion.share:.1%} ({proportion.right:,} of {proportion.asked:,})"
+    return f"{proportion.share:.1%} ({proportion.right:,} of {proportion.total:,})"
 
 
 def _format_count(count: int, noun: str) -> str:
