@@ -97,6 +97,11 @@ def _keep_positive(values: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(values) & (values > 0), values, np.nan)
 
 
+def _sum_in_order(values: np.ndarray) -> float:
+    """Return the sum, added from the first value to the last, so that recorded verdicts are reproduced to the last bit."""
+    return float(np.cumsum(values)[-1]) if len(values) else 0.0
+
+
 def check_data_wait(history: History, limits: Limits) -> Verdict:
     """Check the fraction of the training time spent waiting for data.
 
@@ -105,10 +110,10 @@ def check_data_wait(history: History, limits: Limits) -> Verdict:
     n_steps = np.diff(history.steps.ints("step"), prepend=0)
     step_s, wait_s = _keep_positive(history.steps.numbers("dt_s")), history.steps.numbers("data_s")
     has_both = np.isfinite(step_s) & np.isfinite(wait_s)
-    total_s = float((n_steps * step_s)[has_both].sum())
+    total_s = _sum_in_order((n_steps * step_s)[has_both])
     if not total_s:
         return Verdict("data wait", None, None, limits.data_wait, "not recorded")
-    share = float((n_steps * wait_s)[has_both].sum()) / total_s
+    share = _sum_in_order((n_steps * wait_s)[has_both]) / total_s
     text = f"{share:.1%} of the training time was spent waiting for data"
     return Verdict("data wait", share <= limits.data_wait, share, limits.data_wait, text)
 

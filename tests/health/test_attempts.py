@@ -22,6 +22,7 @@ from fake_run import (
     make_step_event,
     write_run,
 )
+from looping import looped
 
 from nsa_lab.config import RunConfig
 from nsa_lab.health import Verdict, examine
@@ -81,6 +82,7 @@ def test_changed_settings_between_attempts_pass_all_checks(tmp_path: Path) -> No
     assert found["heartbeats"].text.endswith(", one every 10, then 1 s")
 
 
+@looped
 @pytest.mark.parametrize(
     ("kind", "step", "name"),
     [
@@ -121,6 +123,7 @@ def test_guards_are_those_enabled_in_the_attempt(tmp_path: Path) -> None:
     assert unrecorded.ok is True and unrecorded.text == "no guard fired; enabled guards unknown"
 
 
+@looped
 @pytest.mark.parametrize("settings", [None, [1], {"train.log_every": "often"}, {"train.log_every": -1}])
 def test_invalid_recorded_settings_are_unknown(settings: Any, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, spoil=lambda events: events[0].update(settings=settings))

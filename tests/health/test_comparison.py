@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from fake_evaluation import POSITION_RANGES, WINDOWS, make_run_factory
 from fake_run import Event, make_config, write_run
+from looping import looped
 
 from nsa_lab import cli
 from nsa_lab.config import ConfigError
@@ -58,6 +59,7 @@ def t_interval(values: list[float]) -> tuple[float, float]:
     return mean - half_width, mean + half_width
 
 
+@looped
 @pytest.mark.parametrize(
     ("right", "asked", "low", "high"),
     # Newcombe (1998), table I.
@@ -68,6 +70,7 @@ def test_wilson_interval_matches_published_values(right: int, asked: int, low: f
     assert compute_wilson_interval(asked - right, asked) == pytest.approx((1 - high, 1 - low), abs=6e-5)
 
 
+@looped
 @pytest.mark.parametrize(("right", "asked"), [(1, 2), (7, 11), (499, 500), (500, 500), (0, 3)])
 def test_wilson_bounds_satisfy_the_score_test(right: int, asked: int) -> None:
     for end in set(compute_wilson_interval(right, asked)) - {0.0, 1.0}:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from fake_run import edit_history
+from looping import looped
 
 from nsa_lab.config import RunConfig
 from nsa_lab.health import Health, examine
@@ -262,6 +263,8 @@ def test_unedited_record_is_healthy(healthy: History) -> None:
     assert len(healthy.steps) == STEPS // EVERY + 1
 
 
+@pytest.mark.slow
+@looped
 @pytest.mark.parametrize(("edit", "name", "text", "others"), [e[1:] for e in EDITS], ids=[e[0] for e in EDITS])
 def test_edited_record_fails_the_right_check(healthy: History, edit: Edit, name: str, text: str, others: set[str]) -> None:
     health = examine_edited(healthy, edit)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_run import Event, edit_history, make_config, write_run
+from looping import looped
 
 from nsa_lab.config import RunConfig
 from nsa_lab.health.matched_pair import check_same_training
@@ -51,6 +52,7 @@ def run(tmp_path: Path) -> Make:
     return make
 
 
+@looped
 @pytest.mark.parametrize("freedom", range(1, MAX_SEGMENTS))
 def test_quantiles_are_those_of_student(freedom: int) -> None:
     """The density from 0 to the quantile integrates to 0.95 / 2, within the precision of three decimals."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from looping import looped
 
 from nsa_lab.config import RunConfig, StageConfig
 from nsa_lab.health.loss_checks import check_generalization, check_loss_kept, check_training_loss, compute_expected_lr
@@ -92,6 +93,7 @@ def test_expected_rate_equals_the_schedule() -> None:
     assert isinstance(train.plan[2], StageConfig)
 
 
+@looped
 @pytest.mark.parametrize(("warmup", "share"), [(0, 0.2), (4, 0.35), (0, 1.0), (10, 0.5), (1, 0.01), (2, 0.33)])
 def test_expected_rate_of_wsd_equals_the_schedule(warmup: int, share: float) -> None:
     train = {"steps": 20, "warmup_steps": warmup, "decay_share": share, "lr_schedule": "wsd", "min_lr": 1e-5}

@@ -25,6 +25,7 @@ from fake_run import (
     write_checkpoint,
     write_run,
 )
+from looping import looped
 
 from nsa_lab.config import NSAConfig, RunConfig
 from nsa_lab.health import CHECKS, Verdict, examine, list_verdicts, to_record
@@ -194,6 +195,7 @@ def test_healthy_run_passes_all_checks(tmp_path: Path) -> None:
     assert health.headline == f"healthy: {len(CHECKS)} of {len(CHECKS)} checks passed"
 
 
+@looped
 @pytest.mark.parametrize("name", FAILURES)
 def test_faulty_run_fails_its_check_in_the_headline(name: str, tmp_path: Path) -> None:
     spoil, text = FAILURES[name]
@@ -374,6 +376,7 @@ QUARANTINED = {
 }
 
 
+@looped
 @pytest.mark.parametrize(
     ("problem", "name", "text"),
     [
@@ -498,6 +501,7 @@ def test_training_loss_is_a_mean_of_the_latest_readings(tmp_path: Path) -> None:
     assert collect_facts(none).last_train_bpb is None
 
 
+@looped
 @pytest.mark.parametrize(
     ("readings", "count"),
     [
@@ -622,6 +626,7 @@ def falsify_hash(folder: Path) -> None:
     (folder / "MANIFEST.json").write_text(json.dumps({**manifest, "step": manifest["step"] + 1}))
 
 
+@looped
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
@@ -642,6 +647,7 @@ def test_damaged_checkpoint_is_named(damage: Callable[[Path], Any], text: str, t
     assert text in verdict.text
 
 
+@looped
 @pytest.mark.parametrize("changes", [{}, {"model__attention": "dense"}])
 @pytest.mark.parametrize("resumed", [False, True])
 def test_copy_without_checkpoints_gives_the_same_results(changes: dict, resumed: bool, tmp_path: Path) -> None:
@@ -796,21 +802,35 @@ def test_leak_only_in_validation_is_detected(tmp_path: Path) -> None:
 RECORDED = [run for run in resolve.list_run_dirs(resolve.get_root() / "outputs") if (run / directory.VERDICT).is_file()]
 
 
-@pytest.mark.parametrize("run", RECORDED, ids=lambda run: run.name)
-def test_recorded_verdict_follows_from_the_record(run: Path) -> None:
-    """All values are equal. The texts of recorded files have the wording of the version that wrote them."""
+def test_recorded_verdicts_follow_from_the_records_in_outputs() -> None:
+    assert len(RECORDED) == 6
+    for run in RECORDED:
+        assert_verdict_follows(run)
+
+
+@pytest.mark.nightly
+def test_recorded_verdicts_follow_from_all_records(recorded_runs: list[Path]) -> None:
+    judged = [run for run in recorded_runs if (run / directory.VERDICT).is_file()]
+    assert len(judged) > 6
+    for run in judged:
+        assert_verdict_follows(run)
+
+
+def assert_verdict_follows(run: Path) -> None:
+    """Assert equal values. The texts of recorded files have the wording of the version that wrote them."""
 
     def drop_texts(record: dict[str, Any]) -> dict[str, Any]:
         verdicts = [{key: value for key, value in verdict.items() if key != "text"} for verdict in record["verdicts"]]
         return {**record, "headline": None, "verdicts": verdicts}
 
     recorded = json.loads((run / directory.VERDICT).read_text(encoding="utf-8"))
-    assert drop_texts(to_record(examine(run))) == drop_texts(recorded)
+    assert drop_texts(to_record(examine(run))) == drop_texts(recorded), run.name
 
 
 RECALL = {"data__source": "recall", "data__path": "texts"}
 
 
+@looped
 @pytest.mark.parametrize(
     ("losses", "words"),
     [
@@ -871,6 +891,7 @@ def test_selection_benefit_is_unknown_if_it_cannot_be_judged(tmp_path: Path) -> 
     assert lost.ok is False
 
 
+@looped
 @pytest.mark.parametrize(("recorded", "words"), [(4, " in 4 sequences"), (16, " in 16 sequences"), (None, ""), ("?", "")])
 def test_number_of_sequences_is_reported(recorded: object, words: str, tmp_path: Path) -> None:
     """The number in the run's record; older runs used 4."""
@@ -958,6 +979,7 @@ def test_evaluation_of_the_current_step_is_not_due_yet(tmp_path: Path) -> None:
     assert get_verdict(verdicts, "evaluations").ok is True
 
 
+@looped
 @pytest.mark.parametrize(
     ("kind", "name", "value"),
     [
@@ -982,6 +1004,7 @@ def test_infinity_is_not_finite(tmp_path: Path) -> None:
     assert verdict.ok is False and "grad_norm is not finite at step 100" in verdict.text
 
 
+@looped
 @pytest.mark.parametrize("name", ["loss", "bpb", "lr", "grad_norm", "dt_s", "tokens_per_s"])
 def test_missing_number_counts_as_nonfinite(name: str, tmp_path: Path) -> None:
     def spoil(events: list[Event]) -> None:
@@ -1028,6 +1051,7 @@ def test_superseded_reach_event_is_ignored(tmp_path: Path) -> None:
 FAR, CHANCE = (getattr(compute_selection_range(2048, make_config().nsa), name) for name in ("farthest", "chance_reuse"))
 
 
+@looped
 @pytest.mark.parametrize(
     ("values", "name", "text"),
     [
@@ -1060,6 +1084,7 @@ def test_missing_last_checkpoint_fails(tmp_path: Path) -> None:
     assert verdict.ok is False and verdict.text == "none saved at step 200 (1 missing)"
 
 
+@looped
 @pytest.mark.parametrize(
     ("spoil", "config", "text"),
     [
