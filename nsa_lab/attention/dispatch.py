@@ -26,6 +26,7 @@ from torch import Tensor
 from nsa_lab.attention import flash, input_checks, kernels, reference, torch_backend
 from nsa_lab.attention.compile_utils import disable_compile
 from nsa_lab.attention.layout import Layout, Span
+from nsa_lab.attention.transforms import check_no_transform
 from nsa_lab.config import ModelConfig, NSAConfig, UsageError
 
 PARTS = ("compressed", "selection", "selected", "window", "combine")
@@ -236,6 +237,7 @@ def _get_modules(
     """Return the module that computes each part."""
     is_name = isinstance(backend, str)
     resolved = resolve_backend(q.device, q.dtype, nsa, backend=backend, span=span) if is_name else backend
+    check_no_transform(resolved[part].backend for part in PARTS)
     return {part: _MODULES[resolved[part].backend] for part in PARTS}
 
 
@@ -259,7 +261,9 @@ def _get_implementation(part: str, q: Tensor, nsa: NSAConfig, backend: str, span
         raise NotImplementedError(
             f"backend = 'flash' supports only the window branch and dense attention, not {part}; use auto, triton or torch"
         )
-    return _MODULES[resolve_backend(q.device, q.dtype, nsa, backend=backend, span=span)[part].backend]
+    name = resolve_backend(q.device, q.dtype, nsa, backend=backend, span=span)[part].backend
+    check_no_transform([name])
+    return _MODULES[name]
 
 
 def _get_span_kwargs(span: Span | None, layout: Layout | None = None) -> dict[str, Any]:

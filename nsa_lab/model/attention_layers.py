@@ -32,6 +32,7 @@ from nsa_lab.attention.compile_utils import disable_compile
 from nsa_lab.attention.compression import make_phi
 from nsa_lab.attention.dense import find_single_call
 from nsa_lab.attention.dispatch import ResolvedBackend
+from nsa_lab.attention.exported import compress_padded, exported_attention
 from nsa_lab.attention.layout import Layout
 from nsa_lab.config import BRANCHES, ModelConfig, NSAConfig
 from nsa_lab.model.cached_pass import CachedLayer
@@ -131,15 +132,16 @@ def scale_selection_loss(loss: Tensor | None, weight: float, like: Tensor) -> Te
 class SparseAttention(nn.Module):
     """Projections, compression, gate and output projection around `nsa_attention`: x [B, T, C] -> [B, T, C].
 
-    `backends`: the result of `resolve_backend`; None: resolve for the device and dtype of each input, and cache it.
+    `backends`: the result of `resolve_backend`; None: resolve `backend` for the device and dtype of each input, once.
     """
 
     N_BRANCHES = 3
 
-    def __init__(self, config: ModelConfig, backends: Mapping[str, ResolvedBackend] | None) -> None:
+    def __init__(self, config: ModelConfig, backends: Mapping[str, ResolvedBackend] | None, backend: str = "auto") -> None:
         super().__init__()
         H, G, d_k, d_v = config.n_heads, config.n_kv_groups, config.d_k, config.d_v
-        self.config, self.backends = config, backends
+        self.config, self.backends, self._backend = config, backends, backend
+        self._geometries = config.nsa.model_dump_json(), config.selection_nsa.model_dump_json()
         self.qkv = nn.Linear(config.dim, H * d_k + 3 * G * (d_k + d_v), bias=False)
         self.gate = nn.Linear(config.dim, 3 * H, bias=False)
         self.phi_k, self.phi_v = make_phi(config.nsa, d_k), make_phi(config.nsa, d_v)
@@ -171,6 +173,8 @@ class SparseAttention(nn.Module):
         if self.training and self.config.has_selection_loss:
             q, k, nsa = selection_inputs or (*inputs[:2], self.config.nsa)
             loss = selection_loss(q, k, inputs[3], nsa, attention_q=inputs[0], span=span, layout=index_layout)
+        if torch.compiler.is_exporting():
+            return self.out(exported_attention(inputs, selection_inputs, self._geometries).flatten(2)), loss
         backends, blocks = self.backends or self._get_backends(inputs[0], span), None
         if selection_inputs:
             blocks = score_and_select_blocks(*selection_inputs, backend=backends, span=span, layout=index_layout)
@@ -208,10 +212,13 @@ class SparseAttention(nn.Module):
         q, (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win), _ = self.project_heads(
             x, rotary, layout and layout.is_document_start
         )
-        k_cmp, v_cmp = (
-            compress(raw, self.config.nsa, phi, span=span, layout=layout)
-            for raw, phi in ((k_cmp, self.phi_k), (v_cmp, self.phi_v))
-        )
+        nsa = self.config.nsa
+        if torch.compiler.is_exporting():
+            k_cmp, v_cmp = compress_padded(k_cmp, nsa, self.phi_k), compress_padded(v_cmp, nsa, self.phi_v)
+        else:
+            k_cmp, v_cmp = (
+                compress(raw, nsa, phi, span=span, layout=layout) for raw, phi in ((k_cmp, self.phi_k), (v_cmp, self.phi_v))
+            )
         return q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, self.compute_gates(x).to(q.dtype)
 
     def _project_indexer(
@@ -221,6 +228,8 @@ class SparseAttention(nn.Module):
         if self.indexer is None:
             return None
         output = self.indexer(x, rotary, layout and layout.is_document_start)
+        if torch.compiler.is_exporting():
+            return output.q, compress_padded(output.k, self.indexer.nsa, self.indexer.phi), self.indexer.nsa
         return output.q, self.indexer.compress(output.k, span, layout), self.indexer.nsa
 
     def compute_gates(self, x: Tensor) -> Tensor:
@@ -250,7 +259,9 @@ class SparseAttention(nn.Module):
         is_full = span is None or span.is_full
         key = (q.device, q.dtype, is_full)
         if key not in self._resolved_backends:
-            self._resolved_backends[key] = resolve_backend(q.device, q.dtype, self.config.nsa, self.config, span=span)
+            self._resolved_backends[key] = resolve_backend(
+                q.device, q.dtype, self.config.nsa, self.config, self._backend, span=span
+            )
         return self._resolved_backends[key]
 
     @torch.no_grad()

@@ -49,7 +49,7 @@ class ShortConvolution(nn.Module):
 
     def forward(self, x: Tensor, is_document_start: Tensor | None = None) -> Tensor:
         """Convolve x. `is_document_start`, bool [T]: True at the first row of each document; None: one document."""
-        shifted = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
+        shifted = torch.cat([torch.zeros_like(x[:, :1]), x], dim=1)[:, : x.shape[1]]
         if is_document_start is not None:
             shifted = shifted.masked_fill(is_document_start.view(-1, *[1] * (x.ndim - 2)), 0)
         current_weight, previous_weight = self.weight.to(x.dtype)

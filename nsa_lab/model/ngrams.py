@@ -53,7 +53,8 @@ class NgramEmbedding(nn.Module):
         context = pad(tokens, (n_previous, 0)) if previous_tokens is None else torch.cat([previous_tokens, tokens], dim=1)
         offsets = geometry.positions(0, self.max_n, tokens.device)
         # Latest token first. 0 stands for no token, so n-grams at a document start hash differently.
-        window = (context + 1).unfold(1, self.max_n, 1).flip(-1) * (positions[..., None] >= offsets)
+        shifted = [context[:, n_previous - n : n_previous - n + tokens.shape[1]] for n in range(self.max_n)]
+        window = (torch.stack(shifted, dim=-1) + 1) * (positions[..., None] >= offsets)
         # Computed on the device: a CUDA graph cannot capture a copy from the host.
         powers = torch.full_like(offsets, _HASH_BASE).cumprod(0)
         hashes = (window * powers).cumsum(-1)[..., 1:]

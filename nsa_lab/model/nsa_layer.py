@@ -6,11 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from nsa_lab.attention import Span
+from nsa_lab.attention.dispatch import BACKENDS
 from nsa_lab.attention.input_checks import SUPPORTED_DTYPES
+from nsa_lab.attention.transforms import check_not_traced
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.model.attention_layers import SparseAttention, scale_selection_loss
 from nsa_lab.model.init_weights import initialize_weights
 from nsa_lab.model.layers import Rotary, check_span, get_rotary_table
+from nsa_lab.model.placement import find_placement
 
 # Autocast casts these to its own dtype. It leaves float64, integers and everything else unchanged.
 AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,7 +30,9 @@ class NSAttention(nn.Module):
 
     `head_dim` (queries and keys): default dim // n_heads. `value_dim`: default head_dim. `rotary_share`, `matching_heads`,
     `selection_loss`, `indexer_block` and `indexer_width`: as in `ModelConfig`. With a selection loss, add
-    `auxiliary_loss()` to the loss in every training step. Raise ValueError for sizes that are not consistent.
+    `auxiliary_loss()` to the loss in every training step. `backend`: as in `NSATransformer`; one that is requested by name
+    and cannot run raises BackendError or NotImplementedError in the forward pass. Raise ValueError for sizes that are not
+    consistent and for an unknown backend.
     """
 
     def __init__(
@@ -45,8 +50,11 @@ class NSAttention(nn.Module):
         selection_loss: float = 0.0,
         indexer_block: int = 0,
         indexer_width: int = 0,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
+        if backend not in BACKENDS:
+            raise ValueError(f"NSAttention: backend = {backend!r}: expected one of {', '.join(BACKENDS)}")
         d_k = _get_head_width(dim, n_heads) if head_dim is None else head_dim
         if d_k % 2:
             near = " or ".join(f"head_dim={width}" for width in (d_k - 1, d_k + 1) if width > 0)
@@ -66,7 +74,7 @@ class NSAttention(nn.Module):
             nsa=nsa,
         )
         self.config = config
-        self.attention = SparseAttention(config, None)
+        self.attention = SparseAttention(config, None, backend)
         self._selection_loss: Tensor | None = None
         self.reset_parameters()
 
@@ -80,6 +88,7 @@ class NSAttention(nn.Module):
         Raise ValueError for x of another shape or dtype (autocast allows all dtypes that it casts), and for a chunk that
         starts after position 0, because the layer has no cache with its earlier keys.
         """
+        check_not_traced()
         c = self.config
         self._selection_loss = None  # in case this pass fails: do not return the loss of the pass before
         if not isinstance(x, Tensor):
@@ -94,7 +103,7 @@ class NSAttention(nn.Module):
         return out
 
     def _check_dtype(self, x: Tensor) -> None:
-        weight_dtype = self.attention.gate.weight.dtype
+        weight_dtype = find_placement(self).dtype
         if torch.is_autocast_enabled(x.device.type) and {x.dtype, weight_dtype} <= set(AUTOCAST_DTYPES):
             return
         # Weights with an integer dtype are quantized by another package, which checks its own inputs.

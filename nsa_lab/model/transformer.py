@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from nsa_lab.attention import Span, geometry, resolve_backend
 from nsa_lab.attention.dispatch import ResolvedBackend
 from nsa_lab.attention.layout import Layout
+from nsa_lab.attention.transforms import check_not_traced
 from nsa_lab.config import ModelConfig
 from nsa_lab.model.attention_layers import DenseAttention, SparseAttention, get_layouts, scale_selection_loss
 from nsa_lab.model.cached_pass import CachedLayer, CachedPass
@@ -117,6 +118,7 @@ class NSATransformer(nn.Module):
 
         Raise ValueError for tokens of another shape or dtype, and for a chunk that starts after position 0.
         """
+        check_not_traced()
         self._selection_loss = None  # in case this pass fails: do not return the loss of the pass before
         if cache is None:
             x, rotary = self.prepare_inputs(tokens, span, embeddings)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from fake_run import make_config, write_checkpoint, write_run
+from looping import looped
 from safetensors.torch import save
 from tiny_models import TINY_NSA, tiny_config
 from torch import Tensor
@@ -47,6 +48,7 @@ def tokenize_padded(tokenizer: hf.NSALabTokenizer, side: str = "left") -> dict[s
     return tokenizer(PROMPTS, padding=True, padding_side=side, return_tensors="pt")
 
 
+@pytest.mark.slow
 def test_greedy_equals_generate(model: hf.NSALabForCausalLM, tokenizer: hf.NSALabTokenizer) -> None:
     """Prompts are padded on the left; the padding token also begins every prompt."""
     inputs = tokenize_padded(tokenizer)
@@ -56,6 +58,8 @@ def test_greedy_equals_generate(model: hf.NSALabForCausalLM, tokenizer: hf.NSALa
     assert torch.equal(generated[:, inputs["input_ids"].shape[1] :], torch.stack(expected))
 
 
+@pytest.mark.slow
+@looped
 @pytest.mark.parametrize("how", [{"num_beams": 4}, {"num_beams": 3, "length_penalty": 2.0, "num_return_sequences": 2}, {}])
 def test_cached_generation_equals_full_forward_passes(
     model: hf.NSALabForCausalLM, tokenizer: hf.NSALabTokenizer, how: dict
@@ -68,6 +72,7 @@ def test_cached_generation_equals_full_forward_passes(
     assert torch.equal(cached, full)
 
 
+@looped
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_row_equals_single_row(model: hf.NSALabForCausalLM, tokenizer: hf.NSALabTokenizer, side: str) -> None:
     inputs = tokenize_padded(tokenizer, side)
@@ -109,6 +114,7 @@ def test_cache_is_accepted_under_both_names_only(model: hf.NSALabForCausalLM) ->
 
 
 # `generate` knew only one name before transformers 5.24.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({hf.CACHE_ARGUMENT, "past_key_values"}))
 def test_generation_continues_from_its_cache(model: hf.NSALabForCausalLM, tokenizer: hf.NSALabTokenizer, name: str) -> None:
     """All tokens are passed again, as `transformers` requires; cached tokens are not computed twice."""
@@ -160,6 +166,7 @@ def test_packed_documents_equal_single_documents(model: hf.NSALabForCausalLM) ->
     torch.testing.assert_close(padded_logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
+@looped
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -451,6 +458,7 @@ def test_gradient_checkpointing_is_the_switch_of_the_model(model: hf.NSALabForCa
     assert not model.model.gradient_checkpointing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["assistant", "prompt lookup"])
 def test_assisted_generation_equals_greedy(model: hf.NSALabForCausalLM, how: str) -> None:
     """Rejected tokens are removed from the cache: by an assistant that is often wrong, and by repetition of the prompt."""
@@ -541,3 +549,20 @@ def test_trained_length_is_exported(tmp_path: Path) -> None:
         assert transformers.AutoConfig.from_pretrained(folder).max_position_embeddings == length
         assert transformers.AutoTokenizer.from_pretrained(folder).model_max_length == length
     assert not hasattr(hf.NSALabConfig(), "max_position_embeddings")
+
+
+@pytest.mark.parametrize("options", [{}, INDEXER])
+def test_exported_program_takes_other_lengths_and_masks(options: dict) -> None:
+    """With padding on both sides; documents in positions are refused, because a program cannot read values."""
+    model, tokens = make_model(**options).float().eval(), sample_bytes(3, 40)
+    dims = {0: torch.export.Dim("B", min=1, max=16), 1: torch.export.Dim("T", min=2, max=4096)}
+    arguments = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    run = torch.export.export(model, (), kwargs=arguments, dynamic_shapes=dict.fromkeys(arguments, dims)).module()
+    for length in (7, 33, 90):
+        tokens = sample_bytes(2, length)
+        mask = torch.ones_like(tokens)
+        mask[0, :3] = mask[1, -2:] = 0
+        logits, expected = (call(input_ids=tokens, attention_mask=mask).logits for call in (run, model))
+        torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], rtol=0, atol=2e-6)
+    with pytest.raises(NotImplementedError, match=r"position_ids: not supported by torch\.export"):
+        torch.export.export(model, (), kwargs={"input_ids": tokens, "position_ids": torch.arange(90)[None]})

@@ -55,7 +55,7 @@ def test_the_signature_is_the_public_one() -> None:
         "(dim: 'int', n_heads: 'int', n_kv_groups: 'int', *, head_dim: 'int | None' = None, "
         f"value_dim: 'int | None' = None, nsa: 'NSAConfig' = {NSAConfig()!r}, rope_theta: 'float' = 10000.0, "
         "rotary_share: 'float' = 1.0, matching_heads: 'int' = 0, selection_loss: 'float' = 0.0, "
-        "indexer_block: 'int' = 0, indexer_width: 'int' = 0) -> 'None'"
+        "indexer_block: 'int' = 0, indexer_width: 'int' = 0, backend: 'str' = 'auto') -> 'None'"
     )
     assert str(inspect.signature(NSAttention)) == expected
     assert list(inspect.signature(NSAttention.forward).parameters) == ["self", "x", "span"]

@@ -65,8 +65,8 @@ MUTANTS = [
     Mutant(
         "model: late keys are two tokens late",
         "model.layers",
-        "[torch.zeros_like(x[:, :1]), x[:, :-1]]",
-        "[torch.zeros_like(x[:, :2]), x[:, :-2]]",
+        "[torch.zeros_like(x[:, :1]), x], dim=1)",
+        "[torch.zeros_like(x[:, :1]), torch.zeros_like(x[:, :1]), x], dim=1)",
     ),
     Mutant(
         "model: decoding forgets the unread key",
@@ -187,8 +187,8 @@ MUTANTS = [
     Mutant(
         "n-grams: a model does not say where documents begin",
         "model.transformer",
-        "self.embed(tokens, positions)",
-        "self.embed(tokens)",
+        "self.embed(tokens, positions, embeddings=embeddings)",
+        "self.embed(tokens, embeddings=embeddings)",
     ),
     Mutant(
         "n-grams: tables are counted as products",

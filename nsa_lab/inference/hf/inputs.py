@@ -18,7 +18,7 @@ def slice_mask(mask: Tensor, n_rows: int, n_columns: int) -> Tensor | None:
 
     Traced by torch.export or torch.compile, which must not read values, the mask is returned unchecked.
     """
-    if mask.ndim != 2 or len(mask) != n_rows or mask.shape[1] < n_columns:
+    if mask.ndim != 2 or mask.shape[0] != n_rows or mask.shape[1] < n_columns:
         raise ValueError(
             f"attention_mask: expected [B, T] as input_ids {(n_rows, n_columns)}, or longer by the cached tokens, got "
             f"{tuple(mask.shape)}; masks [T, T] are not supported: separate documents with position_ids="

@@ -120,7 +120,21 @@ class NSALabModel(SavedWithImport, PreTrainedModel):
         In training, the gradient of the weighted selection loss is added to that of `last_hidden_state`: a loss computed
         from it also trains the indexer.
         """
-        arguments = dict(locals())
+        arguments = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "use_cache": use_cache,
+            "output_hidden_states": output_hidden_states,
+            "output_attentions": output_attentions,
+            "cache": cache,
+            "cu_seq_lens_q": cu_seq_lens_q,
+            "cu_seq_lens_k": cu_seq_lens_k,
+            "seq_idx": seq_idx,
+            "unknown": unknown,
+        }
         outputs = self._run(arguments, output="hidden")
         hidden = outputs.result
         if self._selection_loss is not None and torch.is_grad_enabled():
@@ -141,7 +155,6 @@ class NSALabModel(SavedWithImport, PreTrainedModel):
 
     def _run(self, arguments: Mapping[str, Any], output: str, columns: Tensor | slice | None = None) -> Outputs:
         """Check the arguments of `forward` and run the model. `output`, `columns`: as in `NSATransformer.forward`."""
-        _refuse_tracing()
         self._check_names(arguments)
         cache, use_cache = self._get_cache(arguments), bool(arguments["use_cache"])
         tokens, embeddings = arguments["input_ids"], arguments["inputs_embeds"]
@@ -305,7 +318,21 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
         Raises ValueError for other masks and positions, and for both kinds of input or labels; TypeError for both cache
         names at once, a cache of another class and unknown keywords; NotImplementedError for attention weights as outputs.
         """
-        arguments = dict(locals())
+        arguments = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "use_cache": use_cache,
+            "output_hidden_states": output_hidden_states,
+            "output_attentions": output_attentions,
+            "cache": cache,
+            "cu_seq_lens_q": cu_seq_lens_q,
+            "cu_seq_lens_k": cu_seq_lens_k,
+            "seq_idx": seq_idx,
+            "unknown": unknown,
+        }
         if labels is not None and shift_labels is not None:
             raise ValueError(
                 f"{type(self).__name__}.forward: labels= and shift_labels= are the same labels before and after the shift; "
@@ -365,11 +392,3 @@ class _AddedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
         return grad_outputs[0], ctx.like
-
-
-def _refuse_tracing() -> None:
-    if torch.jit.is_tracing():
-        raise NotImplementedError(
-            "torch.jit.trace: not supported, because a trace is valid only for the length that it saw: block selection "
-            "depends on the length; use torch.export.export with dynamic shapes, or torch.compile"
-        )

@@ -1,0 +1,120 @@
+"""Programs of torch.export are valid for every length; what cannot be traced is refused with the way out."""
+
+from __future__ import annotations
+
+import io
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nsa_lab.attention.dispatch import BackendError
+from nsa_lab.config import ModelConfig, NSAConfig
+from nsa_lab.model import NSATransformer, NSAttention
+
+sys.path.append(str(Path(__file__).parents[1] / "inference"))
+from tiny_models import TINY_NSA, tiny_config
+
+LENGTHS = (2, 7, 8, 9, 33, 70)
+VARIANTS = [
+    {},
+    {"nsa": TINY_NSA.model_copy(update={"phi": "mlp", "gate": "softmax"}), "mlp": "gated"},
+    {"nsa": TINY_NSA.model_copy(update={"phi": "pool"}), "selection_loss": 0.1, "indexer_block": 2, "matching_heads": 1},
+    {"attention": "dense", "matching_heads": 1, "embedding_norm": True},
+    {"ngrams": 3, "ngram_rows": 50, "ngram_width": 4},
+]
+
+
+def sample_tokens(*shape: int) -> Tensor:
+    return torch.randint(0, 37, shape, generator=torch.Generator().manual_seed(shape[-1]))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_exported_program_equals_the_model_at_other_lengths(variant: dict) -> None:
+    """With a dynamic batch and length, exported at one length and run at others, shorter than a block too; and saved."""
+    model = NSATransformer(tiny_config(**variant), seed=5).eval()
+    shapes = {"tokens": {0: torch.export.Dim("B", min=1, max=8), 1: torch.export.Dim("T", min=2, max=4096)}}
+    exported = torch.export.export(model, (sample_tokens(3, 40),), dynamic_shapes=shapes)
+    buffer = io.BytesIO()
+    torch.export.save(exported, buffer)
+    buffer.seek(0)
+    run = torch.export.load(buffer).module()
+    with torch.no_grad():
+        for length in LENGTHS:
+            for batch in (1, 4):
+                tokens = sample_tokens(batch, length)
+                torch.testing.assert_close(run(tokens), model(tokens), rtol=0, atol=2e-6)
+
+
+def test_exported_layer_equals_the_layer() -> None:
+    torch.manual_seed(0)
+    layer = NSAttention(24, 4, 2, nsa=TINY_NSA).eval()
+    shapes = {"x": {1: torch.export.Dim("T", min=2, max=4096)}}
+    run = torch.export.export(layer, (torch.randn(2, 40, 24),), dynamic_shapes=shapes).module()
+    for length in LENGTHS:
+        x = torch.randn(2, length, 24)
+        torch.testing.assert_close(run(x), layer(x), rtol=0, atol=2e-6)
+
+
+def test_backend_of_a_layer() -> None:
+    """By name: the same values, or an error; unknown names are rejected at construction."""
+    layers = {}
+    for backend in ("auto", "torch", "reference", "flash"):
+        torch.manual_seed(0)
+        layers[backend] = NSAttention(24, 4, 2, nsa=TINY_NSA, backend=backend)
+    x = torch.randn(2, 40, 24)
+    for backend in ("torch", "reference"):
+        torch.testing.assert_close(layers[backend](x), layers["auto"](x), rtol=1e-5, atol=1e-6)
+        resolved = next(iter(layers[backend].attention._resolved_backends.values()))
+        assert {part.backend for part in resolved.values()} == {backend}
+    if not torch.cuda.is_available():
+        with pytest.raises((BackendError, NotImplementedError), match="flash"):
+            layers["flash"](x)
+    with pytest.raises(
+        ValueError, match="NSAttention: backend = 'trition': expected one of auto, reference, torch, triton"
+    ):
+        NSAttention(24, 4, 2, backend="trition")
+
+
+def test_torch_func_is_refused_with_the_way_out() -> None:
+    """Except on the reference, where it gives the gradient of autograd."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 20, 24)
+    layers = {name: NSAttention(24, 4, 2, nsa=TINY_NSA, backend=name) for name in ("torch", "reference")}
+    layers["reference"].load_state_dict(layers["torch"].state_dict())
+    for transform in (
+        torch.func.grad(lambda x: layers["torch"](x).sum()),
+        torch.func.vmap(lambda x: layers["torch"](x[None])[0]),
+    ):
+        with pytest.raises(NotImplementedError, match=r"torch\.func.*backend = 'torch'.*use backend='reference'"):
+            transform(x)
+    by_func = torch.func.grad(lambda x: layers["reference"](x).pow(2).sum())(x)
+    x.requires_grad_()
+    layers["torch"](x).pow(2).sum().backward()
+    torch.testing.assert_close(by_func, x.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_dynamically_quantized_layers_run() -> None:
+    """Linear layers without a weight attribute: the layer finds its dtype elsewhere."""
+    torch.manual_seed(0)
+    layer, x = NSAttention(24, 4, 2, nsa=TINY_NSA).eval(), torch.randn(2, 40, 24)
+    model, tokens = NSATransformer(tiny_config(), seed=5).eval(), sample_tokens(2, 40)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # torch.ao is deprecated
+        for module, inputs in ((layer, x), (model, tokens)):
+            quantized = torch.ao.quantization.quantize_dynamic(module, {nn.Linear}, dtype=torch.qint8)
+            assert not any(type(part) is nn.Linear for part in quantized.modules())
+            exact = module(inputs)
+            assert 0 < (quantized(inputs) - exact).norm() / exact.norm() < 0.05
+
+
+def test_jit_trace_is_refused_with_the_reason() -> None:
+    model = NSATransformer(ModelConfig(**{**tiny_config().model_dump(), "nsa": NSAConfig()}), seed=5).eval()
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace: .*only for the length.*use torch\.export\.export"):
+        torch.jit.trace(model, (sample_tokens(1, 20),))
+    layer = NSAttention(24, 4, 2, nsa=TINY_NSA)
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace"):
+        torch.jit.trace(layer, (torch.randn(1, 20, 24),))
