@@ -7,6 +7,7 @@ it attends to, not on the capacity of the cache or the length of other sequences
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
@@ -14,18 +15,18 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, scaled_dot_product_attention
+from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
-from nsa_lab.attention import fp32_selection, geometry, kernels, reference, torch_backend
+from nsa_lab.attention import fp32_selection, geometry, input_checks, kernels, reference, torch_backend
 from nsa_lab.attention.dispatch import resolve_backend
 from nsa_lab.attention.layer_cache import LayerCache
 from nsa_lab.attention.layout import Span
 from nsa_lab.attention.reference import get_definition_dtype
 from nsa_lab.attention.torch_backend import (
     CHUNK_BYTES,
+    compute_importance,
     from_group_rows,
     get_accumulation_dtype,
-    sum_over_selection_blocks,
     to_group_rows,
 )
 from nsa_lab.config import NSAConfig
@@ -37,7 +38,7 @@ MAX_GATHER_QUERIES = 8
 
 def cached_attention(
     q: Tensor,
-    gates: Tensor,
+    gates: Tensor | None,
     cache: LayerCache,
     lengths: Tensor,
     nsa: NSAConfig,
@@ -46,12 +47,33 @@ def cached_attention(
     selection_nsa: NSAConfig | None = None,
     backend: str = "torch",
 ) -> Tensor:
-    """Return the gated sum of the three branches (eq. 5) for S >= 1 new tokens of each sequence, [B, S, H, d_v].
+    """Return the output of `attend_and_select`, [B, S, H, d_v]."""
+    return attend_and_select(q, gates, cache, lengths, nsa, index_q=index_q, selection_nsa=selection_nsa, backend=backend)[
+        0
+    ]
 
-    q [B, S, H, d_k] and gates [B, S, H, 3] (cmp, sel, win) belong to tokens whose keys are in the cache already.
-    `lengths`, int32 [B] on q's device: the number of tokens of each sequence before the new ones, so query s of row b is at
-    position lengths[b] + s. `index_q` [B, S, G, .] and `selection_nsa`: the queries of an indexer and the geometry of
-    `cache.k_index`. Without them, the scores of the compressed branch select the blocks (eq. 8, 9).
+
+def attend_and_select(
+    q: Tensor,
+    gates: Tensor | None,
+    cache: LayerCache,
+    lengths: Tensor,
+    nsa: NSAConfig,
+    *,
+    index_q: Tensor | None = None,
+    selection_nsa: NSAConfig | None = None,
+    blocks: Tensor | None = None,
+    backend: str = "torch",
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gated sum of the branches (eq. 5) for S >= 1 new tokens of each sequence, and their selected blocks.
+
+    [B, S, H, d_v], and int32 [B, S, G, n_sel]; None without a selected branch.
+
+    q [B, S, H, d_k] and gates [B, S, H, branches], in the order cmp, sel, win (None for a single branch), belong to tokens
+    whose keys are in the cache already. `lengths`, int32 [B] on q's device: the number of tokens of each sequence before
+    the new ones, so query s of row b is at position lengths[b] + s. `index_q` [B, S, H', .] and `selection_nsa`: queries
+    that score `cache.k_index`, and `nsa` with the geometry of these keys, for an indexer or mean keys. `blocks`: the
+    selected blocks. Without either, the scores of the compressed branch select the blocks (eq. 8, 9).
 
     Queries at positions past the last row of the cache are padding; their output is undefined. There are no gradients. A
     non-finite value in a chunk can affect all queries of its sequence in that chunk.
@@ -59,23 +81,40 @@ def cached_attention(
     `backend`: "torch" runs on every device and synchronizes with the host to read `lengths`; "triton" does not synchronize
     and can be captured in a CUDA graph.
 
-    Raise ValueError if the window ring is too small or an indexer's queries come without its keys, NotImplementedError for
-    another backend or a shape that the kernels do not support, and BackendError if the kernels cannot run.
+    Raise ValueError if the window ring is too small or queries for selection come without their keys, NotImplementedError
+    for another backend or a shape that the kernels do not support, and BackendError if the kernels cannot run.
     """
-    _check_cache(q, cache, nsa, index_q, selection_nsa)
+    _check_cache(q, gates, cache, nsa, index_q, selection_nsa, blocks)
     _check_backend("cached_attention", backend)
     if backend == "triton":
-        resolve_backend(q.device, q.dtype, nsa, backend=backend)
-        return kernels.cached_attention(q, gates, cache, lengths, nsa, index_q=index_q, selection_nsa=selection_nsa)
-
-    def attend(rows: slice, queries: slice, start: int) -> Tensor:
-        index = rows, queries
-        indexer_queries = None if index_q is None else index_q[index]
-        return _attend_branches(
-            q[index], gates[index], cache.slice_batch(rows), start, nsa, indexer_queries, selection_nsa or nsa
+        resolve_backend(q.device, q.dtype, selection_nsa or nsa, backend=backend)
+        return kernels.cached_attention(
+            q, gates, cache, lengths, nsa, index_q=index_q, selection_nsa=selection_nsa, blocks=blocks
         )
 
-    return _attend_equal_lengths(attend, q, cache.k_sel, cache.v_sel, lengths)
+    def attend(rows: slice, queries: slice, start: int) -> tuple[Tensor, Tensor | None]:
+        chunk_gates, indexer_queries, given_blocks = (
+            x if x is None else x[rows, queries] for x in (gates, index_q, blocks)
+        )
+        return _attend_branches(
+            q[rows, queries],
+            chunk_gates,
+            cache.slice_batch(rows),
+            start,
+            nsa,
+            indexer_queries,
+            selection_nsa or nsa,
+            given_blocks,
+        )
+
+    return _attend_equal_lengths(attend, q, lengths, _get_capacity(cache, nsa))
+
+
+def _get_capacity(cache: LayerCache, nsa: NSAConfig) -> int:
+    """Return the number of tokens that fit in the cache, or a larger number for which no row is missing."""
+    if cache.k_sel is not None:
+        return cache.k_sel.shape[1]
+    return sys.maxsize if cache.k_cmp is None else geometry.max_length(cache.k_cmp.shape[1], nsa)
 
 
 def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, backend: str = "torch") -> Tensor:
@@ -89,10 +128,10 @@ def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, 
     if backend == "triton":
         return kernels.cached_dense_attention(q, k, v, lengths)
 
-    def attend(rows: slice, queries: slice, start: int) -> Tensor:
-        return _attend_dense(q[rows, queries], k[rows], v[rows], start)
+    def attend(rows: slice, queries: slice, start: int) -> tuple[Tensor, None]:
+        return _attend_dense(q[rows, queries], k[rows], v[rows], start), None
 
-    return _attend_equal_lengths(attend, q, k, v, lengths)
+    return _attend_equal_lengths(attend, q, lengths, k.shape[1])[0]
 
 
 def _check_backend(function: str, backend: str) -> None:
@@ -102,20 +141,32 @@ def _check_backend(function: str, backend: str) -> None:
 
 @torch.no_grad()
 def _attend_equal_lengths(
-    attend: Callable[[slice, slice, int], Tensor], q: Tensor, k: Tensor, v: Tensor, lengths: Tensor
-) -> Tensor:
-    """Apply `attend` to each run of rows with equal length and concatenate the outputs to [B, S, H, d_v].
+    attend: Callable[[slice, slice, int], tuple[Tensor, Tensor | None]],
+    q: Tensor,
+    lengths: Tensor,
+    capacity: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Apply `attend` to each run of rows with equal length. Return the outputs [B, S, H, d_v] and the blocks.
 
-    Queries at positions past the end of the cache are padding and get zeros.
+    Queries at positions past the `capacity` are padding and get zeros and no blocks.
     """
     outputs: list[Tensor] = []
+    all_blocks: list[Tensor] = []
     for rows, start in _group_equal_lengths(lengths):
-        n_valid = max(min(q.shape[1], k.shape[1] - start), 0)
-        parts = [attend(rows, slice(n_valid), start).to(q.dtype)] if n_valid else []
-        if n_valid < q.shape[1]:
-            parts.append(q.new_zeros(rows.stop - rows.start, q.shape[1] - n_valid, q.shape[2], v.shape[3]))
-        outputs.append(_concatenate(parts))
-    return _concatenate(outputs, dim=0)
+        n_valid = max(min(q.shape[1], capacity - start), 0)
+        # Without a valid query, one is computed for the shapes of its results.
+        output, blocks = attend(rows, slice(max(n_valid, 1)), min(start, capacity - 1))
+        outputs.append(_pad_queries(output.to(q.dtype), n_valid, q.shape[1], 0))
+        if blocks is not None:
+            all_blocks.append(_pad_queries(blocks, n_valid, q.shape[1], -1))
+    return _concatenate(outputs, dim=0), _concatenate(all_blocks, dim=0) if all_blocks else None
+
+
+def _pad_queries(x: Tensor, n_valid: int, n_queries: int, value: int) -> Tensor:
+    """Return the first `n_valid` queries of x [B, S, ...], padded to `n_queries`."""
+    if n_valid == n_queries:
+        return x
+    return pad(x[:, :n_valid], (0, 0, 0, 0, 0, n_queries - n_valid), value=value)
 
 
 def _attend_dense(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
@@ -150,17 +201,31 @@ def _concatenate(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
 
 
 def _check_cache(
-    q: Tensor, cache: LayerCache, nsa: NSAConfig, index_q: Tensor | None, selection_nsa: NSAConfig | None
+    q: Tensor,
+    gates: Tensor | None,
+    cache: LayerCache,
+    nsa: NSAConfig,
+    index_q: Tensor | None,
+    selection_nsa: NSAConfig | None,
+    blocks: Tensor | None,
 ) -> None:
-    required, ring = geometry.ring_slots(q.shape[1], nsa), cache.k_win.shape[1]
-    if ring < required:
-        raise ValueError(
-            f"cached_attention: k_win is a ring of {ring} slots, {q.shape[1]} queries with w = {nsa.w} need {required}; "
-            "use a larger ring or fewer queries per call"
-        )
+    input_checks.check_gate_columns(q, gates, sum(k is not None for k in (cache.k_cmp, cache.k_sel, cache.k_win)))
+    if cache.k_win is not None:
+        required, ring = geometry.ring_slots(q.shape[1], nsa), cache.k_win.shape[1]
+        # A ring with a slot for every token never wraps.
+        if ring < required and (cache.k_sel is None or ring < cache.k_sel.shape[1]):
+            raise ValueError(
+                f"cached_attention: k_win is a ring of {ring} slots, {q.shape[1]} queries with w = {nsa.w} need "
+                f"{required}; use a larger ring or fewer queries per call"
+            )
     if len({index_q is None, selection_nsa is None, cache.k_index is None}) > 1:
         raise ValueError(
             "cached_attention: index_q, selection_nsa and cache.k_index belong together; give all three or none"
+        )
+    if cache.k_sel is not None and cache.k_cmp is None and index_q is None and blocks is None:
+        raise ValueError(
+            "cached_attention: a cache without a compressed branch: expected blocks or index_q, which select blocks, got "
+            "neither; pass one of them"
         )
 
 
@@ -175,27 +240,37 @@ def _group_equal_lengths(lengths: Tensor) -> Iterator[tuple[slice, int]]:
 
 def _attend_branches(
     q: Tensor,
-    gates: Tensor,
+    gates: Tensor | None,
     cache: LayerCache,
     start: int,
     nsa: NSAConfig,
     index_q: Tensor | None,
     selection_nsa: NSAConfig,
-) -> Tensor:
-    """Compute `cached_attention` for sequences that all have `start` earlier tokens, in chunks of queries."""
-    results: list[tuple[Tensor, Tensor, Tensor]] = []
+    blocks: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute `attend_and_select` for sequences that all have `start` earlier tokens, in chunks of queries."""
+    outs: dict[str, list[Tensor]] = {"cmp": [], "sel": [], "win": []}
+    selections: list[Tensor] = []
     for rows in _split_queries(q, start, nsa, selection_nsa):
-        chunk_q, chunk_start = q[:, rows], start + rows.start
-        p, out_cmp = _attend_compressed(chunk_q, cache.k_cmp, cache.v_cmp, chunk_start, nsa)
-        scoring = chunk_q, cache.k_cmp
+        chunk_q, chunk_start, scoring, p = q[:, rows], start + rows.start, None, None
+        if cache.k_cmp is not None and cache.v_cmp is not None:
+            p, out = _attend_compressed(chunk_q, cache.k_cmp, cache.v_cmp, chunk_start, nsa)
+            outs["cmp"].append(out)
+            scoring = chunk_q, cache.k_cmp
         if index_q is not None and cache.k_index is not None:
             scoring = index_q[:, rows], cache.k_index
             p = _compute_probabilities(*scoring, chunk_start, selection_nsa)
-        out_win = _attend_window(chunk_q, cache.k_win, cache.v_win, chunk_start, nsa)
-        results.append((out_cmp, _select_blocks(p, *scoring, chunk_start, nsa, selection_nsa), out_win))
-    out_cmp, blocks, out_win = map(_concatenate, zip(*results, strict=True))
-    attend_selected = _attend_selected_by_gather if q.shape[1] <= MAX_GATHER_QUERIES else _attend_selected_by_chunk
-    return reference.combine(out_cmp, attend_selected(q, cache.k_sel, cache.v_sel, blocks, start, nsa), out_win, gates)
+        if cache.k_sel is not None and blocks is None:
+            assert scoring is not None and p is not None, "_check_cache requires scores"
+            selections.append(_select_blocks(p, *scoring, chunk_start, nsa, selection_nsa))
+        if cache.k_win is not None and cache.v_win is not None:
+            outs["win"].append(_attend_window(chunk_q, cache.k_win, cache.v_win, chunk_start, nsa))
+    if cache.k_sel is not None and cache.v_sel is not None:
+        blocks = _concatenate(selections) if blocks is None else blocks
+        attend_selected = _attend_selected_by_gather if q.shape[1] <= MAX_GATHER_QUERIES else _attend_selected_by_chunk
+        outs["sel"].append(attend_selected(q, cache.k_sel, cache.v_sel, blocks, start, nsa))
+    branches = [_concatenate(parts) for parts in outs.values() if parts]
+    return branches[0] if gates is None else reference.combine(*branches, gates), blocks
 
 
 def _split_queries(q: Tensor, start: int, nsa: NSAConfig, selection_nsa: NSAConfig) -> Iterator[slice]:
@@ -279,9 +354,7 @@ def _select_blocks(p: Tensor, q: Tensor, k: Tensor, first: int, nsa: NSAConfig, 
 
 def _compute_importance(p: Tensor, first: int, nsa: NSAConfig, selection_nsa: NSAConfig) -> Tensor:
     """Return the importance of every selection block, [B, C, G, blocks], from probabilities p [B, G, C, ., N]."""
-    return sum_over_selection_blocks(p.sum(3), geometry.num_selection(first + p.shape[2], nsa), selection_nsa).transpose(
-        1, 2
-    )
+    return compute_importance(p, geometry.num_selection(first + p.shape[2], nsa), selection_nsa).transpose(1, 2)
 
 
 def _attend_selected_by_gather(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, first: int, nsa: NSAConfig) -> Tensor:

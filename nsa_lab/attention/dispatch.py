@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_lab.attention import flash, input_checks, kernels, reference, torch_backend
+from nsa_lab.attention import flash, geometry, input_checks, kernels, reference, torch_backend
 from nsa_lab.attention.compile_utils import disable_compile
+from nsa_lab.attention.compression import compress
 from nsa_lab.attention.layout import Layout, Span
 from nsa_lab.attention.transforms import check_no_transform
 from nsa_lab.config import ModelConfig, NSAConfig, UsageError
@@ -74,7 +75,8 @@ def resolve_backend(
     device_problem = kernels.find_device_problem(device, dtype)
     # Without `model`, head widths are unknown here; the kernels check them when they are called.
     widths = () if model is None else (model.d_k, model.d_v, model.index_width if model.has_indexer else None)
-    shape_problem = kernels.find_shape_problem(nsa, *widths)
+    scoring_nsa = geometry.get_scoring_geometry(nsa) if model is None else model.selection_nsa
+    shape_problem = kernels.find_shape_problem(nsa, *widths) or kernels.find_scoring_problem(scoring_nsa)
     if backend == "triton":
         if device_problem:
             raise BackendError(f"backend = 'triton' cannot run: {device_problem}")
@@ -150,13 +152,13 @@ def window_attention(
 
 def nsa_attention(
     q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_sel: Tensor,
-    v_sel: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    gates: Tensor,
+    k_cmp: Tensor | None,
+    v_cmp: Tensor | None,
+    k_sel: Tensor | None,
+    v_sel: Tensor | None,
+    k_win: Tensor | None,
+    v_win: Tensor | None,
+    gates: Tensor | None,
     nsa: NSAConfig,
     *,
     blocks: Tensor | None = None,
@@ -164,37 +166,46 @@ def nsa_attention(
     span: Span | None = None,
     layout: Layout | None = None,
 ) -> Tensor:
-    """Return the gated sum of the three branches (eq. 5), [B, T, H, Dv].
+    """Return the gated sum of the branches (eq. 5), [B, T, H, Dv].
 
-    q [B, T, H, D]; k_cmp, v_cmp [B, N, G, .]; k_sel, v_sel, k_win, v_win [B, T, G, .]; gates [B, T, H, 3] in the order
-    cmp, sel, win. All branches have the same G and Dv, and all tensors the same dtype.
+    q [B, T, H, D]; k_cmp, v_cmp [B, N, G, .]; k_sel, v_sel, k_win, v_win [B, T, G, .]; None for keys and values of a branch
+    that does not exist. gates [B, T, H, branches], one column per branch that exists, in the order cmp, sel, win; None for
+    a single branch, whose output is returned. All branches have the same G and Dv, and all tensors the same dtype.
 
     `blocks`: int32 [B, T, G, n_sel] as returned by `select_blocks`; None: select by the scores of the compressed branch
-    (eq. 9 to 11). `backend`: a name, or the result of `resolve_backend`. `layout`: the layout of a packed span for `nsa`.
+    (eq. 9 to 11), or of the mean key of each block if `nsa.scores` is mean_key. `backend`: a name, or the result of
+    `resolve_backend`. `layout`: the layout of a packed span for `nsa`.
 
-    Raise the errors of the four functions above, and TypeError if `nsa` is not an NSAConfig. Only `reference` supports
-    `torch.func` (vmap, grad, jvp).
+    Raise the errors of the four functions above, ValueError if `nsa.scores` needs tensors that are not given, and TypeError
+    if `nsa` is not an NSAConfig. Only `reference` supports `torch.func` (vmap, grad, jvp).
     """
     tensors = q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates
     if layout is None:
-        input_checks.check_compressed(q, k_cmp, v_cmp, nsa, span)
-        input_checks.check_raw(q, k_sel, v_sel, span, "_sel")
-        input_checks.check_raw(q, k_win, v_win, span, "_win")
-        input_checks.check_branches((k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win))
-        input_checks.check_gates(q, gates)
+        input_checks.check_branch_inputs(*tensors, nsa, span)
         if blocks is not None:
             input_checks.check_blocks(q, k_sel, blocks, nsa, span)
     modules, span_kwargs = _get_modules(backend, q, nsa, span if layout is None else None), _get_span_kwargs(span, layout)
+    if layout is not None and any(module is not kernels for module in modules.values()):
+        return _nsa_attention_uncompiled(*tensors, nsa, blocks=blocks, backend=backend, span=span)
+    if k_sel is not None and blocks is None:
+        input_checks.check_scores(k_cmp, nsa)
+        scoring_nsa = geometry.get_scoring_geometry(nsa)
+        if scoring_nsa is not nsa:
+            keys = compress(k_sel.detach(), scoring_nsa, span=span)
+            blocks = score_and_select_blocks(q, keys, scoring_nsa, backend=backend, span=span)
     if all(module is kernels for module in modules.values()):
         return kernels.nsa_attention(*tensors, nsa, blocks=blocks, **span_kwargs)
-    if layout is not None:
-        return _nsa_attention_uncompiled(*tensors, nsa, blocks=blocks, backend=backend, span=span)
-    out_cmp, lse = modules["compressed"].compressed_attention(q, k_cmp, v_cmp, nsa, **span_kwargs)
-    if blocks is None:
-        blocks = modules["selection"].select_blocks(q, k_cmp, lse, nsa, **span_kwargs)
-    out_sel, _ = modules["selected"].selected_attention(q, k_sel, v_sel, blocks, nsa, **span_kwargs)
-    out_win, _ = modules["window"].window_attention(q, k_win, v_win, nsa, **span_kwargs)
-    return modules["combine"].combine(out_cmp, out_sel, out_win, gates)
+    outs: list[Tensor] = []
+    if k_cmp is not None and v_cmp is not None:
+        out, lse = modules["compressed"].compressed_attention(q, k_cmp, v_cmp, nsa, **span_kwargs)
+        outs.append(out)
+        if k_sel is not None and blocks is None:
+            blocks = modules["selection"].select_blocks(q, k_cmp, lse, nsa, **span_kwargs)
+    if k_sel is not None and v_sel is not None:
+        outs.append(modules["selected"].selected_attention(q, k_sel, v_sel, blocks, nsa, **span_kwargs)[0])
+    if k_win is not None and v_win is not None:
+        outs.append(modules["window"].window_attention(q, k_win, v_win, nsa, **span_kwargs)[0])
+    return outs[0] if gates is None else modules["combine"].combine(*outs, gates)
 
 
 @torch.no_grad()
@@ -215,12 +226,7 @@ def score_and_select_blocks(
     """
     if layout is None:
         input_checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
-    resolve_nsa = nsa
-    # Backends that are already resolved are not checked again, because a copied configuration would break the traced graph.
-    if isinstance(backend, str) and q.shape[2] == k_cmp.shape[2] and nsa.l == nsa.d:
-        # The kernels' limit on strides per selection block does not apply to one head with blocks that do not overlap.
-        resolve_nsa = nsa.model_copy(update={"l": nsa.l_sel, "d": nsa.l_sel})
-    module = _get_modules(backend, q, resolve_nsa, span if layout is None else None)["selection"]
+    module = _get_modules(backend, q, nsa, span if layout is None else None)["selection"]
     if layout is not None and module is not kernels:
         return _score_and_select_blocks_uncompiled(q, k_cmp, nsa, backend=backend, span=span)
     return module.select_blocks(q, k_cmp, None, nsa, **_get_span_kwargs(span, layout))

@@ -91,13 +91,20 @@ def _compute_ranks(importance: Tensor, nsa: NSAConfig, first: int) -> Tensor:
     if n_missing > 0:
         importance = pad(importance, (0, n_missing))
     n_candidates = tuple(geometry.num_selection(first + query + 1, nsa) for query in range(importance.shape[1]))
-    is_free, forced_ranks = _build_forced_ranks(n_candidates, importance.shape[-1], importance.dtype, importance.device)
+    is_free, forced_ranks = _build_forced_ranks(
+        n_candidates, nsa.sink_blocks, nsa.local_blocks, importance.shape[-1], importance.dtype, importance.device
+    )
     return torch.where(is_free, importance, forced_ranks)
 
 
 @lru_cache(maxsize=256)  # a batch can have as many lengths as sequences
 def _build_forced_ranks(
-    n_candidates: tuple[int, ...], n_blocks: int, dtype: torch.dtype, device: torch.device
+    n_candidates: tuple[int, ...],
+    sink_blocks: int,
+    local_blocks: int,
+    n_blocks: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """Return which blocks are ranked by importance, bool [C, 1, blocks], and the ranks of the other blocks.
 
@@ -107,6 +114,6 @@ def _build_forced_ranks(
     with torch.inference_mode(False):  # the cached tensors serve callers in and outside of inference mode
         ranks = torch.zeros(len(n_candidates), 1, n_blocks, dtype=dtype)
         for rank, end in zip(ranks[:, 0], n_candidates, strict=True):
-            rank[0] = rank[max(end - 2, 0) : end] = float("inf")
+            rank[:sink_blocks] = rank[max(end - local_blocks, 0) : end] = float("inf")
             rank[end:] = float("-inf")
         return (ranks == 0).to(device), ranks.to(device)

@@ -24,6 +24,11 @@ def num_compressed(length: int, nsa: NSAConfig) -> int:
     return 0 if length < nsa.l else (length - nsa.l) // nsa.d + 1
 
 
+def max_length(n_compressed: int, nsa: NSAConfig) -> int:
+    """Return the largest number of tokens that have at most `n_compressed` compression blocks."""
+    return n_compressed * nsa.d + nsa.l - 1
+
+
 def num_selection(length: int, nsa: NSAConfig) -> int:
     """Return the number of selection blocks in `length` tokens; the last one can be incomplete."""
     return -(-length // nsa.l_sel)
@@ -71,16 +76,29 @@ def overlap_at(
     return shared.clamp_min(0).to(dtype) / nsa.d
 
 
+def get_scoring_geometry(nsa: NSAConfig) -> NSAConfig:
+    """Return the geometry of the keys whose scores select blocks: `nsa`, or one mean key per selection block.
+
+    For nsa.scores = mean_key, block i of l = d = l_sel tokens is selection block i, and its mean is its key.
+    """
+    if nsa.scores != "mean_key":
+        return nsa
+    return nsa.model_copy(update={"l": nsa.l_sel, "d": nsa.l_sel, "phi": "avg"})
+
+
 def own_block(position: torch.Tensor, nsa: NSAConfig) -> torch.Tensor:
     """Return the selection block that contains `position` (any integer shape)."""
     return position // nsa.l_sel
 
 
 def forced_blocks(position: torch.Tensor, n_selection: int, nsa: NSAConfig) -> torch.Tensor:
-    """Return the always-selected blocks, bool [..., n_selection]: the first, the query's own and the one before it."""
+    """Return the always-selected blocks, bool [..., n_selection]: the first `sink_blocks` and the latest `local_blocks`.
+
+    Blocks after the query's own are not included.
+    """
     block = torch.arange(n_selection, device=position.device)
     own = own_block(position, nsa).unsqueeze(-1)
-    return (block == 0) | (block == own) | (block == own - 1)
+    return (block <= own) & ((block < nsa.sink_blocks) | (block > own - nsa.local_blocks))
 
 
 def candidate_blocks(position: torch.Tensor, n_selection: int, nsa: NSAConfig) -> torch.Tensor:

@@ -21,7 +21,7 @@ AXIS_NAMES = {
     "k_cmp": "[B, N, G, D]: batch, compressed blocks, key/value groups, head width",
     "lse": "[B, T, H]: batch, time, query heads",
     "blocks": "[B, T, G, n_sel]: batch, time, key/value groups, blocks",
-    "gates": "[B, T, H, 3]: batch, time, query heads, branches (cmp, sel, win)",
+    "gates": "[B, T, H, branches]: batch, time, query heads, branches that exist (cmp, sel, win)",
 }
 
 
@@ -40,13 +40,18 @@ def check_keys(name: str, x: Tensor, span: Span | None) -> None:
         raise ValueError(f"{name}: {span} has {span.n_keys} keys, and {name} {tuple(x.shape)} has {x.shape[1]}{hint}")
 
 
+def check_config(nsa: NSAConfig) -> None:
+    """Raise TypeError if `nsa` is not an NSAConfig."""
+    if not isinstance(nsa, NSAConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"nsa: expected an NSAConfig, got {type(nsa).__name__}; NSAConfig() is the paper's")
+
+
 def check_compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig, span: Span | None) -> None:
     """Raise ValueError unless q [B, T, H, D], k_cmp [B, N, G, D] and v_cmp [B, N, G, Dv] are consistent.
 
     Raise TypeError if `nsa` is not an NSAConfig.
     """
-    if not isinstance(nsa, NSAConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"nsa: expected an NSAConfig, got {type(nsa).__name__}; NSAConfig() is the paper's")
+    check_config(nsa)
 
     def count_keys(n_queries: int) -> int:
         return geometry.num_compressed(n_queries, nsa) if span is None else span.num_compressed(nsa)
@@ -74,12 +79,14 @@ def check_lse(q: Tensor, lse: Tensor) -> None:
     _check_same_device("lse", lse, q)
 
 
-def check_blocks(q: Tensor, k: Tensor, blocks: Tensor, nsa: NSAConfig, span: Span | None = None) -> None:
-    """Raise ValueError unless blocks is int32 [B, T, G, n_sel] on q's device.
+def check_blocks(q: Tensor, k: Tensor | None, blocks: Tensor, nsa: NSAConfig, span: Span | None = None) -> None:
+    """Raise ValueError unless blocks is int32 [B, T, G, n_sel] on q's device, and there is a branch (k) that reads them.
 
     On the CPU, also check the values: each is -1 or the index of an existing block (packed: of the longest document), and
     no block occurs twice for one query. On other devices this check would synchronize with the host, so it is skipped.
     """
+    if k is None:
+        raise ValueError("blocks: expected None without a selected branch (k_sel is None), got a tensor; remove blocks=")
     _check_shape("blocks", blocks, (q.shape[0], q.shape[1], k.shape[2], nsa.n_sel), AXIS_NAMES["blocks"])
     if blocks.dtype != torch.int32:
         raise ValueError(f"blocks: expected int32, got {blocks.dtype}; use blocks.int()")
@@ -96,21 +103,82 @@ def check_blocks(q: Tensor, k: Tensor, blocks: Tensor, nsa: NSAConfig, span: Spa
         )
 
 
-def check_gates(q: Tensor, gates: Tensor) -> None:
-    """Raise ValueError unless gates is [B, T, H, 3] in q's dtype, on q's device."""
-    _check_shape("gates", gates, (*q.shape[:3], 3), AXIS_NAMES["gates"])
+def check_gates(q: Tensor, gates: Tensor | None, n_branches: int) -> None:
+    """Raise ValueError unless gates is [B, T, H, n_branches] in q's dtype, on q's device; None for a single branch."""
+    check_gate_columns(q, gates, n_branches)
+    if gates is None:
+        return
     if gates.dtype != q.dtype:
         raise ValueError(f"gates: expected {q.dtype}, the dtype of q, got {gates.dtype}; use gates.to(q.dtype)")
     _check_same_device("gates", gates, q)
 
 
-def check_branches(keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
-    """Raise ValueError unless all branches have the same number of groups G and the same value width Dv."""
-    groups, widths = [k.shape[2] for k in keys], [v.shape[3] for v in values]
+def check_gate_columns(q: Tensor, gates: Tensor | None, n_branches: int) -> None:
+    """Raise ValueError unless gates is [B, T, H, n_branches], or None for a single branch."""
+    if gates is None or n_branches == 1:
+        if gates is not None or n_branches > 1:
+            found = "None" if gates is None else f"a tensor {tuple(gates.shape)}"
+            expected = (
+                "None: a single branch has no gate" if n_branches == 1 else f"one column for each of {n_branches} branches"
+            )
+            raise ValueError(f"gates: expected {expected}, got {found}")
+        return
+    _check_shape("gates", gates, (*q.shape[:3], n_branches), AXIS_NAMES["gates"])
+
+
+def check_branch_inputs(
+    q: Tensor,
+    k_cmp: Tensor | None,
+    v_cmp: Tensor | None,
+    k_sel: Tensor | None,
+    v_sel: Tensor | None,
+    k_win: Tensor | None,
+    v_win: Tensor | None,
+    gates: Tensor | None,
+    nsa: NSAConfig,
+    span: Span | None,
+) -> None:
+    """Raise ValueError unless the inputs of `nsa_attention` are consistent, and TypeError if `nsa` is not an NSAConfig.
+
+    A branch that does not exist has neither keys nor values.
+    """
+    check_config(nsa)
+    branches = {"cmp": (k_cmp, v_cmp), "sel": (k_sel, v_sel), "win": (k_win, v_win)}
+    present: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, (k, v) in branches.items():
+        if k is not None and v is not None:
+            present[name] = k, v
+        elif k is not None or v is not None:
+            missing, given = (f"v_{name}", f"k_{name}") if v is None else (f"k_{name}", f"v_{name}")
+            raise ValueError(f"{missing}: expected a tensor, as for {given}, got None; pass both, or None for both")
+    if not present:
+        raise ValueError("nsa_attention: expected keys and values of at least one branch, got None for all three")
+    for name, (k, v) in present.items():
+        if name == "cmp":
+            check_compressed(q, k, v, nsa, span)
+        else:
+            check_raw(q, k, v, span, f"_{name}")
+    groups, widths = [k.shape[2] for k, _ in present.values()], [v.shape[3] for _, v in present.values()]
     if len(set(groups)) > 1:
-        raise ValueError(f"the branches differ in key/value groups: k_cmp, k_sel, k_win have G = {groups}; use one G")
+        names = ", ".join(f"k_{name}" for name in present)
+        raise ValueError(f"the branches differ in key/value groups: {names} have G = {groups}; use one G")
     if len(set(widths)) > 1:
-        raise ValueError(f"the branches differ in value width: v_cmp, v_sel, v_win have Dv = {widths}; use one Dv")
+        names = ", ".join(f"v_{name}" for name in present)
+        raise ValueError(f"the branches differ in value width: {names} have Dv = {widths}; use one Dv")
+    check_gates(q, gates, len(present))
+
+
+def check_scores(k_cmp: Tensor | None, nsa: NSAConfig) -> None:
+    """Raise ValueError unless `nsa_attention` can select blocks as `nsa.scores` says."""
+    if nsa.scores == "indexer":
+        raise ValueError(
+            "blocks: nsa.scores = indexer: expected the blocks that an indexer selected, got None; pass blocks="
+        )
+    if nsa.scores != "mean_key" and k_cmp is None:
+        raise ValueError(
+            "blocks: nsa.scores = compressed (the default) needs keys of the compressed branch, and k_cmp is None; set "
+            "nsa.scores to mean_key, or pass blocks="
+        )
 
 
 def _check_heads(

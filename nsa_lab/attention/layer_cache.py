@@ -25,27 +25,28 @@ PoolWeights = tuple[Tensor, Tensor]
 
 
 class LayerCache(NamedTuple):
-    """Key/value cache of one NSA layer for B sequences. Rows beyond a sequence's length are never read and may be NaN."""
+    """Key/value cache of one NSA layer for B sequences; None for branches that do not exist.
 
-    k_cmp: Tensor
+    Rows beyond a sequence's length are never read and may be NaN.
+    """
+
+    k_cmp: Tensor | None = None
     """[B, N_max, G, d_k], block i covers tokens i*d .. i*d+l-1."""
-    v_cmp: Tensor
+    v_cmp: Tensor | None = None
     """[B, N_max, G, d_v]"""
-    k_sel: Tensor
+    k_sel: Tensor | None = None
     """[B, capacity, G, d_k]"""
-    v_sel: Tensor
+    v_sel: Tensor | None = None
     """[B, capacity, G, d_v]"""
-    k_win: Tensor
-    """[B, R, G, d_k], a ring: position p is in slot p % R, and R >= w + S - 1 for S new tokens."""
-    v_win: Tensor
+    k_win: Tensor | None = None
+    """[B, R, G, d_k], a ring: position p is in slot p % R, and R >= w + S - 1 for S new tokens, or R is the capacity."""
+    v_win: Tensor | None = None
     """[B, R, G, d_v]"""
     k_index: Tensor | None = None
-    """[B, N_index_max, G, index width], the indexer's compressed keys."""
+    """[B, N_index_max, G, index width], compressed keys that only select blocks."""
 
     def slice_batch(self, rows: slice) -> LayerCache:
         """Return views of the sequences in `rows`."""
-        if rows == slice(0, len(self.k_sel)):
+        if rows == slice(0, next(len(x) for x in self if x is not None)):
             return self
-        index = None if self.k_index is None else self.k_index[rows]
-        raw = self.k_sel[rows], self.v_sel[rows], self.k_win[rows], self.v_win[rows]
-        return LayerCache(self.k_cmp[rows], self.v_cmp[rows], *raw, index)
+        return LayerCache(*(None if x is None else x[rows] for x in self))

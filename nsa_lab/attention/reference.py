@@ -16,6 +16,8 @@ shapes; the functions here do not.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -62,6 +64,9 @@ def block_importance(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, s
 
     q [B, T, H, D], k_cmp [B, N, G, D], lse [B, T, H] from `compressed_attention` -> float32 [B, T, G, blocks]. The softmax
     is over the visible compressed blocks. Block indices are local to each document; blocks past its end get 0.
+
+    `nsa.head_reduction` = max: the largest probability of the group's heads for a compressed block, instead of the sum.
+    `nsa.block_reduction` = max: the largest of the compressed blocks that overlap a selection block, instead of the sum.
     """
     span = span or Span.full(q.shape[1])
     n_blocks = span.num_selection(nsa)
@@ -78,8 +83,8 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, nsa: NSAConfig, 
     """Return the n_sel blocks that each query and group attends to (eq. 11), int32 [B, T, G, n_sel], ascending, then -1.
 
     `lse` is the LSE of `compressed_attention` for q and k_cmp; None: compute it. Candidates are the blocks that start at or
-    before t (j*l_sel <= t). Block 0, the query's own block and the one before it are always selected and count towards
-    n_sel. The others are selected by importance, ties to the lower index. There is no gradient.
+    before t (j*l_sel <= t). The first `sink_blocks` and the latest `local_blocks`, the query's own included, are always
+    selected and count towards n_sel. The others are selected by importance, ties to the lower index. There is no gradient.
     """
     span = span or Span.full(q.shape[1])
     with torch.no_grad():
@@ -141,36 +146,47 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: S
     return _concatenate(list(map(attend_document, (span or Span.full(q.shape[1])).documents)))
 
 
-def combine(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
-    """Return the gated sum of the branches (eq. 5); gates [B, T, H, 3] in the order compressed, selected, window."""
-    g_cmp, g_sel, g_win = gates.unsqueeze(-1).unbind(-2)
-    return g_cmp * out_cmp + g_sel * out_sel + g_win * out_win
+def combine(*outs_and_gates: Tensor) -> Tensor:
+    """Return the gated sum of the branches (eq. 5): an output [B, T, H, Dv] for each, then gates [B, T, H, branches]."""
+    *outs, gates = outs_and_gates
+    return functools.reduce(torch.add, map(torch.mul, gates.unsqueeze(-1).unbind(-2), outs))
 
 
 def nsa_attention(
     q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_sel: Tensor,
-    v_sel: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    gates: Tensor,
+    k_cmp: Tensor | None,
+    v_cmp: Tensor | None,
+    k_sel: Tensor | None,
+    v_sel: Tensor | None,
+    k_win: Tensor | None,
+    v_win: Tensor | None,
+    gates: Tensor | None,
     nsa: NSAConfig,
     *,
     blocks: Tensor | None = None,
     span: Span | None = None,
 ) -> Tensor:
-    """Return the gated sum of the three branches, [B, T, H, Dv]. k_cmp and v_cmp are already compressed.
+    """Return the gated sum of the branches, [B, T, H, Dv]. k_cmp and v_cmp are already compressed.
 
-    `blocks` [B, T, G, n_sel]: the selected blocks; None: select by the compressed scores.
+    Keys and values of a branch that does not exist are None. gates: [B, T, H, branches], in the order cmp, sel, win; None
+    for a single branch, whose output is returned. `blocks` [B, T, G, n_sel]: the selected blocks; None: select as
+    `nsa.scores` says.
     """
-    out_cmp, lse = compressed_attention(q, k_cmp, v_cmp, nsa, span=span)
-    if blocks is None:
-        blocks = select_blocks(q, k_cmp, lse, nsa, span=span)
-    out_sel, _ = selected_attention(q, k_sel, v_sel, blocks, nsa, span=span)
-    out_win, _ = window_attention(q, k_win, v_win, nsa, span=span)
-    return combine(out_cmp, out_sel, out_win, gates)
+    outs: list[Tensor] = []
+    lse = None
+    if k_cmp is not None and v_cmp is not None:
+        out, lse = compressed_attention(q, k_cmp, v_cmp, nsa, span=span)
+        outs.append(out)
+    if k_sel is not None and v_sel is not None:
+        if blocks is None:
+            scoring_nsa = geometry.get_scoring_geometry(nsa)
+            keys = k_cmp if scoring_nsa is nsa else compress(k_sel, scoring_nsa, span=span)
+            assert keys is not None, "nsa.scores = compressed needs the compressed branch"
+            blocks = select_blocks(q, keys, lse if scoring_nsa is nsa else None, scoring_nsa, span=span)
+        outs.append(selected_attention(q, k_sel, v_sel, blocks, nsa, span=span)[0])
+    if k_win is not None and v_win is not None:
+        outs.append(window_attention(q, k_win, v_win, nsa, span=span)[0])
+    return outs[0] if gates is None else combine(*outs, gates)
 
 
 def _concatenate(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -189,7 +205,10 @@ def _compute_document_importance(q: Tensor, k_cmp: Tensor, lse: Tensor, document
     # Mask before exp: a query that sees no block has lse = -inf, and exp(s + inf) would be NaN or inf.
     p = torch.where(visible, scores - torch.where(torch.isneginf(lse), 0.0, lse), float("-inf")).exp()
     overlap_weights = geometry.overlap(N, geometry.num_selection(document.end, nsa), nsa, dtype=acc_dtype, device=q.device)
-    return (p.sum(dim=3) @ overlap_weights).float()
+    p = p.sum(dim=3) if nsa.head_reduction == "sum" else p.amax(dim=3)  # [B, T, G, N]
+    if nsa.block_reduction == "sum" or N == 0:
+        return (p @ overlap_weights).float()
+    return torch.where(overlap_weights > 0, p.unsqueeze(-1), 0.0).amax(dim=-2).float()
 
 
 def get_definition_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -57,7 +57,7 @@ def selection_loss(
         input_checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
         input_checks.check_raw(attention_q, k_sel, k_sel, span, "_sel")
         layout = (span or Span.full(q.shape[1])).layout(nsa, q.device)
-    acc_dtype, G = torch.promote_types(q.dtype, torch.float32), k_sel.shape[2]
+    G = k_sel.shape[2]
     # The number of kernel launches below does not depend on the documents.
     rows = sample_rows(q.shape[1], n_queries, q.device)
     document = find_documents_of_rows(rows, layout.bounds[0])
@@ -86,16 +86,17 @@ def selection_loss(
     # Disable autocast: targets from scores rounded to bfloat16 are too coarse.
     with torch.autocast(q.device.type, enabled=False):
         with torch.no_grad():
-            mass = _compute_attention_mass(
+            mass = _compute_attention(
                 _gather_queries(attention_q, rows, G), k_sel, first_key, first_key + t + 1, keys_of_query
-            )
+            ).mean(3)
             mass = mass.index_select(-1, text_keys.clamp_min(0)).masked_fill(text_keys == ABSENT, 0)
             mass = torch.unflatten(mass, -1, (n_blocks, nsa.l_sel)).sum(-1)  # [B, R, G, n_blocks]
-        probabilities = _compute_attention_mass(
+        probabilities = _compute_attention(
             _gather_queries(q, rows, G), k_cmp, first_compressed, first_compressed + n_visible, compressed_of_query
         )
-        overlap = geometry.overlap_at(compressed_starts, n_blocks, nsa, dtype=acc_dtype)
-        importance = probabilities @ overlap + MIN_IMPORTANCE
+        # A sum over heads and their mean give the same loss.
+        probabilities = probabilities.mean(3) if nsa.head_reduction == "sum" else probabilities.amax(3)
+        importance = _reduce_to_blocks(probabilities, compressed_starts, n_blocks, nsa) + MIN_IMPORTANCE
         is_free = is_free[:, None]
         log_share = importance.log() - (importance * is_free).sum(-1, keepdim=True).clamp_min(MIN_IMPORTANCE).log()
         return -(mass * is_free * log_share).sum() / (q.shape[0] * G * len(rows))
@@ -126,11 +127,11 @@ def sample_rows(length: int, count: int | None, device: torch.device | None = No
     return segment_starts[:-1] + offsets * segment_starts.diff() // GOLDEN_DENOMINATOR
 
 
-def _compute_attention_mass(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, document_rows: Tensor | None) -> Tensor:
+def _compute_attention(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, document_rows: Tensor | None) -> Tensor:
     """Return the attention of q [B, R, G, h, D] over the keys `start` .. `stop`-1, each [R], of k [B, N, G, D].
 
-    The mean over the h heads, [B, R, G, N]; or [B, R, G, S] over the keys that `document_rows` [R, S] gathers from k. 0 for
-    a query that sees no key.
+    Shape [B, R, G, h, N]; or [B, R, G, h, S] over the keys that `document_rows` [R, S] gathers from k. 0 for a query that
+    sees no key.
 
     All queries are multiplied with all keys: one large product is faster than copying each query's keys, and the gradient
     of a key is then not a sum over copies. A non-finite query or key makes only the probabilities that it takes part in
@@ -145,4 +146,18 @@ def _compute_attention_mass(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, d
     position = geometry.positions(0, scores.shape[-1], q.device)
     allowed = ((position >= start[:, None]) & (position < stop[:, None]))[None, :, None, None]
     scores = scores.masked_fill(is_nonfinite, torch.nan).masked_fill(~allowed, torch.finfo(scores.dtype).min)
-    return (scores.softmax(-1) * allowed).mean(3)
+    return scores.softmax(-1) * allowed
+
+
+def _reduce_to_blocks(p: Tensor, compressed_starts: Tensor, n_blocks: int, nsa: NSAConfig) -> Tensor:
+    """Reduce probabilities p [..., N] of compressed blocks that start at these positions [N] to blocks [..., n_blocks]."""
+    if nsa.block_reduction == "sum":
+        return p @ geometry.overlap_at(compressed_starts, n_blocks, nsa, dtype=p.dtype)
+    # The blocks that a compressed block overlaps are adjacent. Rows of padding have probability 0 for every query.
+    first_block = geometry.own_block(compressed_starts, nsa)
+    importance = p.new_zeros(*p.shape[:-1], n_blocks)
+    for next_block in range(geometry.num_selection(nsa.l - nsa.d, nsa) + 1):
+        is_overlapping = (first_block + next_block) * nsa.l_sel < compressed_starts + nsa.l
+        index = (first_block + next_block).clamp(0, n_blocks - 1).expand(p.shape)
+        importance = importance.scatter_reduce(-1, index, torch.where(is_overlapping, p, 0.0), "amax")
+    return importance

@@ -85,8 +85,8 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, nsa: NSAConfig, 
                 s = torch.unflatten(s, 2, (end - start, H // G))  # [B, G, C, h, n]
                 norm = _split_heads_groups_first(lse[:, chunk.query_rows], G, acc_dtype).unsqueeze(-1)
                 is_visible = geometry.sees_compressed(geometry.positions(start, end, q.device), n, nsa)
-                p = torch.where(is_visible.unsqueeze(1), s - norm, float("-inf")).exp().sum(3)  # [B, G, C, n]
-                importance = sum_over_selection_blocks(p, geometry.num_selection(end, nsa), nsa).float().transpose(1, 2)
+                p = torch.where(is_visible.unsqueeze(1), s - norm, float("-inf")).exp()  # [B, G, C, h, n]
+                importance = compute_importance(p, geometry.num_selection(end, nsa), nsa).float().transpose(1, 2)
                 blocks[:, chunk.query_rows] = reference.select_by_importance(importance, nsa, first=start)
     return blocks
 
@@ -331,18 +331,23 @@ def _scatter_add(grad: Tensor, tokens: Tensor, parts: Tensor) -> None:
     grad.transpose(1, 2).scatter_add_(2, index.expand_as(flat), flat)
 
 
-def sum_over_selection_blocks(p: Tensor, n_blocks: int, nsa: NSAConfig) -> Tensor:
-    """Map p [..., n] over compressed blocks to the importance [..., n_blocks] of selection blocks (eq. 9, without a
-    matrix).
+def compute_importance(p: Tensor, n_blocks: int, nsa: NSAConfig) -> Tensor:
+    """Reduce probabilities p [..., h, n] of heads and compressed blocks to the importance [..., n_blocks] of selection
+    blocks.
 
-    The two sums of eq. 9 are computed in sequence: each stride of d tokens sums the l/d compressed blocks that contain it,
-    then each selection block sums its l_sel/d strides.
+    As in `reference.block_importance`, without a matrix. The two sums of eq. 9 are computed in sequence: each stride of d
+    tokens sums the l/d compressed blocks that contain it, then each selection block sums its l_sel/d strides. Maxima
+    likewise.
     """
+    p = p.sum(-2) if nsa.head_reduction == "sum" else p.amax(-2)
     strides_per_block, n_before = nsa.l_sel // nsa.d, nsa.l // nsa.d - 1
     padded = pad(p, (n_before, n_blocks * strides_per_block - p.shape[-1]))
     strides = padded[..., n_before:]
     for shift in range(n_before):
-        strides = strides + padded[..., shift : shift + n_blocks * strides_per_block]
+        shifted = padded[..., shift : shift + n_blocks * strides_per_block]
+        strides = strides + shifted if nsa.block_reduction == "sum" else torch.maximum(strides, shifted)
+    if nsa.block_reduction == "max":
+        return torch.unflatten(strides, -1, (n_blocks, strides_per_block)).amax(-1)
     # A matrix product with ones takes 1/2 to 2/3 of the time of a sum over such a short dimension, for many queries.
     return torch.unflatten(strides, -1, (n_blocks, strides_per_block)) @ p.new_ones(strides_per_block)
 

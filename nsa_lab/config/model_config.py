@@ -13,9 +13,6 @@ BYTE_VOCAB_SIZE = 256
 # Short names of the branches, as used in code and records, in the order of the gates, and their names in text.
 BRANCHES = {"cmp": "compressed", "sel": "selected", "win": "window"}
 
-# Number of blocks that are always selected: the first, the query's own and the one before it.
-N_FORCED_BLOCKS = 3
-
 
 class NSAConfig(Section):
     """Block sizes and variants of Native Sparse Attention (arXiv 2502.11089, section 3.3).
@@ -29,7 +26,27 @@ class NSAConfig(Section):
     n_sel: int = Field(default=16, le=MAX_COUNT, description="number of selected blocks per query, including forced blocks")
     w: int = Field(default=512, ge=1, le=MAX_COUNT, description="sliding window in tokens, including the query's own")
     phi: Literal["avg", "linear", "mlp", "pool"] = Field(default="avg", description="compression operator")
-    gate: Literal["sigmoid", "softmax"] = Field(default="sigmoid", description="gate over the three branches")
+    gate: Literal["sigmoid", "softmax"] = Field(default="sigmoid", description="gate over the branches")
+    sink_blocks: int = Field(
+        default=1, ge=0, le=MAX_COUNT, description="number of first blocks that are always selected; they count in n_sel"
+    )
+    local_blocks: int = Field(
+        default=2,
+        ge=1,
+        le=MAX_COUNT,
+        description="number of latest blocks that are always selected, the query's own included; they count in n_sel",
+    )
+    scores: Literal["compressed", "mean_key", "indexer"] | None = Field(
+        default=None,
+        description="scores that select the blocks: of the compressed branch (eq. 9), of the mean key of each block, or of "
+        "an indexer; None: indexer if model.indexer_block is set, otherwise compressed",
+    )
+    head_reduction: Literal["sum", "max"] = Field(
+        default="sum", description="how the scores of the query heads of a group are reduced to one (eq. 10: sum)"
+    )
+    block_reduction: Literal["sum", "max"] = Field(
+        default="sum", description="how the scores of the keys in a block are reduced to one (eq. 9: sum)"
+    )
 
     @model_validator(mode="after")
     def _check_geometry(self) -> NSAConfig:
@@ -41,12 +58,18 @@ class NSAConfig(Section):
                     f"nsa.{name} = {length} is not a multiple of nsa.d = {self.d}; "
                     f"use nsa.{name} = {low} or {low + self.d}, or a stride that divides {length}"
                 )
-        if self.n_sel < N_FORCED_BLOCKS:
+        if self.n_sel < self.n_forced:
             raise ValueError(
-                f"nsa.n_sel = {self.n_sel} is too small for the three forced blocks "
-                f"(the first, the current and the one before it); use nsa.n_sel >= {N_FORCED_BLOCKS}"
+                f"nsa.n_sel = {self.n_sel} is too small for the {self.n_forced} blocks that are always selected "
+                f"(nsa.sink_blocks = {self.sink_blocks}, nsa.local_blocks = {self.local_blocks}); "
+                f"use nsa.n_sel >= {self.n_forced}"
             )
         return self
+
+    @property
+    def n_forced(self) -> int:
+        """Number of blocks that are always selected: the first `sink_blocks` and the latest `local_blocks`."""
+        return self.sink_blocks + self.local_blocks
 
 
 class ModelConfig(Section):

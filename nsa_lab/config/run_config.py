@@ -153,6 +153,7 @@ DEFAULTS_OF_ADDED_KEYS: dict[str, dict[str, Any]] = {
         "ngram_rows": 32_768,
         "ngram_width": 128,
     },
+    "nsa": {"sink_blocks": 1, "local_blocks": 2, "scores": None, "head_reduction": "sum", "block_reduction": "sum"},
     "train": {
         "stall_action": "record",
         "decay_share": 0.2,

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from nsa_lab.config import NSAConfig, RecallConfig
-from nsa_lab.config.model_config import N_FORCED_BLOCKS
 from nsa_lab.data.recall import compute_max_fact_bytes, make_needle_task
 from nsa_lab.evaluate.ablations import run_ablations
 from nsa_lab.evaluate.block_selectors import check_is_sparse
@@ -79,16 +78,17 @@ def _compute_depths(length: int, nsa: NSAConfig, recall: RecallConfig, count: in
     """
     if length <= nsa.n_sel * nsa.l_sel:
         return f"{length} tokens are at most nsa.n_sel * nsa.l_sel = {nsa.n_sel * nsa.l_sel}: all blocks are selected"
-    if nsa.n_sel <= N_FORCED_BLOCKS:
+    if nsa.n_sel <= nsa.n_forced:
         return f"nsa.n_sel = {nsa.n_sel}: all selected blocks are forced"
     fact_length = compute_max_fact_bytes(recall)
     text_length = length - fact_length  # lower limit of the bytes before the question
     # The last query that needs the fact is the last token of the answer.
-    max_position = length - max(nsa.w, 2 * nsa.l_sel) - fact_length
-    if max_position <= nsa.l_sel:
+    max_position = length - max(nsa.w, nsa.local_blocks * nsa.l_sel) - fact_length
+    min_position = nsa.sink_blocks * nsa.l_sel
+    if max_position <= min_position:
         return (
-            f"{length} tokens have no room for a fact of {fact_length} bytes outside the first block and "
-            f"the window of {nsa.w}"
+            f"{length} tokens have no room for a fact of {fact_length} bytes outside the blocks that are always "
+            f"selected and the window of {nsa.w}"
         )
-    first, last = nsa.l_sel / text_length, min(max_position / text_length, 1.0)
+    first, last = min_position / text_length, min(max_position / text_length, 1.0)
     return [first + (last - first) * (number + 0.5) / count for number in range(count)]

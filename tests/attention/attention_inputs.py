@@ -146,7 +146,8 @@ CORNERS = {
 
 
 def to_brute_force_geometry(nsa: NSAConfig) -> brute_force.Geometry:
-    return brute_force.Geometry(nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w)
+    forced, reductions = (nsa.sink_blocks, nsa.local_blocks), (nsa.head_reduction, nsa.block_reduction)
+    return brute_force.Geometry(nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w, *forced, *reductions)
 
 
 def to_numpy(inputs: Inputs) -> list[np.ndarray]:

@@ -24,6 +24,10 @@ class Geometry(NamedTuple):
     l_sel: int
     n_sel: int
     w: int
+    sink: int = 1  # first blocks that are always selected
+    local: int = 2  # latest blocks that are always selected
+    over_heads: str = "sum"  # or max: how the scores of a group's heads are reduced
+    over_block: str = "sum"  # or max: how the scores of the keys in a block are reduced
 
 
 def compressed_blocks(length: int, geometry: Geometry) -> list[list[int]]:
@@ -145,7 +149,10 @@ def compressed_attention(q: Array, k_cmp: Array, v_cmp: Array, geometry: Geometr
 
 
 def importance(q: Array, k_cmp: Array, geometry: Geometry, first: int = 0) -> Array:
-    """Return [B, T, G, selection blocks]: compressed probabilities weighted by shared tokens, summed over heads."""
+    """Return [B, T, G, selection blocks]: sum of compressed probabilities of a group's heads, weighted by shared tokens.
+
+    Instead of the sums: the largest probability of the heads, or of the compressed blocks that share a token.
+    """
     B, T, H, D = q.shape
     G, length = k_cmp.shape[2], first + q.shape[1]
     compressed = [set(tokens) for tokens in compressed_blocks(length, geometry)]
@@ -156,18 +163,20 @@ def importance(q: Array, k_cmp: Array, geometry: Geometry, first: int = 0) -> Ar
     for b in range(B):
         for t in range(T):
             visible_blocks = visible(first + t, length, geometry)
-            for n in range(H if visible_blocks else 0):
-                g = n // (H // G)
-                p = softmax(k_cmp[b, visible_blocks, g] @ q[b, t, n] / np.sqrt(D))
-                out[b, t, g] += p @ shared[visible_blocks]
+            for g in range(G if visible_blocks else 0):
+                heads = range(g * (H // G), (g + 1) * (H // G))
+                p = [softmax(k_cmp[b, visible_blocks, g] @ q[b, t, n] / np.sqrt(D)) for n in heads]
+                p = sum(p) if geometry.over_heads == "sum" else np.max(p, axis=0)
+                for j in range(len(selection)):
+                    share = shared[visible_blocks, j]
+                    out[b, t, g, j] = p @ share if geometry.over_block == "sum" else max(p * (share > 0))
     return out
 
 
 def select_by_importance(scores: Array, t: int, geometry: Geometry) -> list[int]:
-    """Return the blocks of the query at t: three forced, the rest by importance in float32, ties to the lower index."""
+    """Return the blocks of the query at t: some forced, the rest by importance in float32, ties to the lower index."""
     candidates = [j for j in range(len(scores)) if j * geometry.l_sel <= t]
-    own = t // geometry.l_sel
-    forced = [j for j in candidates if j in (0, own - 1, own)]
+    forced = [j for j in candidates if j in candidates[: geometry.sink] or j in candidates[-geometry.local :]]
     rest = sorted((j for j in candidates if j not in forced), key=lambda j: (-np.float32(scores[j]), j))
     return sorted((forced + rest)[: geometry.n_sel])
 
@@ -200,26 +209,41 @@ def window_attention(q: Array, k: Array, v: Array, geometry: Geometry, first: in
     return attention(q, k, v, window_reads(geometry), first)
 
 
+def mean_keys(k: Array, geometry: Geometry) -> tuple[Array, Geometry]:
+    """Return the mean key of every complete selection block, and the geometry in which such a block is a compressed one."""
+    geometry = geometry._replace(l=geometry.l_sel, d=geometry.l_sel)
+    return compress(k, geometry), geometry
+
+
 def nsa_attention(
     q: Array,
-    k_cmp: Array,
-    v_cmp: Array,
-    k_sel: Array,
-    v_sel: Array,
-    k_win: Array,
-    v_win: Array,
-    gates: Array,
+    k_cmp: Array | None,
+    v_cmp: Array | None,
+    k_sel: Array | None,
+    v_sel: Array | None,
+    k_win: Array | None,
+    v_win: Array | None,
+    gates: Array | None,
     geometry: Geometry,
     selection_inputs: tuple[Array, Array, Geometry] | None = None,
     first: int = 0,
+    blocks: list[list[list[list[int]]]] | None = None,
 ) -> Array:
-    """Return the gated sum. `selection_inputs`: queries, compressed keys and geometry for selection; None: q and k_cmp."""
-    blocks = select_blocks(*(selection_inputs or (q, k_cmp, geometry)), first)
-    branches = [
-        compressed_attention(q, k_cmp, v_cmp, geometry, first)[0],
-        selected_attention(q, k_sel, v_sel, blocks, geometry, first)[0],
-        window_attention(q, k_win, v_win, geometry, first)[0],
-    ]
+    """Return the gated sum of the branches whose keys are not None, or a single branch without gates.
+
+    `selection_inputs`: queries, compressed keys and geometry for selection; None: q and k_cmp. `blocks`: those of
+    `select_blocks`.
+    """
+    branches = []
+    if k_cmp is not None:
+        branches.append(compressed_attention(q, k_cmp, v_cmp, geometry, first)[0])
+    if k_sel is not None:
+        blocks = blocks or select_blocks(*(selection_inputs or (q, k_cmp, geometry)), first)
+        branches.append(selected_attention(q, k_sel, v_sel, blocks, geometry, first)[0])
+    if k_win is not None:
+        branches.append(window_attention(q, k_win, v_win, geometry, first)[0])
+    if gates is None:
+        return branches[0]
     return sum(gates[..., i, None] * branch for i, branch in enumerate(branches))
 
 

@@ -265,3 +265,29 @@ def test_error_names_the_limit(device):
         select_blocks(q, k, lse, nsa.model_copy(update={"n_sel": 65}))
     with pytest.raises(ValueError, match="lse"):
         attention.select_blocks(q, k, lse[:, 1:], nsa.model_copy(update={"l_sel": 16}), backend="triton")
+
+
+RULES = [
+    {"sink_blocks": 0, "local_blocks": 1, "n_sel": 3},
+    {"sink_blocks": 2, "local_blocks": 2, "n_sel": 6, "head_reduction": "max"},
+    {"sink_blocks": 1, "local_blocks": 3, "n_sel": 4},  # no free slots
+    {"sink_blocks": 0, "local_blocks": 2, "n_sel": 4},  # blocks that begin before the first one
+    {"l": 40, "sink_blocks": 1, "local_blocks": 1, "n_sel": 4},  # blocks that reach into three later ones
+    {"l": 8, "sink_blocks": 1, "local_blocks": 1, "n_sel": 4, "block_reduction": "max"},
+    {"l": 8, "sink_blocks": 0, "local_blocks": 2, "n_sel": 4, "head_reduction": "max", "block_reduction": "max"},
+    {"l": 1, "d": 1, "l_sel": 48, "sink_blocks": 1, "local_blocks": 1, "n_sel": 4},  # 48 keys in a block, in slices
+    {"l": 1, "d": 1, "l_sel": 48, "n_sel": 4, "head_reduction": "max", "block_reduction": "max"},
+]
+
+
+@looped
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("heads", [1, 3])
+def test_rules_match_the_reference(rule: dict[str, object], heads: int, device: torch.device, poisoned) -> None:
+    """Sink and local blocks, and maxima instead of sums; one head without an LSE, and several heads."""
+    nsa = NSAConfig(**{"l": 16, "d": 8, "l_sel": 16, "w": 9, **rule})
+    generator, T = torch.Generator().manual_seed(3), 401
+    q = torch.randn(2, T, 2 * heads, 16, generator=generator)
+    k = torch.randn(2, geometry.num_compressed(T, nsa), 2, 16, generator=generator)
+    blocks = select_blocks(q.to(device), k.to(device), None, nsa)
+    assert torch.equal(blocks.cpu(), reference.select_blocks(q.double(), k.double(), None, nsa))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -123,6 +124,57 @@ def test_matches_its_parts_and_the_reference(case, dtype, strategy, device, pois
     for name, given, grad, rough, wide in zip(NAMES, x, grads, low, exact, strict=True):
         assert grad.dtype == given.dtype
         assert_error_within(name, grad, wide, rough, 3)
+
+
+BRANCH_SETS = [("cmp",), ("sel",), ("win",), ("cmp", "sel"), ("cmp", "win"), ("sel", "win"), ("cmp", "sel", "win")]
+RULES = [
+    {"sink_blocks": 0, "local_blocks": 1, "n_sel": 3},
+    {"sink_blocks": 2, "local_blocks": 2, "n_sel": 5, "head_reduction": "max"},
+    {"sink_blocks": 1, "local_blocks": 3, "n_sel": 4},  # no free slots
+    {"l": 8, "sink_blocks": 1, "local_blocks": 1, "n_sel": 4, "block_reduction": "max"},
+    {"l": 8, "sink_blocks": 0, "local_blocks": 2, "n_sel": 4, "head_reduction": "max", "block_reduction": "max"},
+    {"l": 40, "sink_blocks": 0, "local_blocks": 1, "n_sel": 4},  # blocks that reach into three later ones
+    {"sink_blocks": 1, "local_blocks": 1, "n_sel": 4, "scores": "mean_key"},
+]
+
+
+@looped
+@pytest.mark.parametrize(
+    ("branches", "rule", "strategy"),
+    tiered(
+        itertools.product(BRANCH_SETS, RULES, ["union", "gather"]),
+        nightly=lambda branches, rule, strategy: (
+            (BRANCH_SETS.index(branches) + RULES.index(rule)) % len(RULES) != 0 or strategy == "gather"
+        ),
+    ),
+)
+def test_branches_and_rules_match_the_reference(branches, rule, strategy, device, poisoned, monkeypatch):
+    """With selection by mean keys if there is no compressed branch."""
+    if strategy == "gather":
+        monkeypatch.setattr(selected, "UNION_TOKENS", 0)
+    nsa = SMALL.model_copy(update={**rule, **({} if "cmp" in branches else {"scores": "mean_key"})})
+    generator, T = torch.Generator().manual_seed(0), 150
+    lengths = {"cmp": num_compressed(T, nsa), "sel": T, "win": T}
+    shapes = {"q": (2, T, 4, 16)} | {f"{kind}_{name}": (2, lengths[name], 2, 16 + 16 * (kind == "v"))
+                                     for name in branches for kind in "kv"}  # fmt: skip
+    if len(branches) > 1:
+        shapes["gates"] = (2, T, 4, len(branches))
+    given = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    d_out = torch.randn(2, T, 4, 32, generator=generator)
+    results = []
+    for attend, dtype, where in (
+        (functools.partial(attention.nsa_attention, backend="triton"), torch.float32, device),
+        (reference.nsa_attention, torch.float64, torch.device("cpu")),
+    ):
+        leaves = {name: x.to(where, dtype).requires_grad_() for name, x in given.items()}
+        out = attend(*(leaves.get(name) for name in NAMES), nsa)
+        gradients = torch.autograd.grad(out, list(leaves.values()), d_out.to(out))
+        results.append({"out": out.detach(), **dict(zip(leaves, gradients, strict=True))})
+    actual, exact = results
+    for name, x in exact.items():
+        torch.testing.assert_close(
+            actual[name].cpu().double(), x, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 @pytest.mark.nightly

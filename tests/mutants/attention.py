@@ -31,20 +31,20 @@ MUTANTS = [
     Mutant(
         "current block not forced",
         "attention.geometry",
-        "(block == 0) | (block == own) | (block == own - 1)",
-        "(block == 0) | (block == own - 1)",
+        "(block > own - nsa.local_blocks)",
+        "((block > own - nsa.local_blocks) & (block < own))",
     ),
     Mutant(
         "previous block not forced",
         "attention.geometry",
-        "(block == 0) | (block == own) | (block == own - 1)",
-        "(block == 0) | (block == own)",
+        "(block > own - nsa.local_blocks)",
+        "(block > own - 1)",
     ),
     Mutant(
         "first block not forced",
         "attention.geometry",
-        "(block == 0) | (block == own) | (block == own - 1)",
-        "(block == own) | (block == own - 1)",
+        "(block < nsa.sink_blocks) | ",
+        "",
     ),
     Mutant(
         "current block a candidate only once it is complete",
@@ -195,8 +195,8 @@ MUTANTS = [
     Mutant(
         "reference: importances ranked in bf16",
         "attention.reference",
-        "return (p.sum(dim=3) @ overlap_weights).float()",
-        "return (p.sum(dim=3) @ overlap_weights).bfloat16().float()",
+        "return (p @ overlap_weights).float()",
+        "return (p @ overlap_weights).bfloat16().float()",
     ),
     Mutant("reference: strongest head instead of the sum", "attention.reference", "p.sum(dim=3)", "p.amax(dim=3)"),
     Mutant(
@@ -253,7 +253,12 @@ MUTANTS = [
         'lse = torch.where(sees_none, float("-inf"), scores.masked_fill(sees_none.unsqueeze(-1), 0.0).logsumexp(-1))',
         "lse = scores.masked_fill(sees_none.unsqueeze(-1), 0.0).logsumexp(-1)",
     ),
-    Mutant("reference: gates in another order", "attention.reference", "g_cmp, g_sel, g_win =", "g_sel, g_cmp, g_win ="),
+    Mutant(
+        "reference: gates in another order",
+        "attention.reference",
+        "gates.unsqueeze(-1).unbind(-2), outs)",
+        "gates.flip(-1).unsqueeze(-1).unbind(-2), outs)",
+    ),
     Mutant(
         "reference: heads of a group interleaved",
         "attention.reference",
@@ -321,8 +326,8 @@ MUTANTS = [
     Mutant(
         "torch: normaliser over the chunk's future",
         "attention.torch_backend",
-        'torch.where(is_visible.unsqueeze(1), s - norm, float("-inf")).exp().sum(3)',
-        "torch.where(is_visible.unsqueeze(1), s.softmax(-1), 0.0).sum(3)",
+        'torch.where(is_visible.unsqueeze(1), s - norm, float("-inf")).exp()',
+        "torch.where(is_visible.unsqueeze(1), s.softmax(-1), 0.0)",
     ),
     Mutant(
         "torch: every chunk chooses as if it were the first",
@@ -479,9 +484,9 @@ MUTANTS = [
     ),
     Mutant(
         "decoding: the strongest head chooses",
-        "attention.cached_attention",
-        "sum_over_selection_blocks(p.sum(3)",
-        "sum_over_selection_blocks(p.amax(3)",
+        "attention.torch_backend",
+        'p = p.sum(-2) if nsa.head_reduction == "sum" else p.amax(-2)',
+        "p = p.amax(-2)",
     ),
     Mutant(
         "decoding: the choice of the query before",
@@ -553,8 +558,8 @@ MUTANTS = [
     Mutant(
         "dispatch: blocks from outside are chosen anew",
         "attention.dispatch",
-        "if blocks is None:\n        blocks",
-        "if True:\n        blocks",
+        "        if k_sel is not None and blocks is None:\n            blocks = modules",
+        "        if k_sel is not None:\n            blocks = modules",
     ),
     Mutant(
         "dense: every number of documents is compiled for",
@@ -697,5 +702,71 @@ MUTANTS = [
         "attention.torch_backend",
         "grad_k = torch.zeros(k.transpose(1, 2).shape, dtype=acc_dtype",
         "grad_k = torch.zeros(k.transpose(1, 2).shape, dtype=k.dtype",
+    ),
+    Mutant(
+        "branches: sink blocks count from the query's own block",
+        "attention.geometry",
+        "(block < nsa.sink_blocks)",
+        "(own - block < nsa.sink_blocks)",
+    ),
+    Mutant(
+        "reference: the maximum over a block counts blocks that only touch it",
+        "attention.reference",
+        "torch.where(overlap_weights > 0, p.unsqueeze(-1), 0.0)",
+        "torch.where(overlap_weights >= 0, p.unsqueeze(-1), 0.0)",
+    ),
+    Mutant(
+        "reference: the maximum over heads is a sum",
+        "attention.reference",
+        'p.sum(dim=3) if nsa.head_reduction == "sum" else p.amax(dim=3)',
+        "p.sum(dim=3)",
+    ),
+    Mutant(
+        "torch: the maximum over a block ignores blocks that begin before it",
+        "attention.torch_backend",
+        'strides + shifted if nsa.block_reduction == "sum" else torch.maximum(strides, shifted)',
+        'strides + shifted if nsa.block_reduction == "sum" else strides',
+    ),
+    Mutant(
+        "branches: mean keys of half a block",
+        "attention.geometry",
+        '"l": nsa.l_sel, "d": nsa.l_sel, "phi": "avg"}',
+        '"l": nsa.d, "d": nsa.l_sel, "phi": "avg"}',
+    ),
+    Mutant(
+        "branches: mean keys of the window",
+        "attention.dispatch",
+        "keys = compress(k_sel.detach(), scoring_nsa, span=span)",
+        "keys = compress((k_sel if k_win is None else k_win).detach(), scoring_nsa, span=span)",
+    ),
+    Mutant(
+        "branches: a single branch has a gate",
+        "attention.input_checks",
+        "if gates is None or n_branches == 1:",
+        "if gates is None:",
+    ),
+    Mutant(
+        "decoding: given blocks are selected again",
+        "attention.cached_attention",
+        "if cache.k_sel is not None and blocks is None:\n            assert",
+        "if cache.k_sel is not None and scoring is not None:\n            assert",
+    ),
+    Mutant(
+        "decoding: the latest blocks are ranked",
+        "attention.fp32_selection",
+        "rank[max(end - local_blocks, 0) : end]",
+        "rank[max(end - 1, 0) : end]",
+    ),
+    Mutant(
+        "selection loss: the maximum over heads is a mean",
+        "attention.selection_loss",
+        'probabilities.mean(3) if nsa.head_reduction == "sum" else probabilities.amax(3)',
+        "probabilities.mean(3)",
+    ),
+    Mutant(
+        "selection loss: the maximum over a block counts blocks that only touch it",
+        "attention.selection_loss",
+        "(first_block + next_block) * nsa.l_sel < compressed_starts + nsa.l",
+        "(first_block + next_block) * nsa.l_sel <= compressed_starts + nsa.l",
     ),
 ]

@@ -63,7 +63,7 @@ MUTANTS = [
     Mutant(
         "config: no room for the forced blocks",
         "config.model_config",
-        "if self.n_sel < N_FORCED_BLOCKS:",
+        "if self.n_sel < self.n_forced:",
         "if self.n_sel < 1:",
     ),
     Mutant(

@@ -20,13 +20,13 @@ MUTANTS = [
     Mutant(
         "selection benefit: facts inside the window",
         "evaluate.selection_benefit",
-        "max_position = length - max(nsa.w, 2 * nsa.l_sel) - fact_length",
+        "max_position = length - max(nsa.w, nsa.local_blocks * nsa.l_sel) - fact_length",
         "max_position = length - fact_length",
     ),
     Mutant(
         "selection benefit: facts in the first block",
         "evaluate.selection_benefit",
-        "first, last = nsa.l_sel / text_length,",
+        "first, last = min_position / text_length,",
         "first, last = 0.0,",
     ),
     Mutant(

@@ -57,14 +57,14 @@ MUTANTS = [
     Mutant(
         "block topk: probabilities are not normalized",
         "attention.kernels.block_topk",
-        "weight += tl.exp2(scores * scale_log2 - lse_log2[:, None])",
-        "weight += tl.exp2(scores * scale_log2)",
+        "        p = tl.exp2(scores * scale_log2 - lse_log2[:, None])\n",
+        "        p = tl.exp2(scores * scale_log2)\n",
     ),
     Mutant(
         "block topk: forced blocks compete",
         "attention.kernels.block_topk",
-        "(j[None, :] <= own_block[:, None] - 2)",
-        "(j[None, :] <= own_block[:, None] - 1)",
+        "(j[None, :] <= own_block[:, None] - LOCAL)",
+        "(j[None, :] <= own_block[:, None] - LOCAL + 1)",
     ),
     Mutant(
         "launch table: columns of a wide head after the first 128 are not processed",
@@ -210,8 +210,8 @@ MUTANTS = [
     Mutant(
         "gate kernel: the selected branch is weighted by the gate of the window",
         "attention.kernels.gating",
-        "tl.load(sel_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * gate_sel[:, None]",
-        "tl.load(sel_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * gate_win[:, None]",
+        "out += _load_gated(second_ptr, gate_base, 1,",
+        "out += _load_gated(second_ptr, gate_base, 2,",
     ),
     Mutant(
         "gate kernel: the gradient of a gate ignores its branch",
@@ -246,8 +246,8 @@ MUTANTS = [
     Mutant(
         "decoding kernels: the block before the query's own block competes",
         "attention.kernels.decoding.decode_topk",
-        "competes = j <= own_block - 2",
-        "competes = j <= own_block - 1",
+        "competes = j <= last_free",
+        "competes = j <= last_free + 1",
     ),
     Mutant(
         "decoding kernels: new tokens past the cache capacity are written",
@@ -319,7 +319,7 @@ MUTANTS = [
     Mutant(
         "decoding kernels: a key that ends after its block counts in full",
         "attention.kernels.decoding.decode_topk",
-        "* tl.minimum(\n        STRIDES - stride_offset, REACH\n    )",
+        "* tl.minimum(STRIDES - stride_offset, REACH)",
         "* REACH",
     ),
     Mutant(
@@ -355,13 +355,67 @@ MUTANTS = [
     Mutant(
         "operator: blocks passed by the caller are selected again",
         "attention.kernels.nsa_operator",
-        "n_sel, *layout) if chosen is None else chosen",
-        "n_sel, *layout)",
+        "        if blocks is None:\n            assert",
+        "        if True:\n            assert",
     ),
     Mutant(
         "operator: the gradient uses other blocks than the forward pass",
         "attention.kernels.nsa_operator",
         "blocks = blocks if chosen is None else chosen",
         "blocks = blocks if chosen is None else chosen.flip(1)",
+    ),
+    Mutant(
+        "block topk: sink blocks compete",
+        "attention.kernels.block_topk",
+        "& (j >= SINK))[None, :]",
+        "& (j >= 0))[None, :]",
+    ),
+    Mutant(
+        "block topk: the maximum over heads is a sum",
+        "attention.kernels.block_topk",
+        "weight = tl.maximum(weight, p) if HEAD_MAX else weight + p\n        q_pointers",
+        "weight = weight + p\n        q_pointers",
+    ),
+    Mutant(
+        "block topk: blocks that begin before the first one are not masked",
+        "attention.kernels.block_topk",
+        "(L > (LOCAL - 1) * L_SEL + STRIDE) | (SINK < SPILL)",
+        "L > (LOCAL - 1) * L_SEL + STRIDE",
+    ),
+    Mutant(
+        "block topk: compressed blocks that end after a query are not masked",
+        "attention.kernels.block_topk",
+        "(L > (LOCAL - 1) * L_SEL + STRIDE) | (SINK < SPILL)",
+        "(L > L_SEL + STRIDE) | (SINK < SPILL)",
+    ),
+    Mutant(
+        "block topk: slices past the end of a block count",
+        "attention.kernels.block_topk",
+        "tl.where((s < STRIDES)[None, :], weight, 0.0)",
+        "weight",
+    ),
+    Mutant(
+        "decoding kernels: sink blocks compete",
+        "attention.kernels.decoding.decode_topk",
+        "for first_block in range(SINK, last_free + 1, BLOCKS):",
+        "for first_block in range(0, last_free + 1, BLOCKS):",
+    ),
+    Mutant(
+        "decoding kernels: the gate of the window without a compressed branch",
+        "attention.kernels.decoding.split_kv_attention",
+        "        if CMP_PARTS > 0:\n            cmp_gate = tl.load(gates).to(tl.float32)\n            gates += stride_g3\n",
+        "        if CMP_PARTS > 0:\n            cmp_gate = tl.load(gates).to(tl.float32)\n        gates += stride_g3\n",
+    ),
+    Mutant(
+        "operator: a single branch has the gradient of half its output",
+        "attention.kernels.nsa_operator",
+        "d_outs, deltas, dgates = dict.fromkeys(outs, do)",
+        "d_outs, deltas, dgates = dict.fromkeys(outs, do / 2)",
+    ),
+    Mutant(
+        "operator: the window's gradient overwrites that of the compressed branch",
+        "attention.kernels.nsa_operator",
+        "        band_inputs.append((name, k, v, options, stats))\n        is_written = True\n",
+        "        band_inputs.append((name, k, v, options, stats))\n",
     ),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def attention_tests(*names: str) -> list[str]:
     """Return these files, then the general ones, so that the tests of a module run first on its mutants."""
-    rest = ("definition", "block_selection", "gradcheck", "torch_parity", "causality", "block_arithmetic")
+    rest = ("definition", "branches", "block_selection", "gradcheck", "torch_parity", "causality", "block_arithmetic")
     return [f"tests/attention/test_{name}.py" for name in dict.fromkeys(names + rest)]
 
 
@@ -48,6 +48,7 @@ SELECTED = cases(
 DECODING = cases(
     "kernels/decoding/test_decoding_kernels.py",
     "equals_plain_loops[base]",
+    "branches_and_rules_equal_plain_loops[base]",
     "positive_and_negative_scores_are_ranked",
     "heads_with_different_score_scales",
     "ties_go_to_the_lower_index",
@@ -205,6 +206,7 @@ OTHERS = {
         "matches_the_definition[base]",
         "one_head_with_disjoint_blocks_needs_no_lse[base]",
         "ties_go_to_the_lower_index_without_lse",
+        "rules_match_the_reference",
     ),
     "attention.kernels.band.forward": BAND,
     "attention.kernels.band.band_ranges": BAND,
@@ -222,7 +224,10 @@ OTHERS = {
     "attention.kernels.fast_launch": ["tests/kernels/test_fast_launch.py"],
     "attention.kernels.launch_table": ["tests/kernels/test_launch_table.py"],
     "attention.kernels.gating": ["tests/kernels/test_gating.py"],
-    "attention.kernels.nsa_operator": cases("model/test_model_indexer.py", "the_kernels_use_given_blocks"),
+    "attention.kernels.nsa_operator": [
+        *cases("model/test_model_indexer.py", "the_kernels_use_given_blocks"),
+        *cases("kernels/test_nsa_operator.py", "branches_and_rules_match_the_reference[base]"),
+    ],
     "train.preflight.startup_checks": ["tests/train/test_preflight.py"],
     "train.preflight.branch_parity": ["tests/train/test_preflight.py"],
     "attention.cached_attention": attention_tests("cached_attention", "fp32_selection"),

@@ -111,14 +111,14 @@ MUTANTS = [
     Mutant(
         "preflight: an indexer needs no gradient",
         "train.preflight.startup_checks",
-        "(N_FORCED_BLOCKS + 1) * context.config.nsa.l_sel",
+        "(context.config.nsa.n_forced + 1) * context.config.nsa.l_sel",
         "99 * context.config.nsa.l_sel",
     ),
     Mutant(
         "preflight: one free block is to teach an indexer",
         "train.preflight.startup_checks",
-        "(N_FORCED_BLOCKS + 1) * context.config.nsa.l_sel",
-        "N_FORCED_BLOCKS * context.config.nsa.l_sel",
+        "(context.config.nsa.n_forced + 1) * context.config.nsa.l_sel",
+        "context.config.nsa.n_forced * context.config.nsa.l_sel",
     ),
     Mutant(
         "parts: several ranks replay graphs",

@@ -85,9 +85,11 @@ def find_shape_problem(
 ) -> str | None:
     """Return which limit this geometry or these head widths exceed, and the nearest valid value; None if all are supported.
 
-    Widths of None are not checked: the width is unknown, or there is no indexer.
+    Widths of None are not checked: the width is unknown, or there is no indexer. `find_scoring_problem` checks
+    the geometry of the keys that select blocks, if the compressed branch does not.
     """
-    return find_width_problem(d_k, d_v, indexer_width) or _find_l_sel_problem(nsa) or _find_selection_problem(nsa)
+    width_problem = find_width_problem(d_k, d_v, indexer_width)
+    return width_problem or _find_l_sel_problem(nsa) or _find_n_sel_problem(nsa)
 
 
 def find_width_problem(d_k: int | None, d_v: int | None, indexer_width: int | None = None) -> str | None:
@@ -113,11 +115,23 @@ def _find_l_sel_problem(nsa: NSAConfig) -> str | None:
     )
 
 
-def _find_selection_problem(nsa: NSAConfig, *, with_lse: bool = True) -> str | None:
+def _find_n_sel_problem(nsa: NSAConfig) -> str | None:
     if nsa.n_sel > N_SEL_LIMIT:
         return f"the kernels take at most nsa.n_sel = {N_SEL_LIMIT} blocks per query; got {nsa.n_sel}"
-    if not with_lse:  # one head per group and non-overlapping blocks: any number of them per selection block
+    return None
+
+
+def find_scoring_problem(nsa: NSAConfig) -> str | None:
+    """Like `find_shape_problem`, for the geometry of the keys whose scores select the blocks."""
+    if problem := _find_n_sel_problem(nsa):
+        return problem
+    if nsa.l == nsa.d:  # non-overlapping blocks: any number of them per selection block
         return None
+    if nsa.block_reduction == "max":
+        return (
+            f"the kernels take the maximum over a block (nsa.block_reduction = max) only of keys that do not overlap; got "
+            f"l = {nsa.l} and d = {nsa.d}; the nearest is l = {nsa.d}"
+        )
     for name, length, limit in (("l_sel", nsa.l_sel, STRIDES_LIMIT), ("l", nsa.l, 4 * STRIDES_LIMIT)):
         if length // nsa.d > limit:
             return (
@@ -125,15 +139,6 @@ def _find_selection_problem(nsa: NSAConfig, *, with_lse: bool = True) -> str | N
                 f"{limit * nsa.d}"
             )
     return None
-
-
-def _find_indexer_problem(index_q: Tensor, k_sel: Tensor, nsa: NSAConfig) -> str | None:
-    if index_q.shape[2] != k_sel.shape[2] or nsa.l != nsa.d:
-        return (
-            f"the kernels need one indexer query per group and index keys with l = d; got {index_q.shape[2]} queries for "
-            f"{k_sel.shape[2]} groups, l = {nsa.l}, d = {nsa.d}"
-        )
-    return find_width_problem(None, None, index_q.shape[3])
 
 
 def _raise_unsupported(function: str, reason: str | None) -> None:
@@ -181,12 +186,9 @@ def select_blocks(
 
     if lse is None and (q.shape[2] != k_cmp.shape[2] or nsa.l != nsa.d):
         _, lse = compressed_attention(q, k_cmp, k_cmp, nsa, span=span, layout=layout)
-    _raise_unsupported(
-        "select_blocks", find_width_problem(q.shape[3], None) or _find_selection_problem(nsa, with_lse=lse is not None)
-    )
-    return block_topk.select_blocks(
-        q, k_cmp, lse, nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, *_get_layout_args(span, layout, nsa, q)
-    )
+    _raise_unsupported("select_blocks", find_width_problem(q.shape[3], None) or find_scoring_problem(nsa))
+    rule = block_topk.SelectionRule.from_config(nsa)
+    return block_topk.select_blocks(q, k_cmp, lse, nsa.l, nsa.d, nsa.l_sel, rule, *_get_layout_args(span, layout, nsa, q))
 
 
 def selected_attention(
@@ -207,54 +209,63 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: S
     return launch.band_attention(q, k, v, 1, 1, nsa.w, *_get_layout_args(span, None, nsa, q))
 
 
-def combine(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
+def combine(*outs_and_gates: Tensor) -> Tensor:
     """See `reference.combine`. Supports any head width."""
     from nsa_lab.attention.kernels import gating
 
-    return gating.gated_sum(out_cmp, out_sel, out_win, gates)
+    return gating.gated_sum(*outs_and_gates)
 
 
 # fmt: off
 def nsa_attention(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
+    q: Tensor, k_cmp: Tensor | None, v_cmp: Tensor | None, k_sel: Tensor | None, v_sel: Tensor | None,
+    k_win: Tensor | None, v_win: Tensor | None, gates: Tensor | None,
     nsa: NSAConfig, *, blocks: Tensor | None = None, span: Span | None = None, layout: Layout | None = None,
 ) -> Tensor:
     """See `dispatch.nsa_attention`. All parts run on Triton kernels."""
     from nsa_lab.attention.kernels import nsa_operator
 
-    _raise_unsupported("nsa_attention", find_shape_problem(nsa, q.shape[3], v_cmp.shape[3]))
+    v = next(x for x in (v_cmp, v_sel, v_win) if x is not None)
+    scoring_problem = find_scoring_problem(nsa) if k_sel is not None and blocks is None else None
+    _raise_unsupported("nsa_attention", find_shape_problem(nsa, q.shape[3], v.shape[3]) or scoring_problem)
     return nsa_operator.nsa_attention(
         q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, blocks, *_get_layout_args(span, layout, nsa, q)
     )
 
 
 def cached_attention(
-    q: Tensor, gates: Tensor, cache: LayerCache, lengths: Tensor, nsa: NSAConfig, *,
-    index_q: Tensor | None = None, selection_nsa: NSAConfig | None = None,
-) -> Tensor:
-    """See `attention.cached_attention.cached_attention`. Not differentiable.
+    q: Tensor, gates: Tensor | None, cache: LayerCache, lengths: Tensor, nsa: NSAConfig, *,
+    index_q: Tensor | None = None, selection_nsa: NSAConfig | None = None, blocks: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """See `attention.cached_attention.attend_and_select`. Not differentiable.
 
     There is no host synchronization, and the launches depend only on shapes. The call can be captured in a CUDA graph, and
     `lengths` can be changed in place between replays. Intended for a few new tokens: a workspace holds the scores of all
     compressed keys that fit in the cache, float32 [B, S, H, N_max].
     """
+    from nsa_lab.attention.kernels.block_topk import SelectionRule
     from nsa_lab.attention.kernels.decoding import launch
 
+    d_v = next(x.shape[3] for x in (cache.v_cmp, cache.v_sel, cache.v_win) if x is not None)
+    scoring_problem = find_scoring_problem(selection_nsa or nsa) if cache.k_sel is not None and blocks is None else None
     _raise_unsupported(
-        "cached_attention", find_decoding_problem() or find_shape_problem(nsa, q.shape[3], cache.v_cmp.shape[3])
+        "cached_attention", find_decoding_problem() or find_shape_problem(nsa, q.shape[3], d_v) or scoring_problem
     )
-    if index_q is not None and selection_nsa is not None:
-        _raise_unsupported("cached_attention, the indexer", _find_indexer_problem(index_q, cache.k_sel, selection_nsa))
+    if index_q is not None:
+        _raise_unsupported("cached_attention, index_q", find_width_problem(None, None, index_q.shape[3]))
     for name, x in cache._asdict().items():
         if x is not None and x.stride(3) != 1:  # a copy would cost more than the step
             raise ValueError(f"{name}: expected a cache whose last axis is contiguous; got strides {x.stride()}")
-    branches = cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win
-    sizes = nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w
-    geometry = selection_nsa or nsa
+    *branches, k_index = cache
+    sizes, geometry = (nsa.l, nsa.d, nsa.l_sel, nsa.w), selection_nsa or nsa
     with torch.no_grad():
-        return launch.cached_attention(
-            q, gates, lengths, *branches, *sizes, index_q, cache.k_index, geometry.l, geometry.d
+        out, selected = launch.cached_branches(
+            q, gates, lengths, *branches, *sizes, *SelectionRule.from_config(nsa), index_q, k_index, geometry.l, geometry.d,
+            blocks,
         )
+    if cache.k_sel is None:
+        return out, None
+    return out, selected if blocks is None else blocks
 
 
 def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:

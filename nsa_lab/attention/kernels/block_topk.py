@@ -5,10 +5,11 @@ compressed probabilities p = exp(score - lse) of every head, sums over heads and
 the best blocks seen so far. It stores no matrix larger than this tile, its result does not depend on the order of
 execution, and it never synchronizes with the host.
 
-* Forced blocks need no score: only blocks 1 .. own_block - 2 compete, for n_sel - 3 slots. If all of them fit, none is
-  scored.
+* Forced blocks need no score: only blocks sink .. own_block - local compete, for n_sel - sink - local slots. If all of them
+  fit, none is scored.
 * One head per group with non-overlapping compressed blocks (an indexer) needs no LSE: the LSE is the same for all blocks of
-  a query, so the blocks are ranked by log(sum(exp(score))), which saves the pass that computes the LSE.
+  a query, so the blocks are ranked by log(sum(exp(score))), or by the maximum score, which saves the pass that computes the
+  LSE.
 * A slot is one int64: the score as an order-preserving integer in the high bits, the inverted block index in the low bits.
   The larger number has the higher score or, for equal scores, the lower index, so the tie rule is exact.
 """
@@ -20,7 +21,7 @@ execution, and it never synchronizes with the host.
 # pyright: reportUntypedFunctionDecorator=false
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,6 +34,7 @@ from nsa_lab.attention.kernels.kernel_names import UNSPECIALIZED_ARGS
 from nsa_lab.attention.kernels.launch_utils import ceil_div, get_strides, make_rows_contiguous, padded_width
 from nsa_lab.attention.kernels.packed_tiles import COMPRESSED_ROW, count_tiles, find_document_of_tile, split_bounds
 from nsa_lab.attention.kernels.tiles import LOG2E, get_reversed_tile, load_at, load_rows
+from nsa_lab.config import NSAConfig
 
 NO_BLOCK = tl.constexpr(0x7FFFFFFF)
 """Sorts after every block index."""
@@ -78,11 +80,13 @@ def _compute_importance(
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr,
     STRIDES: tl.constexpr, STRIDES_PAD: tl.constexpr, REACH: tl.constexpr, SPILL: tl.constexpr,
     DK: tl.constexpr, DK_PAD: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
-    TF32: tl.constexpr,
+    MASKED: tl.constexpr, HEAD_MAX: tl.constexpr, BLOCK_MAX: tl.constexpr, TF32: tl.constexpr,
 ):
     """Return the importance [QUERIES, BLOCKS] of selection blocks j0, j0 + 1, ...
 
     The first SPILL columns are incomplete: they lack the contributions of compressed blocks that start before block j0.
+    HEAD_MAX, BLOCK_MAX: maximum over heads, or over the compressed blocks of a selection block, instead of the sum. A
+    maximum over blocks is for blocks that do not overlap.
     The columns of the score tile are stride-major: column s*BLOCKS + jj is compressed block STRIDES*(j0+jj) + s, so that a
     sum over s stays within a thread. COLUMNS columns of the keys are loaded at a time; if all fit, once for all heads.
     """
@@ -104,17 +108,21 @@ def _compute_importance(
                 part_q = load_at(q_pointers + first_column, first_column + columns, DK, DK_PAD)
                 part_k = load_rows(k_base, k_rows, first_column + columns, DK, DK_PAD)
                 scores = tl.dot(part_q, tl.trans(part_k), scores, input_precision="ieee")
-        weight += tl.exp2(scores * scale_log2 - lse_log2[:, None])
+        p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
+        weight = tl.maximum(weight, p) if HEAD_MAX else weight + p
         q_pointers += stride_qh
-    if SPILL > 1:
-        # Only compressed blocks longer than l_sel + d can end after a query for which their selection block competes.
+    if MASKED:
+        # A compressed block can end after a query for which its selection block competes, or i can be negative.
         seen = (i[None, :] >= 0) & (i[None, :] * STRIDE + L - 1 <= t[:, None])
         weight = tl.where(seen, weight, 0.0)
 
     by_stride = tl.reshape(weight, [QUERIES, STRIDES_PAD, BLOCKS])
     s = tl.arange(0, STRIDES_PAD)
     own_share = tl.where(s < STRIDES, tl.minimum(s + REACH, STRIDES) - s, 0).to(tl.float32)
-    importance = tl.sum(by_stride * own_share[None, :, None], 1)
+    if BLOCK_MAX:
+        importance = tl.max(by_stride * own_share[None, :, None], 1)
+    else:
+        importance = tl.sum(by_stride * own_share[None, :, None], 1)
     jj = tl.arange(0, BLOCKS)
     for step in tl.static_range(1, SPILL + 1):
         # Strides of compressed block s that are in the selection block `step` blocks later.
@@ -127,15 +135,47 @@ def _compute_importance(
 
 
 @triton.jit
+def _compute_importance_in_slices(
+    q_base, k_base, lse_base, stride_qt, stride_qh, stride_kn, t, j0, N, H, scale_log2,
+    HEADS: tl.constexpr, STRIDES: tl.constexpr, STRIDES_AT_ONCE: tl.constexpr,
+    DK: tl.constexpr, DK_PAD: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
+    HEAD_MAX: tl.constexpr, BLOCK_MAX: tl.constexpr,
+):
+    """Like `_compute_importance`, for blocks that do not overlap; STRIDES_AT_ONCE strides of a selection block at a time.
+
+    Compressed blocks of competing selection blocks are visible to all queries of the tile.
+    """
+    column = tl.arange(0, STRIDES_AT_ONCE * BLOCKS)
+    columns = tl.arange(0, DK_PAD)
+    importance = tl.zeros([QUERIES, BLOCKS], tl.float32)
+    for s0 in range(0, STRIDES, STRIDES_AT_ONCE):
+        s = s0 + column // BLOCKS
+        i = (j0 + column % BLOCKS) * STRIDES + s
+        k = load_rows(k_base, tl.minimum(i, N - 1).to(tl.int64) * stride_kn, columns, DK, DK_PAD)
+        weight = tl.zeros([QUERIES, STRIDES_AT_ONCE * BLOCKS], tl.float32)
+        for head in range(HEADS):
+            lse_log2 = tl.load(lse_base + t.to(tl.int64) * H + head) * LOG2E
+            q = load_rows(q_base + head * stride_qh, t.to(tl.int64) * stride_qt, columns, DK, DK_PAD)
+            p = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2 - lse_log2[:, None])
+            weight = tl.maximum(weight, p) if HEAD_MAX else weight + p
+        by_stride = tl.reshape(tl.where((s < STRIDES)[None, :], weight, 0.0), [QUERIES, STRIDES_AT_ONCE, BLOCKS])
+        if BLOCK_MAX:
+            importance = tl.maximum(importance, tl.max(by_stride, 1))
+        else:
+            importance += tl.sum(by_stride, 1)
+    return importance
+
+
+@triton.jit
 def compute_block_logsumexp(
     q, k_base, stride_kn, t, j0, N, scale_log2,
     L: tl.constexpr, STRIDE: tl.constexpr, STRIDES: tl.constexpr, STRIDES_AT_ONCE: tl.constexpr,
-    DK: tl.constexpr, DK_PAD: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
+    DK: tl.constexpr, DK_PAD: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_MAX: tl.constexpr,
 ):
     """Return log2(sum(exp(score))) over the compressed blocks of each selection block j0, j0 + 1, ...: [QUERIES, BLOCKS].
 
     For one head and non-overlapping compressed blocks. -inf if a query attends to none of them. Columns are ordered as in
-    `_compute_importance`, with STRIDES_AT_ONCE strides of every selection block at a time.
+    `_compute_importance`, with STRIDES_AT_ONCE strides of every selection block at a time. BLOCK_MAX: the maximum score.
     """
     column = tl.arange(0, STRIDES_AT_ONCE * BLOCKS)
     columns = tl.arange(0, DK_PAD)
@@ -150,10 +190,15 @@ def compute_block_logsumexp(
         seen = (s < STRIDES)[None, :] & (i[None, :] * STRIDE + L - 1 <= t[:, None])
         scores = tl.reshape(tl.where(seen, scores, float("-inf")), [QUERIES, STRIDES_AT_ONCE, BLOCKS])
         new_peak = tl.maximum(peak, tl.max(scores, 1))
-        total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(scores - new_peak[:, None, :]), 1)
+        if not BLOCK_MAX:
+            total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(scores - new_peak[:, None, :]), 1)
         peak = new_peak
-    is_nonempty = total > 0.0
-    return tl.where(is_nonempty, tl.log2(tl.where(is_nonempty, total, 1.0)) + peak, float("-inf"))
+    if BLOCK_MAX:
+        result = tl.where(peak > -3.0e38, peak, float("-inf"))
+    else:
+        is_nonempty = total > 0.0
+        result = tl.where(is_nonempty, tl.log2(tl.where(is_nonempty, total, 1.0)) + peak, float("-inf"))
+    return result
 
 
 @triton.jit
@@ -182,17 +227,23 @@ def _merge_topk(best, score, j0, N_FREE: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def add_forced_blocks(selected, own_block, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr):
+def add_forced_blocks(
+    selected, own_block, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, SINK: tl.constexpr, LOCAL: tl.constexpr
+):
     """Return the selected blocks [Q, N_SEL_PAD], ascending, then -1.
 
-    They are the first N_SEL - 3 of `selected` (NO_BLOCK: empty slot) and the forced blocks of queries [Q] in `own_block`.
+    They are the first N_SEL - SINK - LOCAL of `selected` (NO_BLOCK: empty slot) and the forced blocks of queries [Q] in
+    `own_block`.
     """
-    N_FREE: tl.constexpr = N_SEL - 3
+    N_FREE: tl.constexpr = N_SEL - SINK - LOCAL
     slot = tl.arange(0, N_SEL_PAD)
-    forced = tl.where(slot[None, :] == N_FREE, 0, own_block[:, None] + N_FREE + 1 - slot[None, :])
-    # Slots N_FREE .. N_FREE+2: block 0, own_block, own_block-1; the last two only if they are not block 0 as well.
-    exists = (slot[None, :] == N_FREE) | (forced >= 1)
-    selected = tl.where(slot[None, :] < N_FREE, selected, tl.where(exists & (slot[None, :] < N_SEL), forced, NO_BLOCK))
+    # Slots N_FREE, N_FREE+1, ...: the first SINK blocks, then the latest LOCAL. A block that is both is in the second part.
+    is_sink = (slot < N_FREE + SINK)[None, :]
+    first = slot[None, :] - N_FREE
+    latest = own_block[:, None] - (slot[None, :] - N_FREE - SINK)
+    forced = tl.where(is_sink, first, latest)
+    exists = tl.where(is_sink, first <= own_block[:, None] - LOCAL, latest >= 0) & (slot[None, :] < N_SEL)
+    selected = tl.where(slot[None, :] < N_FREE, selected, tl.where(exists, forced, NO_BLOCK))
     selected = tl.sort(selected, dim=1)
     return tl.where(selected == NO_BLOCK, -1, selected)
 
@@ -206,7 +257,7 @@ def nsa_block_topk(
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
     STRIDES: tl.constexpr, STRIDES_PAD: tl.constexpr, REACH: tl.constexpr, SPILL: tl.constexpr, N_SEL_PAD: tl.constexpr,
     DK: tl.constexpr, DK_PAD: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
-    TF32: tl.constexpr,
+    SINK: tl.constexpr, LOCAL: tl.constexpr, HEAD_MAX: tl.constexpr, BLOCK_MAX: tl.constexpr, TF32: tl.constexpr,
 ):
     """Select the blocks of QUERIES queries of one group.
 
@@ -236,7 +287,7 @@ def nsa_block_topk(
             lse_ptr -= tl.cast(first_query, tl.int64) * (G * HEADS)
         blocks_ptr -= tl.cast(first_query, tl.int64) * (G * N_SEL)
     own_block = t // L_SEL
-    N_FREE: tl.constexpr = N_SEL - 3
+    N_FREE: tl.constexpr = N_SEL - SINK - LOCAL
     slot = tl.arange(0, N_SEL_PAD)
 
     # Empty slots hold -inf, below every score, and have distinct indices. Slots from N_FREE on are never filled.
@@ -247,8 +298,8 @@ def nsa_block_topk(
     last_t = tl.minimum(tile * QUERIES + QUERIES - 1, T - 1)
     if first_query is not None:
         last_t += first_query
-    stop = last_t // L_SEL - 1
-    if (stop - 1 > N_FREE) & (N_FREE > 0):
+    stop = last_t // L_SEL - LOCAL + 1
+    if (stop - SINK > N_FREE) & (N_FREE > 0):
         column = tl.arange(0, BLOCKS)
         q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
         k_base = k_ptr + b * stride_kb + g * stride_kg
@@ -256,29 +307,36 @@ def nsa_block_topk(
             q_tile = load_rows(q_base, t.to(tl.int64) * stride_qt, tl.arange(0, DK_PAD), DK, DK_PAD)
         else:
             q_tile = None  # loaded for each head
-        for j0 in range(1 - SPILL, stop - SPILL, BLOCKS - SPILL):
+        for j0 in range(SINK - SPILL, stop - SPILL, BLOCKS - SPILL):
             if lse_ptr is None:
                 score = compute_block_logsumexp(
                     q_tile, k_base, stride_kn, t, j0, N, scale_log2,
-                    L, STRIDE, STRIDES, STRIDES_PAD, DK, DK_PAD, QUERIES, BLOCKS,
+                    L, STRIDE, STRIDES, STRIDES_PAD, DK, DK_PAD, QUERIES, BLOCKS, BLOCK_MAX,
                 )
             else:
                 lse_base = lse_ptr + (b * T * G + g) * HEADS
-                score = _compute_importance(
-                    q_base, k_base, lse_base, stride_qt, stride_qh, stride_kn,
-                    t, own_block - 2, j0, N, G * HEADS, scale_log2,
-                    HEADS, L, STRIDE, STRIDES, STRIDES_PAD, REACH, SPILL, DK, DK_PAD, COLUMNS, QUERIES, BLOCKS, TF32,
-                )
+                if STRIDES_PAD < STRIDES:
+                    score = _compute_importance_in_slices(
+                        q_base, k_base, lse_base, stride_qt, stride_qh, stride_kn, t, j0, N, G * HEADS, scale_log2,
+                        HEADS, STRIDES, STRIDES_PAD, DK, DK_PAD, QUERIES, BLOCKS, HEAD_MAX, BLOCK_MAX,
+                    )
+                else:
+                    score = _compute_importance(
+                        q_base, k_base, lse_base, stride_qt, stride_qh, stride_kn,
+                        t, own_block - LOCAL, j0, N, G * HEADS, scale_log2,
+                        HEADS, L, STRIDE, STRIDES, STRIDES_PAD, REACH, SPILL, DK, DK_PAD, COLUMNS, QUERIES, BLOCKS,
+                        (L > (LOCAL - 1) * L_SEL + STRIDE) | (SINK < SPILL), HEAD_MAX, BLOCK_MAX, TF32,
+                    )
             j = j0 + column
-            competes = ((column >= SPILL) & (j >= 1))[None, :] & (j[None, :] <= own_block[:, None] - 2)
+            competes = ((column >= SPILL) & (j >= SINK))[None, :] & (j[None, :] <= own_block[:, None] - LOCAL)
             # A NaN score ranks last, so that the selected blocks are still a valid set.
             score = tl.where(competes, tl.where(score > MIN_SCORE, score, MIN_SCORE), float("-inf"))
             best = _merge_topk(best, score, j0, N_FREE, BLOCKS)
         selected = tl.where((best >> 32) > tl.min(empty_score, 0), (best & NO_BLOCK).to(tl.int32) ^ NO_BLOCK, NO_BLOCK)
     else:
-        selected = tl.where(slot[None, :] + 1 <= own_block[:, None] - 2, slot[None, :] + 1, NO_BLOCK)
+        selected = tl.where(slot[None, :] + SINK <= own_block[:, None] - LOCAL, slot[None, :] + SINK, NO_BLOCK)
 
-    selected = add_forced_blocks(selected, own_block, N_SEL, N_SEL_PAD)
+    selected = add_forced_blocks(selected, own_block, N_SEL, N_SEL_PAD, SINK, LOCAL)
     rows = (b * T + t) * G + g
     inside = tile * QUERIES + tl.arange(0, QUERIES) < T
     tl.store(blocks_ptr + rows[:, None] * N_SEL + slot[None, :], selected,
@@ -286,19 +344,40 @@ def nsa_block_topk(
 # fmt: on
 
 
-# Defined by schema to save host time; see selected/launch.py for the measurement.
+class SelectionRule(NamedTuple):
+    """Settings of `NSAConfig` that say how scores select blocks. The defaults are the paper's."""
+
+    n_sel: int
+    sink_blocks: int = 1
+    local_blocks: int = 2
+    head_max: bool = False
+    block_max: bool = False
+
+    @classmethod
+    def from_config(cls, nsa: NSAConfig) -> SelectionRule:
+        reductions = nsa.head_reduction == "max", nsa.block_reduction == "max"
+        return cls(nsa.n_sel, nsa.sink_blocks, nsa.local_blocks, *reductions)
+
+
+# Defined by schema to save host time; see selected/launch.py for the measurement. The first operator has the paper's rule.
 torch.library.define(
     "nsa_lab::select_blocks",
     "(Tensor q, Tensor k_cmp, Tensor? lse, int l, int d, int l_sel, int n_sel, Tensor? documents=None, int longest=0,"
     " int first=0) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_select_blocks = torch.ops.nsa_lab.select_blocks.default
+torch.library.define(
+    "nsa_lab::rank_and_select_blocks",
+    "(Tensor q, Tensor k_cmp, Tensor? lse, int l, int d, int l_sel, int n_sel, int sink_blocks, int local_blocks,"
+    " bool head_max, bool block_max, Tensor? documents=None, int longest=0, int first=0) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_rank_and_select_blocks = torch.ops.nsa_lab.rank_and_select_blocks.default
 
 
 # fmt: off
 def forward(
-    q: Tensor, k_cmp: Tensor, lse: Tensor | None, l: int, d: int, l_sel: int, n_sel: int,
+    q: Tensor, k_cmp: Tensor, lse: Tensor | None, l: int, d: int, l_sel: int, rule: SelectionRule,
     documents: Tensor | None = None, longest: int = 0, first: int = 0,
 ) -> Tensor:
     """Compute `select_blocks` without PyTorch's dispatcher."""
@@ -307,7 +386,7 @@ def forward(
         k_cmp = k_cmp.new_zeros(B, 1, *k_cmp.shape[2:])
     N, G = k_cmp.shape[1:3]
     q, k_cmp = make_rows_contiguous(q), make_rows_contiguous(k_cmp)
-    blocks = q.new_empty(B, T, G, n_sel, dtype=torch.int32)
+    blocks = q.new_empty(B, T, G, rule.n_sel, dtype=torch.int32)
     n_strides, reach = l_sel // d, l // d
     spill = ceil_div(reach - 1, n_strides)
     q_bounds, k_bounds, n_documents = split_bounds(documents, COMPRESSED_ROW)
@@ -318,48 +397,72 @@ def forward(
     if lse is None:
         strides_at_once = min(strides_at_once, launch_table.block_topk_strides(q.dtype, Dk))
         tile = launch_table.block_topk_without_lse(tile, q.device)
+    elif n_strides > launch_table.MAX_STRIDES_AT_ONCE:
+        strides_at_once = launch_table.block_topk_strides(q.dtype, Dk)
+        tile = launch_table.block_topk_without_lse(tile, q.device)
     columns = launch_table.block_topk_columns(q.dtype, Dk, strides_at_once, tile)
     nsa_block_topk[(count_tiles(T, tile.rows, n_documents) * B * G,)](
         q, k_cmp, None if lse is None else lse.contiguous(), blocks, q_bounds, k_bounds,
         *get_strides(q, k_cmp),
         T, N, B, G, n_documents, first or None, Dk**-0.5 * kernel_names.LOG2E,
-        HEADS=H // G, L=l, STRIDE=d, L_SEL=l_sel, N_SEL=n_sel,
-        STRIDES=n_strides, STRIDES_PAD=strides_at_once, REACH=reach, SPILL=spill, N_SEL_PAD=padded_width(n_sel),
-        DK=Dk, DK_PAD=padded_width(Dk), COLUMNS=columns, QUERIES=tile.rows, BLOCKS=tile.keys, TF32=tf32,
+        HEADS=H // G, L=l, STRIDE=d, L_SEL=l_sel, N_SEL=rule.n_sel,
+        STRIDES=n_strides, STRIDES_PAD=strides_at_once, REACH=reach, SPILL=spill, N_SEL_PAD=padded_width(rule.n_sel),
+        DK=Dk, DK_PAD=padded_width(Dk), COLUMNS=columns, QUERIES=tile.rows, BLOCKS=tile.keys,
+        SINK=rule.sink_blocks, LOCAL=rule.local_blocks, HEAD_MAX=rule.head_max, BLOCK_MAX=rule.block_max, TF32=tf32,
         **tile.compile_options(),
     )
     return blocks
+
+
+@torch.library.impl("nsa_lab::select_blocks", ("cpu", "cuda"))
+def _(
+    q: Tensor, k_cmp: Tensor, lse: Tensor | None, l: int, d: int, l_sel: int, n_sel: int,
+    documents: Tensor | None = None, longest: int = 0, first: int = 0,
+) -> Tensor:
+    return forward(q, k_cmp, lse, l, d, l_sel, SelectionRule(n_sel), documents, longest, first)
+
+
+@torch.library.impl("nsa_lab::rank_and_select_blocks", ("cpu", "cuda"))
+def _(
+    q: Tensor, k_cmp: Tensor, lse: Tensor | None, l: int, d: int, l_sel: int, n_sel: int, sink_blocks: int,
+    local_blocks: int, head_max: bool, block_max: bool, documents: Tensor | None = None, longest: int = 0, first: int = 0,
+) -> Tensor:
+    rule = SelectionRule(n_sel, sink_blocks, local_blocks, head_max, block_max)
+    return forward(q, k_cmp, lse, l, d, l_sel, rule, documents, longest, first)
 # fmt: on
 
 
-torch.library.impl("nsa_lab::select_blocks", ("cpu", "cuda"), forward)
-
-
-@torch.library.register_fake("nsa_lab::select_blocks")
-def _(q: Tensor, k_cmp: Tensor, lse: Tensor | None, l: int, d: int, l_sel: int, n_sel: int, *_: Any) -> Tensor:
+def _fake(q: Tensor, k_cmp: Tensor, lse: Tensor | None, l: int, d: int, l_sel: int, n_sel: int, *_: Any) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], k_cmp.shape[2], n_sel, dtype=torch.int32)
+
+
+torch.library.register_fake("nsa_lab::select_blocks", _fake)
+torch.library.register_fake("nsa_lab::rank_and_select_blocks", _fake)
 
 
 # fmt: off
 def select_blocks(
-    q: Tensor, k_cmp: Tensor, lse: Tensor | None, l: int, d: int, l_sel: int, n_sel: int,
+    q: Tensor, k_cmp: Tensor, lse: Tensor | None, l: int, d: int, l_sel: int, rule: SelectionRule,
     documents: Tensor | None = None, longest: int = 0, first: int = 0,
 ) -> Tensor:
     """Return the n_sel blocks of each query and group: int32 [B, T, G, n_sel], ascending and distinct, padded with -1.
 
-    Block 0, the query's own block and the one before it are always selected; the rest by importance in float32, ties to the
-    lower index. Not differentiable.
+    The first `sink_blocks` and the latest `local_blocks` are always selected; the rest by importance in float32, ties to
+    the lower index. Not differentiable.
 
     Args:
         q: [B, T, H, Dk].
         k_cmp: [B, N, G, Dk].
-        lse: float32 [B, T, H] of the compressed branch; None only with one head per group and l = d, which need no LSE.
-        l, d, l_sel, n_sel: the geometry, as in `NSAConfig`.
+        lse: float32 [B, T, H] of q over k_cmp; None only with one head per group and l = d, which need no LSE.
+        l, d, l_sel: the geometry, as in `NSAConfig`.
+        rule: a maximum over the blocks needs l = d.
         documents: `Layout.bounds` of packed documents (B = 1); block indices are local to a document. None: not packed.
         longest: upper bound of the tokens of a document.
         first: position of query 0; keys start at position 0.
     """
     with torch.no_grad():
         lse = None if lse is None else lse.detach()
-        return _select_blocks(q.detach(), k_cmp.detach(), lse, l, d, l_sel, n_sel, documents, longest, first)
+        return _rank_and_select_blocks(
+            q.detach(), k_cmp.detach(), lse, l, d, l_sel, *rule, documents, longest, first
+        )
 # fmt: on

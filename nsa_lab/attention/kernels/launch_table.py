@@ -183,6 +183,10 @@ def block_topk_without_lse(tile: Tile, device: torch.device) -> Tile:
     return tile._replace(rows=min(tile.rows, 32)) if is_blackwell(device) else tile
 
 
+MAX_STRIDES_AT_ONCE = 16
+"""With an LSE, up to this many strides of a selection block are scored at once."""
+
+
 def block_topk_strides(dtype: torch.dtype, width: int) -> int:
     """Return the maximum number of strides per selection block that are scored at once, for selection without an LSE."""
     return 2 if dtype == torch.float32 and width > MAX_TIMED_WIDTH else 8

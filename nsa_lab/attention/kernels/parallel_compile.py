@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 import triton
+from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
@@ -118,18 +119,17 @@ def compile_before_first_call(compute: Callable[..., R]) -> Callable[..., R]:
     """Wrap `compute` so that its kernels are compiled in parallel before the first call of a kind.
 
     A kind is a dtype, widths, numbers of heads, geometry, and batch and length up to a power of two. The first call of a
-    kind runs `compute` twice, first with launches disabled. The first three arguments are tensors [B, T, heads, width].
-    Kinds are coarse: if a later call of the same kind needs another kernel, it is compiled at its launch.
+    kind runs `compute` twice, first with launches disabled. The first argument is a tensor [B, T, heads, width]. Kinds are
+    coarse: if a later call of the same kind needs another kernel, it is compiled at its launch.
     """
     compiled_kinds: set[object] = set()
 
     @functools.wraps(compute)
     def wrapper(*args: Any) -> R:
-        (batch, tokens, *_), other_args = args[0].shape, args[3:]
+        batch, tokens, *_ = args[0].shape
         kind = (
             (args[0].dtype, batch.bit_length(), tokens.bit_length()),
-            tuple([x.shape[2:] for x in args[:3]]),
-            tuple([x.bit_length() if type(x) is int else x is None for x in other_args]),
+            tuple([x.shape[2:] if isinstance(x, Tensor) else x.bit_length() if type(x) is int else x for x in args]),
         )
         if kind not in compiled_kinds and try_compile_in_parallel(lambda: compute(*args)):
             compiled_kinds.add(kind)

@@ -30,7 +30,6 @@ import torch
 
 from nsa_lab.attention import resolve_backend
 from nsa_lab.config import RunConfig
-from nsa_lab.config.model_config import N_FORCED_BLOCKS
 from nsa_lab.data import BuildProgress, DataError, ProgressMeter, describe_split
 from nsa_lab.runs import resolve
 from nsa_lab.runs.lifecycle import check_ranks, check_text
@@ -262,7 +261,7 @@ def check_gradients(context: TrainContext) -> PreflightCheck:
     if stage.seq_len < context.config.nsa.l:
         # No compression block fits, so the compression operator gets no gradient.
         missing = [name for name in missing if ".phi_" not in name]
-    if stage.seq_len <= (N_FORCED_BLOCKS + 1) * context.config.nsa.l_sel:
+    if stage.seq_len <= (context.config.nsa.n_forced + 1) * context.config.nsa.l_sel:
         # All blocks but one are always selected, so the remaining one has probability 1 and the indexer gets no gradient.
         missing = [name for name in missing if ".indexer." not in name]
     return PreflightCheck(

@@ -12,7 +12,10 @@ from nsa_lab.config import NSAConfig
 
 
 class Case(NamedTuple):
-    """Sequences with `lengths` cached tokens and S new ones. `selection_nsa`: geometry of an indexer."""
+    """Sequences with `lengths` cached tokens and S new ones.
+
+    `selection_nsa`: geometry of the keys of an indexer with `index_heads` queries per group.
+    """
 
     lengths: tuple[int, ...]
     S: int
@@ -23,18 +26,23 @@ class Case(NamedTuple):
     nsa: NSAConfig
     selection_nsa: NSAConfig | None = None
     spare_rows: int = 5  # unused rows in every tensor of the cache
+    branches: tuple[str, ...] = ("cmp", "sel", "win")
+    index_heads: int = 1
 
     def __str__(self) -> str:
         index = f"-index{self.selection_nsa.l}" if self.selection_nsa else ""
         geometry = f"l{self.nsa.l}d{self.nsa.d}s{self.nsa.l_sel}n{self.nsa.n_sel}w{self.nsa.w}"
-        return f"{'+'.join(map(str, self.lengths))}x{self.S}-H{self.H}G{self.G}-{self.Dk}x{self.Dv}-{geometry}{index}"
+        branches = "+".join(self.branches) if len(self.branches) < 3 else ""
+        sizes = f"{'+'.join(map(str, self.lengths))}x{self.S}-H{self.H}G{self.G}-{self.Dk}x{self.Dv}"
+        forced = f"f{self.nsa.sink_blocks}+{self.nsa.local_blocks}{self.nsa.head_reduction}{self.nsa.block_reduction}"
+        return f"{sizes}-{geometry}{forced}{index}x{self.index_heads}{branches}"
 
 
 class Inputs(NamedTuple):
     """Arguments of `cached_attention`."""
 
     q: Tensor
-    gates: Tensor
+    gates: Tensor | None
     cache: LayerCache
     lengths: Tensor
     index_q: Tensor | None
@@ -47,7 +55,7 @@ class Inputs(NamedTuple):
 
         cache = LayerCache(*map(move, self.cache))  # pyright: ignore[reportArgumentType]
         gates, q = move(self.gates), move(self.q)
-        assert q is not None and gates is not None
+        assert q is not None
         return Inputs(q, gates, cache, self.lengths.to(device), move(self.index_q))
 
 
@@ -79,9 +87,14 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device, seed: int 
         *(fill(width, recent, ring) for width in widths),
         k_index=compressed(case.Dk, case.selection_nsa) if case.selection_nsa else None,
     )
+    for branch in {"cmp", "sel", "win"} - set(case.branches):
+        cache = cache._replace(**{f"k_{branch}": None, f"v_{branch}": None})
     q = torch.randn(B, case.S, case.H, case.Dk, generator=generator).to(device, dtype)
-    gates = torch.rand(B, case.S, case.H, 3, generator=generator).to(device, dtype)
-    index_q = torch.randn(B, case.S, case.G, case.Dk, generator=generator).to(device, dtype) if case.selection_nsa else None
+    gates = torch.rand(B, case.S, case.H, len(case.branches), generator=generator).to(device, dtype)
+    gates = gates if len(case.branches) > 1 else None
+    index_q = None
+    if case.selection_nsa:
+        index_q = torch.randn(B, case.S, case.G * case.index_heads, case.Dk, generator=generator).to(device, dtype)
     return Inputs(q, gates, cache, torch.tensor(case.lengths, dtype=torch.int32, device=device), index_q)
 
 
@@ -97,11 +110,15 @@ def compute_importances(q: Tensor, k: Tensor, position: int, nsa: NSAConfig, geo
     importance = [0.0] * (position // nsa.l_sel + 1)
     if len(k) == 0:
         return importance
-    probabilities = torch.softmax(q @ k.T * q.shape[1] ** -0.5, 1).sum(0).tolist()
-    for i, probability in enumerate(probabilities):
+    probabilities = torch.softmax(q @ k.T * q.shape[1] ** -0.5, 1)
+    probabilities = probabilities.sum(0) if nsa.head_reduction == "sum" else probabilities.amax(0)
+    for i, probability in enumerate(probabilities.tolist()):
         for token in range(i * geometry.d, i * geometry.d + geometry.l):
-            if token // nsa.l_sel < len(importance):
-                importance[token // nsa.l_sel] += probability / geometry.d
+            j = token // nsa.l_sel
+            if j < len(importance) and nsa.block_reduction == "sum":
+                importance[j] += probability / geometry.d
+            elif j < len(importance):
+                importance[j] = max(importance[j], probability)
     return importance
 
 
@@ -114,7 +131,8 @@ def compute_all_importances(inputs: Inputs, case: Case) -> dict[tuple[int, int, 
             n_visible = count_compressed(n_before + s + 1, geometry)
             for g in range(case.G):
                 if exact.index_q is not None and exact.cache.k_index is not None:
-                    q, k = exact.index_q[b, s, g : g + 1], exact.cache.k_index[b, :n_visible, g]
+                    own = slice(g * case.index_heads, (g + 1) * case.index_heads)
+                    q, k = exact.index_q[b, s, own], exact.cache.k_index[b, :n_visible, g]
                 else:
                     q, k = exact.q[b, s, g * heads : (g + 1) * heads], exact.cache.k_cmp[b, :n_visible, g]
                 importances[b, s, g] = compute_importances(q, k, n_before + s, case.nsa, geometry)
@@ -122,17 +140,17 @@ def compute_all_importances(inputs: Inputs, case: Case) -> dict[tuple[int, int, 
 
 
 def select_best_blocks(importance: list[float], nsa: NSAConfig) -> list[int]:
-    own_block = len(importance) - 1
-    forced = {0, own_block, max(own_block - 1, 0)}
-    others = sorted((j for j in range(own_block) if j not in forced), key=lambda j: (-importance[j], j))
-    return sorted(forced | set(others[: nsa.n_sel - 3]))
+    candidates = range(len(importance))
+    forced = {*candidates[: nsa.sink_blocks], *candidates[-nsa.local_blocks :]}
+    others = sorted((j for j in candidates if j not in forced), key=lambda j: (-importance[j], j))
+    return sorted(forced | set(others[: nsa.n_sel - nsa.sink_blocks - nsa.local_blocks]))
 
 
 def attend_all(inputs: Inputs, blocks: Tensor, case: Case) -> Tensor:
     """Return the gated sum [B, S, H, Dv] for given blocks, by loops over rows and heads, in the dtype of the inputs."""
     q, gates, cache, _, _ = inputs
     out, h = q.new_zeros(*q.shape[:3], case.Dv), case.H // case.G
-    ring = cache.k_win.shape[1]
+    ring = cache.k_win.shape[1] if cache.k_win is not None else 1
     for b, n_before in enumerate(case.lengths):
         for s in range(case.S):
             position = n_before + s
@@ -140,14 +158,15 @@ def attend_all(inputs: Inputs, blocks: Tensor, case: Case) -> Tensor:
             window_slots = [p % ring for p in range(max(0, position - case.nsa.w + 1), position + 1)]
             for n in range(case.H):
                 g = n // h
-                selected = [j for j in blocks[b, s, g].tolist() if j >= 0]
+                selected = [j for j in blocks[b, s, g].tolist() if j >= 0] if "sel" in case.branches else []
                 positions = [
                     p for j in selected for p in range(j * case.nsa.l_sel, (j + 1) * case.nsa.l_sel) if p <= position
                 ]
-                branches = (
-                    attend(q[b, s, n], cache.k_cmp[b, :n_compressed, g], cache.v_cmp[b, :n_compressed, g]),
-                    attend(q[b, s, n], cache.k_sel[b, positions, g], cache.v_sel[b, positions, g]),
-                    attend(q[b, s, n], cache.k_win[b, window_slots, g], cache.v_win[b, window_slots, g]),
-                )
-                out[b, s, n] = sum(gate * branch for gate, branch in zip(gates[b, s, n], branches, strict=True))
+                rows = {"cmp": slice(n_compressed), "sel": positions, "win": window_slots}
+                branches = [
+                    attend(q[b, s, n], *(getattr(cache, f"{kind}_{name}")[b, rows[name], g] for kind in "kv"))
+                    for name in case.branches
+                ]
+                weights = [1.0] if gates is None else gates[b, s, n]
+                out[b, s, n] = sum(gate * branch for gate, branch in zip(weights, branches, strict=True))
     return out

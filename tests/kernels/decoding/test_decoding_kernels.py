@@ -9,8 +9,9 @@ import torch
 from cache_cases import Case, attend_all, compute_all_importances, make_inputs, select_best_blocks
 from looping import looped, tiered
 
-from nsa_lab.attention.cached_attention import cached_attention
+from nsa_lab.attention.cached_attention import attend_and_select, cached_attention
 from nsa_lab.attention.kernels import launch_table
+from nsa_lab.attention.kernels.block_topk import SelectionRule
 from nsa_lab.attention.kernels.decoding import launch
 from nsa_lab.attention.kernels.decoding.launch import SelectionScores
 from nsa_lab.config import NSAConfig
@@ -95,11 +96,13 @@ def assert_same_selection(blocks, inputs, case):
 
 def check_case(case, dtype, device, selected_blocks, assert_error_within):
     inputs = make_inputs(case, dtype, device)
-    out = run(inputs, case)
-    assert_same_selection(selected_blocks[-1], inputs, case)
+    out, blocks = run(inputs, case), None
+    if "sel" in case.branches:
+        blocks = selected_blocks[-1]
+        assert_same_selection(blocks, inputs, case)
     assert out.dtype == dtype and out.isfinite().all()
-    exact = attend_all(inputs.to("cpu", torch.float64), selected_blocks[-1], case)
-    assert_error_within("out", out.cpu(), exact, attend_all(inputs.to("cpu"), selected_blocks[-1], case), 2)
+    exact = attend_all(inputs.to("cpu", torch.float64), blocks, case)
+    assert_error_within("out", out.cpu(), exact, attend_all(inputs.to("cpu"), blocks, case), 2)
 
 
 @looped
@@ -112,6 +115,51 @@ def check_case(case, dtype, device, selected_blocks, assert_error_within):
 )
 def test_equals_plain_loops(case, dtype, device, poisoned, selected_blocks, assert_error_within):
     check_case(case, dtype, device, selected_blocks, assert_error_within)
+
+
+def make_rule(sink: int, local: int, heads: str = "sum", block: str = "sum", **more: int) -> NSAConfig:
+    free = more.pop("free", 2)
+    rule = {"sink_blocks": sink, "local_blocks": local, "head_reduction": heads, "block_reduction": block}
+    return NSAConfig(**{"l": 8, "d": 4, "l_sel": 16, "w": 20, "n_sel": sink + local + free, **rule, **more})
+
+
+def make_index_case(*sizes, rule: NSAConfig, tokens: int = 4, **options) -> Case:
+    """Return a case with an indexer whose keys cover `tokens` tokens each."""
+    return Case(*sizes, rule, rule.model_copy(update={"l": tokens, "d": tokens}), **options)
+
+
+BRANCH_CASES = [
+    Case((203, 37, 3), 1, 6, 2, 32, 16, make_rule(0, 1)),
+    Case((203, 37), 2, 6, 2, 32, 16, make_rule(2, 3, "max")),
+    Case((203, 5), 2, 6, 2, 16, 16, make_rule(1, 1, "max", "max", l=4)),
+    Case((203, 37), 1, 6, 2, 16, 16, make_rule(1, 2, free=0), branches=("cmp", "sel")),  # no free slots
+    Case((203, 37), 1, 6, 2, 16, 16, make_rule(1, 2), branches=("cmp", "win")),
+    Case((203, 37), 3, 6, 2, 16, 32, make_rule(1, 2), branches=("cmp",)),
+    Case((203, 0), 1, 6, 2, 16, 16, make_rule(1, 2), branches=("win",)),
+    make_index_case((203, 37), 2, 4, 2, 16, 16, rule=make_rule(0, 2), branches=("sel",)),
+    make_index_case((203, 37), 1, 4, 2, 16, 16, rule=make_rule(0, 1, "sum", "max"), branches=("sel", "win")),
+    make_index_case((203, 37), 1, 4, 2, 16, 16, rule=make_rule(1, 2, "sum", "max"), branches=("sel",), index_heads=2),
+    make_index_case((203, 37), 2, 4, 2, 16, 16, rule=make_rule(1, 2, "max", "max"), tokens=1, index_heads=4),
+    make_index_case((203, 37), 1, 4, 2, 16, 16, rule=make_rule(2, 1, "max"), branches=("sel", "win"), index_heads=3),
+    make_index_case((203, 37), 1, 4, 2, 16, 16, rule=make_rule(1, 2), tokens=16, branches=("sel",), index_heads=2),
+]
+
+
+@looped
+@pytest.mark.parametrize("case", tiered(((case,) for case in BRANCH_CASES), nightly=lambda case: case.S > 1))
+def test_branches_and_rules_equal_plain_loops(case, device, poisoned, selected_blocks, assert_error_within):
+    check_case(case, torch.float32, device, selected_blocks, assert_error_within)
+
+
+@pytest.mark.parametrize("case", [BRANCH_CASES[0], BRANCH_CASES[7]], ids=str)
+def test_given_blocks_give_the_output_of_the_call_that_selected_them(case, device, poisoned):
+    inputs = make_inputs(case, torch.float32, device)
+    options = {"index_q": inputs.index_q, "selection_nsa": case.selection_nsa, "backend": "triton"}
+    arguments = inputs.q, inputs.gates, inputs.cache, inputs.lengths, case.nsa
+    out, blocks = attend_and_select(*arguments, **options)
+    cache = inputs.cache._replace(k_index=None)
+    again, same = attend_and_select(*arguments[:2], cache, *arguments[3:], blocks=blocks, backend="triton")
+    assert torch.equal(out, again) and torch.equal(blocks, same)
 
 
 def test_more_index_blocks_than_are_ranked_at_once(device, poisoned, selected_blocks, assert_error_within, monkeypatch):
@@ -159,9 +207,9 @@ def test_ties_go_to_the_lower_index(device, monkeypatch):
     selection_scores = SelectionScores(scores.to(device), sums, 1, nsa.l, nsa.d)
     lengths = torch.tensor([before], dtype=torch.int32, device=device)
     importances = launch.compute_importance(
-        T, G, selection_scores, lengths, (before + T) // nsa.l_sel + 1, nsa.l_sel, nsa.n_sel
+        T, G, selection_scores, lengths, (before + T) // nsa.l_sel + 1, nsa.l_sel, SelectionRule(nsa.n_sel)
     )
-    blocks = launch.select_topk(T, G, importances, lengths, nsa.l_sel, nsa.n_sel)
+    blocks = launch.select_topk(T, G, importances, lengths, nsa.l_sel, SelectionRule(nsa.n_sel))
     for t in range(T):
         for g in range(G):
             position = before + t
@@ -182,7 +230,7 @@ def test_positive_and_negative_scores_are_ranked(blocks_at_once, device, monkeyp
     scores = torch.randn(1, T, G, n_blocks, generator=torch.Generator().manual_seed(1)) - 2
     scores[..., 3], scores[..., 7], scores[..., 12], scores[..., 50:] = float("inf"), float("nan"), float("-inf"), 9e9
     lengths = torch.tensor([before], dtype=torch.int32, device=device)
-    blocks = launch.select_topk(T, G, scores.to(device), lengths, nsa.l_sel, nsa.n_sel)
+    blocks = launch.select_topk(T, G, scores.to(device), lengths, nsa.l_sel, SelectionRule(nsa.n_sel))
     for t in range(T):
         for g in range(G):
             importance = scores[0, t, g, : (before + t) // nsa.l_sel + 1].nan_to_num(-1e30, 1e30, -1e30)
@@ -243,9 +291,7 @@ def test_error_names_the_limit(device):
         run(inputs, case._replace(nsa=SMALL.model_copy(update={"n_sel": 65})))
     indexer_case = case._replace(selection_nsa=NSAConfig(l=8, d=8, l_sel=16, n_sel=4))
     indexer_inputs = make_inputs(indexer_case, torch.float32, device)
-    with pytest.raises(NotImplementedError, match=r"the indexer.*l = d.* l = 8, d = 4"):
-        run(indexer_inputs, indexer_case._replace(selection_nsa=SMALL))
-    with pytest.raises(NotImplementedError, match=r"the indexer.*head widths"):
+    with pytest.raises(NotImplementedError, match=r"index_q.*head widths"):
         run(indexer_inputs._replace(index_q=indexer_inputs.index_q[..., :12]), indexer_case)
     k_sel = inputs.cache.k_sel.mT.contiguous().mT
     with pytest.raises(ValueError, match=r"k_sel.*last axis"):

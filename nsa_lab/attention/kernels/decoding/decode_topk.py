@@ -37,15 +37,16 @@ EMPTY_KEY = tl.constexpr(-(2**31))
 # fmt: off
 @triton.jit
 def needs_scores(position, L_SEL: tl.constexpr, N_SEL: tl.constexpr):
-    """Return True if more blocks compete (1 .. own_block - 2) than there are free slots. Only then are scores needed."""
-    return position // L_SEL - 2 > N_SEL - 3
+    """Return True if there are more blocks than slots. Only then are scores needed."""
+    return position // L_SEL + 1 > N_SEL
 
 
 @triton.jit
-def sum_probabilities(scores_ptr, i, inside, peak, inverse_total):
-    """Return the probabilities of keys i, summed over heads; 0 where no head is `inside`."""
+def reduce_probabilities(scores_ptr, i, inside, peak, inverse_total, HEAD_MAX: tl.constexpr):
+    """Return the probabilities of keys i, summed over heads, or their maximum; 0 where no head is `inside`."""
     scores = tl.load(scores_ptr + i[None, :], mask=inside, other=float("-inf"))
-    return tl.sum(tl.exp2(scores - peak[:, None]) * inverse_total[:, None], 0)
+    p = tl.exp2(scores - peak[:, None]) * inverse_total[:, None]
+    return tl.max(p, 0) if HEAD_MAX else tl.sum(p, 0)
 
 
 @cache_launches
@@ -54,12 +55,14 @@ def nsa_block_importance(
     scores_ptr, part_sums_ptr, lengths_ptr, importance_ptr,
     T, N, G, n_blocks, row_parts,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr,
-    N_SEL: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr, BLOCKS: tl.constexpr, STRIDES_PAD: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    N_SEL: tl.constexpr, LOCAL: tl.constexpr, HEAD_MAX: tl.constexpr, BLOCK_MAX: tl.constexpr,
+    PARTS: tl.constexpr, PARTS_PAD: tl.constexpr, BLOCKS: tl.constexpr, STRIDES_PAD: tl.constexpr, USE_PDL: tl.constexpr,
 ):
-    """Compute the importance of BLOCKS selection blocks for one query, summed over the heads of a group (eq. 9).
+    """Compute the importance of BLOCKS selection blocks for one query, reduced over the heads of a group (eq. 9).
 
-    Stores float32 [B, T, G, n_blocks]. A row has `row_parts` parts, of which the first PARTS belong to the compressed keys.
+    HEAD_MAX, BLOCK_MAX: maximum over heads, or over the keys of a block, instead of the sum. A maximum over keys is for
+    keys that do not overlap. Stores float32 [B, T, G, n_blocks]. A row has `row_parts` parts, of which the first PARTS
+    belong to the compressed keys.
     """
     STRIDES: tl.constexpr = L_SEL // STRIDE
     REACH: tl.constexpr = L // STRIDE
@@ -68,7 +71,7 @@ def nsa_block_importance(
     position = tl.load(lengths_ptr + row // (G * T)) + t
     pdl_wait(USE_PDL)
     first_block = tl.program_id(1) * BLOCKS
-    if (first_block > position // L_SEL - 2) | (not needs_scores(position, L_SEL, N_SEL)):
+    if (first_block > position // L_SEL - LOCAL) | (not needs_scores(position, L_SEL, N_SEL)):
         return
     head = tl.arange(0, HEADS_PAD)
     part = tl.arange(0, PARTS_PAD)
@@ -86,16 +89,19 @@ def nsa_block_importance(
     for stride_offset in tl.static_range(1 - REACH, 0):
         i = j * STRIDES + stride_offset
         inside = (head < HEADS)[:, None] & ((i >= 0) & (i < stop))[None, :]
-        importance += sum_probabilities(scores_ptr, i, inside, peak, inverse_total) * min(stride_offset + REACH, STRIDES)
+        probabilities = reduce_probabilities(scores_ptr, i, inside, peak, inverse_total, HEAD_MAX)
+        importance += probabilities * min(stride_offset + REACH, STRIDES)
     # Keys that start inside a block are adjacent.
     index = tl.arange(0, BLOCKS * STRIDES_PAD)
     stride_offset = index % STRIDES_PAD
     i = (first_block + index // STRIDES_PAD) * STRIDES + stride_offset
     inside = (head < HEADS)[:, None] & ((stride_offset < STRIDES) & (i < stop))[None, :]
-    probabilities = sum_probabilities(scores_ptr, i, inside, peak, inverse_total) * tl.minimum(
-        STRIDES - stride_offset, REACH
-    )
-    importance += tl.sum(tl.reshape(probabilities, [BLOCKS, STRIDES_PAD]), 1)
+    probabilities = reduce_probabilities(scores_ptr, i, inside, peak, inverse_total, HEAD_MAX)
+    by_block = tl.reshape(probabilities * tl.minimum(STRIDES - stride_offset, REACH), [BLOCKS, STRIDES_PAD])
+    if BLOCK_MAX:
+        importance = tl.max(by_block, 1)
+    else:
+        importance += tl.sum(by_block, 1)
     tl.store(importance_ptr + row * n_blocks + j, importance, mask=j < n_blocks)
 
 
@@ -105,19 +111,20 @@ def nsa_block_logsumexp(
     q_ptr, k_ptr, lengths_ptr, logsumexp_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg,
     T, N, B, G, row_tiles, n_blocks, scale_log2,
-    STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, STRIDES: tl.constexpr, STRIDES_AT_ONCE: tl.constexpr,
+    STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, LOCAL: tl.constexpr, BLOCK_MAX: tl.constexpr,
+    STRIDES: tl.constexpr, STRIDES_AT_ONCE: tl.constexpr,
     DK: tl.constexpr, DK_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, USE_PDL: tl.constexpr,
 ):
     """Compute the indexer score of BLOCKS blocks: the log2 of sum(exp(score)) over the index keys of a block.
 
-    Stores float32 [B, T, G, n_blocks]. The keys of a block are adjacent. The probabilities of a single head have the same
-    denominator, so these scores give the same order (block_topk.py).
+    BLOCK_MAX: the maximum score instead. Stores float32 [B, T, G, n_blocks]. The keys of a block are adjacent. The
+    probabilities of a single head have the same denominator, so these scores give the same order (block_topk.py).
     """
     b, g = get_batch_and_group(B, G)
     tile = tl.program_id(0) // (B * G)
     part, tile = tile // row_tiles, tile % row_tiles
     before = tl.load(lengths_ptr + b)
-    last_block = (before + T - 1) // L_SEL - 2
+    last_block = (before + T - 1) // L_SEL - LOCAL
     if (part * BLOCKS > last_block) | (not needs_scores(before + T - 1, L_SEL, N_SEL)):
         pdl_wait(USE_PDL)
         return
@@ -128,7 +135,7 @@ def nsa_block_logsumexp(
     position = before + tl.minimum(t, T - 1)
     logsumexp = compute_block_logsumexp(
         q, k_ptr + b * stride_kb + g * stride_kg, stride_kn, position, part * BLOCKS, N, scale_log2,
-        STRIDE, STRIDE, STRIDES, STRIDES_AT_ONCE, DK, DK_PAD, ROWS, BLOCKS,
+        STRIDE, STRIDE, STRIDES, STRIDES_AT_ONCE, DK, DK_PAD, ROWS, BLOCKS, BLOCK_MAX,
     )
     offsets = ((b * T + t) * G + g)[:, None] * n_blocks + j[None, :]
     pdl_wait(USE_PDL)
@@ -164,37 +171,39 @@ def interleave(a, b):
 def nsa_block_topk_decode(
     scores_ptr, lengths_ptr, blocks_ptr,
     T, G, n_blocks,
-    L_SEL: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, BLOCKS: tl.constexpr, USE_PDL: tl.constexpr,
+    L_SEL: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, SINK: tl.constexpr, LOCAL: tl.constexpr,
+    BLOCKS: tl.constexpr, USE_PDL: tl.constexpr,
 ):
     """Select the blocks of one query and group by a score per block, with the result of `block_topk.nsa_block_topk`.
 
     Without scores all blocks fit into the slots. Each slot takes one reduction over the blocks, one after another.
     """
-    N_FREE: tl.constexpr = N_SEL - 3
+    N_FREE: tl.constexpr = N_SEL - SINK - LOCAL
     row = tl.program_id(0).to(tl.int64)  # (b, t, g)
     t = (row // G % T).to(tl.int32)
     position = tl.load(lengths_ptr + row // (G * T)) + t
     pdl_wait(USE_PDL)
     own_block = position // L_SEL
     slot = tl.arange(0, N_SEL_PAD)
-    selected = tl.where(slot + 1 <= own_block - 2, slot + 1, NO_BLOCK)
+    last_free = own_block - LOCAL
+    selected = tl.where(slot + SINK <= last_free, slot + SINK, NO_BLOCK)
     if scores_ptr is not None:
         if needs_scores(position, L_SEL, N_SEL):
             best = tl.full([N_SEL_PAD], EMPTY_KEY, tl.int32)
             selected = tl.full([N_SEL_PAD], NO_BLOCK, tl.int32)
-            for first_block in range(1, own_block - 1, BLOCKS):
+            for first_block in range(SINK, last_free + 1, BLOCKS):
                 j = first_block + tl.arange(0, BLOCKS)
-                competes = j <= own_block - 2
+                competes = j <= last_free
                 score = tl.load(scores_ptr + row * n_blocks + j, mask=competes, other=MIN_SCORE)
                 # A NaN score ranks last, so that the selected blocks are still a valid set.
                 keys = to_ordered_bits(tl.where(score > MIN_SCORE, score, MIN_SCORE).to(tl.int32, bitcast=True))
                 top_keys, top_blocks = find_topk(tl.where(competes, keys, EMPTY_KEY), j, N_FREE, N_SEL_PAD)
-                if first_block > 1:
+                if first_block > SINK:
                     top_keys, top_blocks = find_topk(
                         interleave(best, top_keys), interleave(selected, top_blocks), N_FREE, N_SEL_PAD
                     )
                 best, selected = top_keys, top_blocks
-    blocks = add_forced_blocks(selected[None, :], own_block + tl.zeros([1], tl.int32), N_SEL, N_SEL_PAD)
+    blocks = add_forced_blocks(selected[None, :], own_block + tl.zeros([1], tl.int32), N_SEL, N_SEL_PAD, SINK, LOCAL)
     slot = slot[None, :]
     tl.store(blocks_ptr + row * N_SEL + slot, blocks, mask=slot < N_SEL)
 # fmt: on

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa_lab.attention.kernels import launch_table
+from nsa_lab.attention.kernels.block_topk import SelectionRule
 from nsa_lab.attention.kernels.decoding import decode_linear as linear_kernel
 from nsa_lab.attention.kernels.decoding.compress_update import nsa_compress_update
 from nsa_lab.attention.kernels.decoding.decode_linear import nsa_linear
@@ -31,14 +32,19 @@ from nsa_lab.attention.kernels.launch_table import Tile
 from nsa_lab.attention.kernels.launch_utils import ceil_div, get_strides, padded_width
 from nsa_lab.attention.layer_cache import CacheWriteBuffers, PoolWeights
 
-torch.library.define(
-    "nsa_lab::cached_attention",
-    "(Tensor q, Tensor gates, Tensor lengths, Tensor k_cmp, Tensor v_cmp, Tensor k_sel, Tensor v_sel, Tensor k_win,"
-    " Tensor v_win, int l, int d, int l_sel, int n_sel, int w, Tensor? index_q=None, Tensor? k_index=None,"
-    " int index_l=0, int index_d=0) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-cached_attention = torch.ops.nsa_lab.cached_attention.default
+_KEYS_AND_VALUES = ", ".join(f"Tensor {kind}_{branch}" for branch in ("cmp", "sel", "win") for kind in "kv")
+_RULE_SCHEMA = "int n_sel, int sink_blocks, int local_blocks, bool head_max, bool block_max"
+# The first operator has all three branches and the paper's rule of selection.
+_SCHEMAS = {
+    "cached_attention": f"(Tensor q, Tensor gates, Tensor lengths, {_KEYS_AND_VALUES}, int l, int d, int l_sel, int n_sel,"
+    " int w, Tensor? index_q=None, Tensor? k_index=None, int index_l=0, int index_d=0) -> Tensor",
+    "cached_branches": f"(Tensor q, Tensor? gates, Tensor lengths, {_KEYS_AND_VALUES.replace('Tensor', 'Tensor?')}, int l,"
+    f" int d, int l_sel, int w, {_RULE_SCHEMA}, Tensor? index_q=None, Tensor? k_index=None, int index_l=0, int index_d=0,"
+    " Tensor? blocks=None) -> (Tensor, Tensor)",
+}
+for _name, _schema in _SCHEMAS.items():
+    torch.library.define(f"nsa_lab::{_name}", _schema, tags=(torch.Tag.pt2_compliant_tag,))
+cached_branches = torch.ops.nsa_lab.cached_branches.default
 
 
 MAX_PROJECTIONS = 3  # per launch of the linear kernel
@@ -65,30 +71,67 @@ class PartialOutputs(NamedTuple):
 
 
 # fmt: off
+def _attend_cached(
+    q: Tensor, gates: Tensor | None, lengths: Tensor, k_cmp: Tensor | None, v_cmp: Tensor | None, k_sel: Tensor | None,
+    v_sel: Tensor | None, k_win: Tensor | None, v_win: Tensor | None, l: int, d: int, l_sel: int, w: int, n_sel: int,
+    sink_blocks: int, local_blocks: int, head_max: bool, block_max: bool, index_q: Tensor | None = None,
+    k_index: Tensor | None = None, index_l: int = 0, index_d: int = 0, blocks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the output, and the selected blocks if they are selected here.
+
+    The scores of index_q over k_index select blocks, otherwise the scores of the compressed branch; or blocks are given.
+    """
+    # All kernels that torch launches come before our first kernel: later ones may load before the previous one has ended.
+    q = q if q.stride(3) == 1 else q.contiguous()
+    index_q = index_q if index_q is None or index_q.stride(3) == 1 else index_q.contiguous()
+    parts = allocate_parts(q, v_cmp, v_sel, v_win, n_sel, w)
+    rule = SelectionRule(n_sel, sink_blocks, local_blocks, head_max, block_max)
+    # If all blocks that fit in the cache can be selected, scores are not needed.
+    has_competition = k_sel is not None and blocks is None and ceil_div(k_sel.shape[1], l_sel) > n_sel
+    scores = _allocate_scores(q, k_cmp) if has_competition and index_q is None and k_cmp is not None else None
+    launch_compressed_and_window(q, k_cmp, v_cmp, k_win, v_win, lengths, scores, parts, l, d, w)
+    selected_blocks = torch.empty(0, dtype=torch.int32, device=q.device)
+    is_first = k_cmp is None and k_win is None  # no kernel has been launched here
+    if k_sel is not None and v_sel is not None:
+        if blocks is None:
+            T, G, n_blocks, block_scores = q.shape[1], k_sel.shape[2], ceil_div(k_sel.shape[1], l_sel), None
+            if scores is not None:
+                selection = SelectionScores(scores, parts.sums, parts.cmp_parts, l, d)
+                block_scores = compute_importance(T, G, selection, lengths, n_blocks, l_sel, rule)
+            elif has_competition and index_q is not None and k_index is not None:
+                block_scores = _score_blocks(
+                    index_q, k_index, lengths, n_blocks, index_l, index_d, l_sel, rule, is_first=is_first
+                )
+            blocks, is_first = select_topk(T, G, block_scores, lengths, l_sel, rule), False
+            selected_blocks = blocks
+        _launch_selected(q, k_sel, v_sel, blocks, lengths, parts, l_sel, is_first=is_first)
+    return merge_parts(q, gates, parts), selected_blocks
+
+
+torch.library.impl("nsa_lab::cached_branches", ("cpu", "cuda"), _attend_cached)
+
+
 @torch.library.impl("nsa_lab::cached_attention", ("cpu", "cuda"))
 def _(
     q: Tensor, gates: Tensor, lengths: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
     v_win: Tensor, l: int, d: int, l_sel: int, n_sel: int, w: int, index_q: Tensor | None = None,
     k_index: Tensor | None = None, index_l: int = 0, index_d: int = 0,
 ) -> Tensor:
-    # All kernels that torch launches come before our first kernel: later ones may load before the previous one has ended.
-    q = q if q.stride(3) == 1 else q.contiguous()
-    index_q = index_q if index_q is None or index_q.stride(3) == 1 else index_q.contiguous()
-    parts = allocate_parts(q, v_cmp, n_sel, w)
-    # If all blocks that fit in the cache can be selected, scores are not needed.
-    n_blocks = ceil_div(k_sel.shape[1], l_sel)
-    has_competition = n_blocks > n_sel
-    scores = _allocate_scores(q, k_cmp) if has_competition and index_q is None else None
-    launch_compressed_and_window(q, k_cmp, v_cmp, k_win, v_win, lengths, scores, parts, l, d, w)
-    block_scores = None
-    if scores is not None:
-        selection_scores = SelectionScores(scores, parts.sums, parts.cmp_parts, l, d)
-        block_scores = compute_importance(q.shape[1], k_sel.shape[2], selection_scores, lengths, n_blocks, l_sel, n_sel)
-    elif has_competition and index_q is not None and k_index is not None:
-        block_scores = compute_block_logsumexp(index_q, k_index, lengths, n_blocks, index_d, l_sel, n_sel)
-    blocks = select_topk(q.shape[1], k_sel.shape[2], block_scores, lengths, l_sel, n_sel)
-    _launch_selected(q, k_sel, v_sel, blocks, lengths, parts, l_sel)
-    return merge_parts(q, gates, parts)
+    branches, rule = (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win), SelectionRule(n_sel)
+    return _attend_cached(q, gates, lengths, *branches, l, d, l_sel, w, *rule, index_q, k_index, index_l, index_d)[0]
+
+
+@torch.library.register_fake("nsa_lab::cached_branches")
+def _(
+    q: Tensor, gates: Tensor | None, lengths: Tensor, k_cmp: Tensor | None, v_cmp: Tensor | None, k_sel: Tensor | None,
+    v_sel: Tensor | None, k_win: Tensor | None, v_win: Tensor | None, l: int, d: int, l_sel: int, w: int, n_sel: int,
+    sink_blocks: int, local_blocks: int, head_max: bool, block_max: bool, index_q: Tensor | None = None,
+    k_index: Tensor | None = None, index_l: int = 0, index_d: int = 0, blocks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    v = next(x for x in (v_cmp, v_sel, v_win) if x is not None)
+    selects = k_sel is not None and blocks is None
+    shape = (q.shape[0], q.shape[1], v.shape[2], n_sel) if selects else (0,)
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(shape, dtype=torch.int32)
 
 
 @torch.library.register_fake("nsa_lab::cached_attention")
@@ -96,11 +139,30 @@ def _(q: Tensor, gates: Tensor, lengths: Tensor, k_cmp: Tensor, v_cmp: Tensor, *
     return q.new_empty(*q.shape[:3], v_cmp.shape[3])
 
 
+def _score_blocks(
+    q: Tensor, keys: Tensor, lengths: Tensor, n_blocks: int, l: int, d: int, l_sel: int, rule: SelectionRule, *,
+    is_first: bool,
+) -> Tensor:
+    """Return a score of each block for q [B, T, H, D] and keys [B, N, G, D] that are used only for selection.
+
+    `is_first`: the previous kernel may be the one that wrote the queries and keys.
+    """
+    T, G = q.shape[1], keys.shape[2]
+    if q.shape[2] == G and l == d:
+        # The probabilities of a single head have the same denominator, so the scores need no sum over all keys.
+        return compute_block_logsumexp(q, keys, lengths, n_blocks, d, l_sel, rule, is_first=is_first)
+    parts, scores = allocate_parts(q, keys, None, None, 0, 0), _allocate_scores(q, keys)
+    # The output is not used, so the keys are their own values.
+    launch_compressed_and_window(q, keys, keys, None, None, lengths, scores, parts, l, d, 0)
+    selection = SelectionScores(scores, parts.sums, parts.cmp_parts, l, d)
+    return compute_importance(T, G, selection, lengths, n_blocks, l_sel, rule)
+
+
 def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    """See `kernels.cached_dense_attention`. It is the compressed branch with one block per token, and an empty window."""
-    parts, gates = allocate_parts(q, v, 0, 0), q.new_ones(()).expand(*q.shape[:3], 3)  # before the first kernel, as above
-    launch_compressed_and_window(q, k, v, k, v, lengths, None, parts, 1, 1, 0)
-    return merge_parts(q, gates, parts)
+    """See `kernels.cached_dense_attention`. It is the compressed branch with one block per token."""
+    parts = allocate_parts(q, v, None, None, 0, 0)
+    launch_compressed_and_window(q, k, v, None, None, lengths, None, parts, 1, 1, 0)
+    return merge_parts(q, None, parts)
 
 
 def rotate_and_append(
@@ -178,15 +240,21 @@ def _count_row_tiles(q: Tensor, n_groups: int, tile: Tile, n_queries: int) -> in
     return ceil_div(n_queries * (q.shape[2] // n_groups), tile.rows)
 
 
-def allocate_parts(q: Tensor, v_cmp: Tensor, n_sel: int, w: int) -> PartialOutputs:
-    """Allocate the partial outputs of a decoding step; none for the selected branch if n_sel is 0."""
+def allocate_parts(
+    q: Tensor, v_cmp: Tensor | None, v_sel: Tensor | None, v_win: Tensor | None, n_sel: int, w: int
+) -> PartialOutputs:
+    """Allocate the partial outputs of a decoding step; none for branches that do not exist."""
     B, T, H, _ = q.shape
-    N, G, Dv = v_cmp.shape[1:]
+    G, Dv = next(x for x in (v_cmp, v_sel, v_win) if x is not None).shape[2:]
     tile = _get_tile(q, G, max(q.shape[3], Dv), T)
     n_programs = B * G * _count_row_tiles(q, G, tile, T)
-    cmp_parts = launch_table.decoding_parts(n_programs, ceil_div(N, tile.keys))
-    win_parts = launch_table.decoding_parts(n_programs, ceil_div(w + T - 1, tile.keys))
-    sel_parts = launch_table.decoding_parts(B * G * T, n_sel) if n_sel else 0
+    cmp_parts = win_parts = sel_parts = 0
+    if v_cmp is not None:
+        cmp_parts = launch_table.decoding_parts(n_programs, ceil_div(v_cmp.shape[1], tile.keys))
+    if v_win is not None:
+        win_parts = launch_table.decoding_parts(n_programs, ceil_div(w + T - 1, tile.keys))
+    if v_sel is not None:
+        sel_parts = launch_table.decoding_parts(B * G * T, n_sel)
     out = q.new_empty(B, T, H, cmp_parts + win_parts + sel_parts, Dv, dtype=torch.float32)
     return PartialOutputs(out, out.new_empty(*out.shape[:4], 2), cmp_parts, win_parts, sel_parts)
 
@@ -197,10 +265,15 @@ def _allocate_scores(q: Tensor, keys: Tensor) -> Tensor:
 
 
 def launch_compressed_and_window(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_win: Tensor, v_win: Tensor, lengths: Tensor, scores: Tensor | None,
-    parts: PartialOutputs, l: int, d: int, w: int,
+    q: Tensor, k_cmp: Tensor | None, v_cmp: Tensor | None, k_win: Tensor | None, v_win: Tensor | None, lengths: Tensor,
+    scores: Tensor | None, parts: PartialOutputs, l: int, d: int, w: int,
 ) -> None:
-    """Fill `scores` and the parts of both branches."""
+    """Fill `scores` and the parts of both branches, or of the one that exists."""
+    k, v = (k_win, v_win) if k_cmp is None or v_cmp is None else (k_cmp, v_cmp)
+    if k is None or v is None:
+        return
+    # The kernel reads no key of a branch without parts.
+    k_cmp, v_cmp, k_win, v_win = k, v, *((k, v) if k_win is None or v_win is None else (k_win, v_win))
     B, T, H, Dk = q.shape
     N, G, Dv = v_cmp.shape[1:]
     tile = _get_tile(q, G, max(Dk, Dv), T)
@@ -217,7 +290,7 @@ def launch_compressed_and_window(
 
 
 def compute_importance(
-    T: int, G: int, selection: SelectionScores, lengths: Tensor, n_blocks: int, l_sel: int, n_sel: int
+    T: int, G: int, selection: SelectionScores, lengths: Tensor, n_blocks: int, l_sel: int, rule: SelectionRule
 ) -> Tensor:
     """Return the importance of `n_blocks` blocks by the scores of compressed keys, float32 [B, T, G, n_blocks]."""
     B, _, H, N = selection.scores.shape
@@ -227,7 +300,8 @@ def compute_importance(
     nsa_block_importance[(B * T * G, ceil_div(n_blocks, blocks_per_program))](
         selection.scores, selection.sums, lengths, importance,
         T, N, G, n_blocks, selection.sums.shape[3],
-        HEADS=H // G, HEADS_PAD=heads_pad, L=selection.l, STRIDE=selection.d, L_SEL=l_sel, N_SEL=n_sel,
+        HEADS=H // G, HEADS_PAD=heads_pad, L=selection.l, STRIDE=selection.d, L_SEL=l_sel, N_SEL=rule.n_sel,
+        LOCAL=rule.local_blocks, HEAD_MAX=rule.head_max, BLOCK_MAX=rule.block_max,
         PARTS=selection.n_parts, PARTS_PAD=padded_width(selection.n_parts), BLOCKS=blocks_per_program,
         STRIDES_PAD=strides_pad, num_warps=launch_table.STREAMING_WARPS, **get_pdl_options(lengths.device, B * T),
     )
@@ -235,11 +309,11 @@ def compute_importance(
 
 
 def compute_block_logsumexp(
-    q: Tensor, keys: Tensor, lengths: Tensor, n_blocks: int, d: int, l_sel: int, n_sel: int
+    q: Tensor, keys: Tensor, lengths: Tensor, n_blocks: int, d: int, l_sel: int, rule: SelectionRule, *, is_first: bool
 ) -> Tensor:
     """Return the indexer scores of `n_blocks` blocks, float32 [B, T, G, n_blocks].
 
-    q has one head per group; each index key covers d tokens.
+    q has one head per group; each index key covers d tokens. `is_first`: as in `_score_blocks`.
     """
     B, T, G, Dk = q.shape
     strides_at_once = min(padded_width(l_sel // d), launch_table.block_topk_strides(q.dtype, Dk))
@@ -251,34 +325,36 @@ def compute_block_logsumexp(
         q, keys, lengths, logsumexp,
         *get_strides(q, keys),
         T, keys.shape[1], B, G, row_tiles, n_blocks, Dk**-0.5 * LOG2E,
-        STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, STRIDES=l_sel // d, STRIDES_AT_ONCE=strides_at_once,
+        STRIDE=d, L_SEL=l_sel, N_SEL=rule.n_sel, LOCAL=rule.local_blocks, BLOCK_MAX=rule.block_max,
+        STRIDES=l_sel // d, STRIDES_AT_ONCE=strides_at_once,
         DK=Dk, DK_PAD=padded_width(Dk), ROWS=tile.rows, BLOCKS=blocks_per_program,
-        **tile.compile_options(), **get_pdl_options(q.device, B * T),
+        **tile.compile_options(), **get_pdl_options(q.device, B * T, not is_first),
     )
     return logsumexp
 
 
-def select_topk(T: int, G: int, scores: Tensor | None, lengths: Tensor, l_sel: int, n_sel: int) -> Tensor:
+def select_topk(T: int, G: int, scores: Tensor | None, lengths: Tensor, l_sel: int, rule: SelectionRule) -> Tensor:
     """Return the selected blocks int32 [B, T, G, n_sel] of T queries after `lengths`.
 
     `scores`: float32 [B, T, G, blocks] of all blocks; None: all of them can be selected.
     """
     B, n_blocks = lengths.shape[0], 0 if scores is None else scores.shape[3]
-    blocks = torch.empty(B, T, G, n_sel, dtype=torch.int32, device=lengths.device)
+    blocks = torch.empty(B, T, G, rule.n_sel, dtype=torch.int32, device=lengths.device)
     blocks_at_once, warps = launch_table.topk_tile(n_blocks)
     nsa_block_topk_decode[(B * T * G,)](
         scores, lengths, blocks,
         T, G, n_blocks,
-        L_SEL=l_sel, N_SEL=n_sel, N_SEL_PAD=padded_width(n_sel),
+        L_SEL=l_sel, N_SEL=rule.n_sel, N_SEL_PAD=padded_width(rule.n_sel), SINK=rule.sink_blocks, LOCAL=rule.local_blocks,
         BLOCKS=blocks_at_once, num_warps=warps, **get_pdl_options(lengths.device, B * T),
     )
     return blocks
 
 
 def _launch_selected(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, lengths: Tensor, parts: PartialOutputs, l_sel: int
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, lengths: Tensor, parts: PartialOutputs, l_sel: int, *,
+    is_first: bool,
 ) -> None:
-    """Fill the parts of the selected branch."""
+    """Fill the parts of the selected branch. `is_first`: the previous kernel may be the one that wrote the queries."""
     B, T, H, Dk = q.shape
     N, G, Dv = v.shape[1:]
     tile = _get_tile(q, G, max(Dk, Dv), 1)
@@ -291,18 +367,18 @@ def _launch_selected(
         FIRST_PART=parts.cmp_parts + parts.win_parts, SEL_PARTS=parts.sel_parts, PARTS=parts.sums.shape[3],
         DK=Dk, DV=Dv, DK_PAD=padded_width(Dk), DV_PAD=padded_width(Dv),
         ROWS=tile.rows, KEYS=min(tile.keys, padded_width(l_sel)),
-        **tile.compile_options(), **get_pdl_options(q.device, B * T),
+        **tile.compile_options(), **get_pdl_options(q.device, B * T, not is_first),
     )
 
 
-def merge_parts(q: Tensor, gates: Tensor, parts: PartialOutputs) -> Tensor:
-    """Merge the partial outputs of all branches and apply the gates; the result has the dtype of q."""
+def merge_parts(q: Tensor, gates: Tensor | None, parts: PartialOutputs) -> Tensor:
+    """Merge the partial outputs of all branches and apply the gates, if there are any; the result has the dtype of q."""
     B, T, H, n_parts, Dv = parts.out.shape
     out = q.new_empty(B, T, H, Dv)
     columns = min(launch_table.MERGE_ELEMENTS // padded_width(n_parts), padded_width(Dv))
     nsa_gate_merge[(B * T * H, ceil_div(Dv, columns))](
         parts.out, parts.sums, gates, out,
-        T, H, *gates.stride(),
+        T, H, *((0, 0, 0, 0) if gates is None else gates.stride()),
         CMP_PARTS=parts.cmp_parts, WIN_PARTS=parts.win_parts, PARTS=n_parts, PARTS_PAD=padded_width(n_parts),
         DV=Dv, COLUMNS=columns, num_warps=launch_table.MERGE_WARPS, **get_pdl_options(q.device, B * T),
     )

@@ -123,11 +123,22 @@ def nsa_gate_merge(
     CMP_PARTS: tl.constexpr, WIN_PARTS: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr,
     DV: tl.constexpr, COLUMNS: tl.constexpr, USE_PDL: tl.constexpr,
 ):
-    """Compute COLUMNS columns of the output of one row (b, t, head)."""
+    """Compute COLUMNS columns of the output of one row (b, t, head).
+
+    A branch without parts does not exist. Gates belong to the branches that exist; None: a single branch.
+    """
     row = tl.program_id(0).to(tl.int64)
-    gates = gates_ptr + row // (T * H) * stride_gb + row // H % T * stride_gt + row % H * stride_gh
-    cmp_gate, sel_gate = tl.load(gates).to(tl.float32), tl.load(gates + stride_g3).to(tl.float32)
-    win_gate = tl.load(gates + 2 * stride_g3).to(tl.float32)
+    cmp_gate, sel_gate, win_gate = 1.0, 1.0, 1.0
+    if gates_ptr is not None:
+        gates = gates_ptr + row // (T * H) * stride_gb + row // H % T * stride_gt + row % H * stride_gh
+        if CMP_PARTS > 0:
+            cmp_gate = tl.load(gates).to(tl.float32)
+            gates += stride_g3
+        if CMP_PARTS + WIN_PARTS < PARTS:
+            sel_gate = tl.load(gates).to(tl.float32)
+            gates += stride_g3
+        if WIN_PARTS > 0:
+            win_gate = tl.load(gates).to(tl.float32)
     pdl_wait(USE_PDL)
     part = tl.arange(0, PARTS_PAD)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -288,7 +288,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     do = make_rows_contiguous(do)
     dq = q.new_empty(q.shape)
-    delta = _compute_delta(out, do, dlse)
+    delta = compute_delta(out, do, dlse)
     return dq, *backward(do, delta, q, k, v, lse, blocks, l_sel, dq, documents, add=False)
 
 
@@ -314,7 +314,8 @@ def _(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _compute_delta(out: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
+def compute_delta(out: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
+    """Return sum(out * do) - dlse, float32 [B, T, H]."""
     out = make_rows_contiguous(out)
     B, T, H, dv = out.shape
     n_rows, tile_rows = B * T * H, launch_table.DELTA_ROWS
