@@ -266,7 +266,8 @@ def _attend_branches(
         if cache.k_win is not None and cache.v_win is not None:
             outs["win"].append(_attend_window(chunk_q, cache.k_win, cache.v_win, chunk_start, nsa))
     if cache.k_sel is not None and cache.v_sel is not None:
-        blocks = _concatenate(selections) if blocks is None else blocks
+        blocks = _concatenate(selections) if selections else blocks
+        assert blocks is not None, "selected above or given"
         attend_selected = _attend_selected_by_gather if q.shape[1] <= MAX_GATHER_QUERIES else _attend_selected_by_chunk
         outs["sel"].append(attend_selected(q, cache.k_sel, cache.v_sel, blocks, start, nsa))
     branches = [_concatenate(parts) for parts in outs.values() if parts]

@@ -72,17 +72,15 @@ def selection_loss(
         keys_of_query = (first_key[:, None] + position[: layout.longest]).clamp_max(layout.n_keys - 1)
         compressed_of_query = (first_compressed[:, None] + block).clamp_max(layout.n_compressed - 1)
         text_keys, compressed_starts = torch.where(position < layout.longest, position, ABSENT), block * nsa.d
-        document_start = first_key = first_compressed = torch.zeros_like(t)
+        first_block = first_key = first_compressed = torch.zeros_like(t)
     else:
         # All documents are one text, in which each document starts at a selection block.
         text_keys, compressed_starts = layout.block_aligned_keys, layout.block_aligned_starts
-        document_start = first_block * nsa.l_sel
     n_blocks = geometry.num_selection(len(text_keys), nsa)
-    query_position = document_start + t
-    is_free = geometry.candidate_blocks(query_position, n_blocks, nsa) & ~geometry.forced_blocks(
-        query_position, n_blocks, nsa
-    )  # [R, n_blocks]
-    is_free = is_free & (geometry.positions(0, n_blocks, q.device) * nsa.l_sel > document_start[:, None])
+    block_of_document = geometry.positions(0, n_blocks, q.device) - first_block[:, None]  # [R, n_blocks]
+    is_free = (block_of_document >= nsa.sink_blocks) & (
+        block_of_document <= geometry.own_block(t, nsa)[:, None] - nsa.local_blocks
+    )
     # Disable autocast: targets from scores rounded to bfloat16 are too coarse.
     with torch.autocast(q.device.type, enabled=False):
         with torch.no_grad():

@@ -19,11 +19,17 @@ from nsa_lab.attention import Span, compress, geometry, selection_loss
 from nsa_lab.attention.selection_loss import MIN_IMPORTANCE, _has_separate_texts, sample_rows
 from nsa_lab.config import NSAConfig
 
-GEOMETRIES = [Geometry(4, 2, 4, 3, 5), Geometry(6, 3, 3, 4, 7), Geometry(8, 4, 4, 3, 6), Geometry(3, 1, 5, 5, 4)]
+GEOMETRIES = [
+    Geometry(4, 2, 4, 3, 5),
+    Geometry(6, 3, 3, 4, 7),
+    Geometry(8, 4, 4, 3, 6, over_heads="max"),
+    Geometry(3, 1, 5, 5, 4, sink=0, local=1, over_block="max"),
+]
 
 
 def make_nsa(g: Geometry) -> NSAConfig:
-    return NSAConfig(l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, w=g.w)
+    rule = {"sink_blocks": g.sink, "local_blocks": g.local, "head_reduction": g.over_heads, "block_reduction": g.over_block}
+    return NSAConfig(l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, w=g.w, **rule)
 
 
 def compute_expected_loss(
@@ -38,14 +44,14 @@ def compute_expected_loss(
         for row in rows:
             t = first + row
             own = t // geometry.l_sel
-            free = [j for j, block in enumerate(blocks) if block[0] <= t and j not in (0, own - 1, own)]
+            free = [j for j in range(geometry.sink, own - geometry.local + 1) if blocks[j][0] <= t]
             for g in range(G):
                 mass = np.zeros(len(blocks))
                 for n in range(g * (H // G), (g + 1) * (H // G)):
                     p = softmax(k_sel[b, : t + 1, g] @ q[b, row, n] / np.sqrt(D))
                     for j in free:
                         mass[j] += sum(p[s] for s in blocks[j] if s <= t) / (H // G)
-                shares = scores[b, row, g] / (H // G) + MIN_IMPORTANCE
+                shares = scores[b, row, g] / (H // G if geometry.over_heads == "sum" else 1) + MIN_IMPORTANCE
                 total -= sum(mass[j] * np.log(shares[j] / shares[free].sum()) for j in free)
     return total
 
@@ -90,7 +96,7 @@ PACKED = [
 
 # The last has compressed blocks that overlap three selection blocks.
 @looped
-@pytest.mark.parametrize("geometry", [*GEOMETRIES, Geometry(12, 4, 4, 3, 5)])
+@pytest.mark.parametrize("geometry", [*GEOMETRIES, Geometry(12, 4, 4, 3, 5), Geometry(12, 4, 4, 3, 5, 1, 1, "max", "max")])
 @pytest.mark.parametrize("span", PACKED, ids=str)
 def test_documents_are_scored_separately(span: Span, geometry: Geometry) -> None:
     nsa = make_nsa(geometry)

@@ -609,8 +609,8 @@ MUTANTS = [
     Mutant(
         "selection loss: forced blocks count",
         "attention.selection_loss",
-        " & ~geometry.forced_blocks(\n        query_position, n_blocks, nsa\n    )",
-        "",
+        "geometry.own_block(t, nsa)[:, None] - nsa.local_blocks",
+        "geometry.own_block(t, nsa)[:, None]",
     ),
     Mutant(
         "selection loss: the target sees the future",
@@ -627,8 +627,8 @@ MUTANTS = [
     Mutant(
         "selection loss: blocks of the document before are free",
         "attention.selection_loss",
-        "* nsa.l_sel > document_start[:, None]",
-        "* nsa.l_sel >= 0 * document_start[:, None]",
+        "block_of_document >= nsa.sink_blocks",
+        "geometry.positions(0, n_blocks, q.device) >= nsa.sink_blocks",
     ),
     Mutant(
         "selection loss: compressed blocks of the document before are seen",
@@ -651,8 +651,8 @@ MUTANTS = [
     Mutant(
         "selection loss: apart, a query sees all compressed blocks of its document",
         "attention.selection_loss",
-        "document_start = first_key = first_compressed = torch.zeros_like(t)",
-        "document_start = first_key = first_compressed = torch.zeros_like(t); n_visible = n_visible * 0 + len(block)",
+        "first_block = first_key = first_compressed = torch.zeros_like(t)",
+        "first_block = first_key = first_compressed = torch.zeros_like(t); n_visible = n_visible * 0 + len(block)",
     ),
     Mutant(
         "selection loss: apart, the row's first keys in the place of the document's",
