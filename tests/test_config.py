@@ -109,10 +109,6 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(section: str, key: st
         ({"train": {"min_lr": 1.0}}, ["train.min_lr", "above train.lr"]),
         ({"train": {"batch_size": 4, "micro_batch_size": 3}}, ["micro_batch_size = 3", "use 2"]),
         ({"train": {"optimizer": "sgd"}}, ["train.optimizer = 'sgd'", "adamw", "muon"]),
-        (
-            {"train": {"optimizer": "muon"}, "runtime": {"parallel": "fsdp"}},
-            ["train.optimizer = muon", "shards", "runtime.parallel: ddp", "train.optimizer: adamw"],
-        ),
         ({"data": {"source": "local"}}, ["data.path"]),
         ({"data": {"path": "x"}}, ["data.path", "source: local"]),
         ({"data": {"val_fraction": 0.0}}, ["data.val_fraction"]),

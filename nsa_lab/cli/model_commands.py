@@ -1,10 +1,10 @@
-"""Commands that use or export a model: generate, export-hf, ship, evaluate; and demo, which measures decoding."""
+"""Commands for models: generate, export-hf, ship, convert-checkpoint, evaluate; and demo, which measures decoding."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -100,6 +100,28 @@ def ship(
     from nsa_lab import inference
 
     echo(inference.ship(run_dir, folder, text))
+
+
+@app.command("convert-checkpoint")
+def convert_checkpoint(
+    run: Run,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New output folder; gets config.yaml and checkpoints/")],
+    form: Annotated[
+        Literal["single", "sharded"],
+        typer.Option(help="single: one file each for weights and optimizer; sharded: as several ranks write them"),
+    ] = "single",
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint [default: newest]")] = None,
+    outputs: Outputs = None,
+) -> None:
+    """Write a checkpoint in the other form, for other programs; training, evaluation and export read both forms."""
+    run_dir = resolve.find_run(run, resolve.get_outputs_dir(outputs))
+
+    from nsa_lab.inference.load import find_checkpoint
+    from nsa_lab.inference.package import check_new_folder
+    from nsa_lab.train import checkpoint_convert
+
+    checkpoint = find_checkpoint(run_dir, step)
+    echo(checkpoint_convert.convert_checkpoint(checkpoint, check_new_folder(folder), form))
 
 
 @app.command()

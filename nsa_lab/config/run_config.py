@@ -48,15 +48,6 @@ class RunConfig(Section):
                 self.runtime.check_cuda_graph(f"train.stages.{index}.cuda_graph")
         return self
 
-    @model_validator(mode="after")
-    def _check_muon(self) -> RunConfig:
-        if self.train.optimizer == "muon" and self.runtime.parallel == "fsdp":
-            raise ValueError(
-                "train.optimizer = muon needs complete matrices, but runtime.parallel = fsdp shards them; "
-                "set runtime.parallel: ddp, or train.optimizer: adamw"
-            )
-        return self
-
     def __init__(self, /, **values: Any) -> None:
         if "nsa" in values:
             values["model"] = _merge_nsa(values.get("model", {}), values["nsa"])

@@ -26,9 +26,10 @@ class RuntimeConfig(Section):
         default=False, description="capture forward and backward pass of a step as a CUDA graph; faster for small batches"
     )
     deterministic: bool = Field(default=False, description="make resuming bit-exact on a GPU too, which is slower")
-    parallel: Literal["ddp", "fsdp"] = Field(
+    parallel: Literal["ddp", "fsdp", "hsdp"] = Field(
         default="ddp",
-        description="with several ranks; ddp: replicate the model on each, fsdp: shard weights and optimizer state",
+        description="with several ranks; ddp: replicate the model on each, fsdp: shard weights and optimizer state, "
+        "hsdp: shard them within each host and replicate them over hosts",
     )
     heartbeat_s: float = Field(default=10.0, gt=0, description="seconds between heartbeat events")
     profile: Literal["smoke", "production"] = Field(

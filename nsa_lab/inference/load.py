@@ -1,6 +1,7 @@
 """Load a trained model from a checkpoint of a run or from a bundled model.
 
-Reads only `model.safetensors` and `config.yaml`; does not import the trainer or unpickle.
+Reads only the weights and `config.yaml`; does not import the trainer. A single-file checkpoint is read without unpickling,
+the index of a sharded one with an allowlist.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from nsa_lab.attention.input_checks import SUPPORTED_DTYPES
 from nsa_lab.config import ConfigError, RunConfig
@@ -35,8 +37,6 @@ def load_model(
     """
     _check_device_and_dtype(device, dtype)
     require("safetensors")
-    from safetensors.torch import load_file
-
     folder = _resolve_checkpoint(path)
     problems = checkpoint_files.find_problems(folder)
     if problems:
@@ -47,11 +47,25 @@ def load_model(
     config = RunConfig.from_yaml(folder.parents[1] / directory.CONFIG)
     model_config = config.model_at(checkpoint_files.parse_step(folder))
     model = NSATransformer(model_config, backend=backend, device=device, dtype=dtype, seed=0)
-    weights = load_file(folder / WEIGHTS, device=str(device))
+    weights = _read_weights(folder, device)
     if mismatch := checkpoint_files.describe_mismatch(folder, weights, model.state_dict()):
         raise NoCheckpoint(mismatch)
     model.load_state_dict(weights, strict=True)
     return model.to(dtype).eval()
+
+
+def _read_weights(folder: Path, device: torch.device | str) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint by name; of a sharded one, those that all ranks wrote."""
+    if (folder / WEIGHTS).is_file():
+        from safetensors.torch import load_file
+
+        return load_file(folder / WEIGHTS, device=str(device))
+    from nsa_lab.model import sharded_files
+
+    try:
+        return sharded_files.read_weights(folder, device)
+    except sharded_files.ShardError as error:
+        raise NoCheckpoint(str(error)) from error
 
 
 def _check_device_and_dtype(device: torch.device | str, dtype: torch.dtype) -> None:

@@ -12,15 +12,17 @@ from nsa_lab.model.layers import RMSNorm, ShortConvolution
 
 
 @torch.no_grad()
-def initialize_weights(root: nn.Module, residual_scale: float, generator: torch.Generator | None = None) -> None:
-    """Initialize linear layers from a normal distribution with standard deviation fan_in**-0.5.
+def initialize_weights(
+    root: nn.Module, residual_scale: float, generator: torch.Generator | None = None, name: str = ""
+) -> None:
+    """Initialize linear layers from a normal distribution with standard deviation fan_in**-0.5. `name`: that of `root`.
 
     Layers that write into the residual stream are scaled by `residual_scale`. Gates use Xavier, not zeros: a gate of zero
     has no gradient for its input. The head has a standard deviation of 1/dim, so that the first loss is within 0.5% of
     ln V; preflight allows 2%. (With fan_in**-0.5 it is 9% higher, with a standard deviation of 0.02 it is 2.7% higher.)
     For induction-initialized heads and indexers see `_init_induction_heads` and `_init_indexer`.
     """
-    for name, module in root.named_modules():
+    for module_name, module in root.named_modules(prefix=name):
         if isinstance(module, RMSNorm):
             module.weight.fill_(1.0)
         elif isinstance(module, nn.Embedding):
@@ -31,11 +33,11 @@ def initialize_weights(root: nn.Module, residual_scale: float, generator: torch.
             module.position.normal_(std=0.02, generator=generator)
         elif isinstance(module, nn.Linear):
             std = module.in_features**-0.5
-            if name == "head":
+            if module_name == "head":
                 std = 1.0 / module.in_features
-            elif name.endswith(("attention.out", "mlp.down")):
+            elif module_name.endswith(("attention.out", "mlp.down")):
                 std *= residual_scale
-            elif name.endswith("attention.gate"):
+            elif module_name.endswith("attention.gate"):
                 std = (2.0 / (module.in_features + module.out_features)) ** 0.5
             module.weight.normal_(std=std, generator=generator)
     for module in root.modules():

@@ -93,7 +93,19 @@ class NSATransformer(nn.Module):
         """
         init_seed = seed if seed is not None else int(torch.randint(2**63 - 1, (), device="cpu"))
         generator = torch.Generator().manual_seed(init_seed)
-        initialize_weights(self, residual_scale=(2 * self.config.n_layers) ** -0.5, generator=generator)
+        for name in self.get_layers():
+            self.initialize_layer(name, generator)
+
+    def get_layers(self) -> dict[str, nn.Module]:
+        """Return the modules that make up the model by name, in the order of their computation and initialization."""
+        tables = {"embedding": self.embedding} | ({"ngrams": self.ngrams} if self.ngrams else {})
+        blocks = {f"blocks.{index}": block for index, block in enumerate(self.blocks)}
+        return {**tables, **blocks, "norm": self.norm, "head": self.head}
+
+    def initialize_layer(self, name: str, generator: torch.Generator) -> None:
+        """Initialize one of `get_layers`. Initialized in their order, all layers together equal `reset_parameters`."""
+        layer, residual_scale = self.get_submodule(name), (2 * self.config.n_layers) ** -0.5
+        initialize_weights(layer, residual_scale=residual_scale, generator=generator, name=name)
 
     def forward(
         self,

@@ -86,6 +86,12 @@ def make_manifest_entry(data: bytes | memoryview) -> dict[str, Any]:
     return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
+def read_manifest_entry(path: Path) -> dict[str, Any]:
+    """Return the manifest entry of the file at `path`."""
+    with open(path, "rb") as file:
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
 def compute_digest(manifest: Mapping[str, Any]) -> str:
     """Return the sha256 of a manifest without its `digest` field, the value of that field."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
@@ -140,8 +146,6 @@ def _find_file_problem(path: Path, entry: Mapping[str, Any], check_hashes: bool)
     size = path.stat().st_size
     if size != entry["size"]:
         return f"{path.name} has {size} bytes, its manifest records {entry['size']}"
-    if not check_hashes:
+    if not check_hashes or read_manifest_entry(path)["sha256"] == entry["sha256"]:
         return None
-    with open(path, "rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    return None if sha256 == entry["sha256"] else f"{path.name} does not match its sha256"
+    return f"{path.name} does not match its sha256"

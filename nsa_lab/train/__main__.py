@@ -24,10 +24,10 @@ def main() -> int:
     try:
         if arguments.ranks > 1:
             return launcher.launch_ranks(arguments.run_dir, arguments.ranks, arguments.lock)
-        lock = launcher.bind_to_supervisor(arguments.supervised) if arguments.supervised else arguments.lock
+        lock, store = launcher.bind_to_supervisor(arguments.supervised) if arguments.supervised else (arguments.lock, None)
         from nsa_lab.train import run
 
-        return run(arguments.run_dir, lock=lock, supervised=bool(arguments.supervised))
+        return run(arguments.run_dir, lock=lock, store=store)
     except UsageError as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE

@@ -58,16 +58,24 @@ PHASE_STALL_FLOORS_S = {
 }
 
 
-def run(run_dir: str | Path, *, builders: Builders | None = None, lock: int | None = None, supervised: bool = False) -> int:
+def run(
+    run_dir: str | Path, *, builders: Builders | None = None, lock: int | None = None, store: Path | None = None
+) -> int:
     """Train the run in `run_dir` until it is done or stopped. Return the exit code.
 
-    `lock`: descriptor of the run's lock if the caller has taken it already (see `take_lock`). `supervised`: this process
-    is a rank, and the supervisor that started it has taken and signed the lock. Raises `RunDirectoryError` if `run_dir`
-    is not a run directory or another trainer is using it.
+    `lock`: descriptor of the run's lock if the caller has taken it already (see `take_lock`). `store`: this process is a
+    rank of a supervisor, which has taken and signed the lock, and this is the file in which its ranks meet. Raises
+    `RunDirectoryError` if `run_dir` is not a run directory or another trainer is using it.
     """
-    folder, world = directory.check_run_dir(run_dir), World.from_environment()
-    lock_fd = _take_run_lock(folder, lock) if world.is_first and not supervised else lock
+    folder, environment_error = directory.check_run_dir(run_dir), None
     try:
+        world = World.from_environment(store)
+    except ConfigError as error:
+        world, environment_error = World(), error
+    lock_fd = _take_run_lock(folder, lock) if world.is_first and not store else lock
+    try:
+        if environment_error:
+            raise environment_error
         config = RunConfig.from_yaml(folder / directory.CONFIG)
         return _Attempt(folder, config, world, builders or Builders()).run()
     except ConfigError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from nsa_lab.model import NSATransformer
 from nsa_lab.train.distributed import World
 from nsa_lab.train.estimate import check_state_fits
 from nsa_lab.train.step import Stepper, make_optimizer
+
+if TYPE_CHECKING:
+    from nsa_lab.train.sharded_checkpoint import ShardWriter
 
 MAX_COMPILED_SHAPES_PER_STAGE = 16  # twice the default recompile limit of torch
 
@@ -46,7 +49,10 @@ class Builders:
 
 @dataclass
 class TrainContext:
-    """Everything that a step, an evaluation or a preflight check needs. `evaluations`: held-out batches of each stage."""
+    """Everything that a step, an evaluation or a preflight check needs.
+
+    `evaluations`: held-out batches of each stage. `shard_writer`: writes checkpoints if weights are sharded, else None.
+    """
 
     config: RunConfig
     world: World
@@ -57,6 +63,7 @@ class TrainContext:
     model: NSATransformer
     optimizer: torch.optim.Optimizer
     stepper: Stepper
+    shard_writer: ShardWriter | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
     def get_evaluation(self, step: int) -> EvalBatches:
@@ -80,7 +87,7 @@ def select_device(config: RunConfig, world: World) -> torch.device:
     Raises `ConfigError` if there is no GPU, or if the model's state does not fit into the device's memory.
     """
     device = _resolve_device(config, world)
-    check_state_fits(config, device, world.size)
+    check_state_fits(config, device, world.size, replace(world, parallel=config.runtime.parallel).n_shards)
     return device
 
 
@@ -116,12 +123,13 @@ def build_context(
     use_masking, separator = config.data.documents == "mask", dataset.tokenizer.separator
     batches = StagedBatches(dataset.train, train, config.data, separator)
     evaluations = make_validation_batches(dataset.validation, train, separator if use_masking else None)
-    world = replace(world, is_sharded=config.runtime.parallel == "fsdp" and world.size > 1)
-    model = builders.model(config, device)
+    use_bf16 = config.runtime.precision == "bf16"
+    world = replace(world, parallel=config.runtime.parallel)
+    model = world.build_model(lambda: builders.model(config, device))
     if config.runtime.compile:
         compile_blocks(model, len(train.plan))
     # Sharding replaces the parameters, so create the optimizer after it.
-    forward = world.wrap(model)
+    forward = world.wrap(model, device, seed=train.seed, use_bf16=use_bf16)
     optimizer = make_optimizer(model, train)
     stepper = Stepper(
         model,
@@ -129,13 +137,20 @@ def build_context(
         optimizer,
         train,
         device=device,
-        use_bf16=config.runtime.precision == "bf16",
+        use_bf16=use_bf16,
         world=world,
         use_graph=_make_graph_predicate(config, world, device),
         auxiliary_loss=model.auxiliary_loss if config.model.has_selection_loss else None,
         separator=separator if use_masking else None,
     )
-    return TrainContext(config, world, device, dataset, batches, evaluations, model, optimizer, stepper)
+    shard_writer = _make_shard_writer() if world.is_sharded else None
+    return TrainContext(config, world, device, dataset, batches, evaluations, model, optimizer, stepper, shard_writer)
+
+
+def _make_shard_writer() -> ShardWriter:
+    from nsa_lab.train.sharded_checkpoint import ShardWriter  # takes a second to import
+
+    return ShardWriter()
 
 
 def _make_graph_predicate(config: RunConfig, world: World, device: torch.device) -> Callable[[StageConfig], bool]:

@@ -1,7 +1,8 @@
 """Checkpoints on disk: complete or absent, verified before use, never silently replaced by a new run.
 
 Protocol of a save: create a temporary directory on the same filesystem; write and fsync each file; write MANIFEST.json
-(sizes and sha256) last; fsync the directory; rename it; fsync the parent; replace `latest`; prune old checkpoints.
+(sizes and sha256) last; fsync the directory; rename it; fsync the parent; replace `latest`; prune old checkpoints. With
+sharded weights, all ranks write into the temporary directory, and rank 0 does the rest.
 
 Invariants
 * A directory named `step-…` was complete when it got that name. If it is found damaged later, it is moved to
@@ -75,6 +76,15 @@ class Filesystem:
 
 
 @dataclass(frozen=True)
+class StartedSave:
+    """A save in progress. `folder`: its temporary directory; `start_time`: of `time.monotonic`."""
+
+    step: int
+    folder: Path
+    start_time: float
+
+
+@dataclass(frozen=True)
 class SavedCheckpoint:
     """Result of a save. `size_bytes`: all files together; `pruned`: names of the checkpoints that were deleted."""
 
@@ -108,6 +118,10 @@ class CheckpointStore:
     def get_path(self, step: int) -> Path:
         return get_checkpoint_path(self.folder, step)
 
+    def get_temporary_path(self, step: int) -> Path:
+        """Return the temporary directory of a save of `step`."""
+        return self.folder / f".saving-{self.get_path(step).name}"
+
     def list_steps(self) -> list[int]:
         """Return the steps of all checkpoints that are not quarantined, ascending. They may be invalid."""
         return list_steps(self.folder)
@@ -122,46 +136,73 @@ class CheckpointStore:
         A valid checkpoint of the same step is left unchanged: it has the same state. Raises `DiskFull` or another error
         of the filesystem; the temporary files are removed first.
         """
-        start = time.monotonic()
+        try:
+            started = self.begin(step)
+            return started if isinstance(started, SavedCheckpoint) else self.complete(started, files, facts)
+        except Exception as error:
+            if not is_disk_full(error):
+                raise
+            raise self.make_disk_full_error(sum(len(serialize()) for serialize in files.values())) from error
+
+    def begin(self, step: int) -> StartedSave | SavedCheckpoint:
+        """Create the temporary directory of a save, or return the valid checkpoint that `step` has already.
+
+        Raises errors of the filesystem.
+        """
+        start_time = time.monotonic()
         target = self.get_path(step)
         self._remove_leftovers()
         if target.exists():
             if not find_problems(target):
-                return SavedCheckpoint(target, _get_size_bytes(target), time.monotonic() - start, [])
+                return SavedCheckpoint(target, _get_size_bytes(target), time.monotonic() - start_time, [])
             self._quarantine(step)
+        started = StartedSave(step, self.get_temporary_path(step), start_time)
         try:
-            pruned = self._write_checkpoint(target, step, files, facts)
+            self._fs.make_dir(started.folder)
         except Exception as error:
-            self._remove_temporary(target, error)
-            if not is_disk_full(error):
-                raise
-            needed, free = sum(len(serialize()) for serialize in files.values()), shutil.disk_usage(self.folder).free
-            raise DiskFull(f"the disk is full: a checkpoint needs {needed:,} bytes, {free:,} are free") from error
-        return SavedCheckpoint(target, _get_size_bytes(target), time.monotonic() - start, pruned)
+            self.abandon(started, error)
+            raise
+        return started
 
-    def _write_checkpoint(
-        self, target: Path, step: int, files: Mapping[str, Serializer], facts: Mapping[str, Any]
-    ) -> list[str]:
-        temporary = self._get_temporary_path(target)
-        self._fs.make_dir(temporary)
-        entries = {name: self._write_file(temporary / name, serialize()) for name, serialize in files.items()}
-        self._fs.write(temporary / MANIFEST, format_manifest(step, entries, facts).encode())
-        self._fs.sync_dir(temporary)
-        self._fs.rename(temporary, target)
-        self._fs.sync_dir(self.folder)
-        self._update_latest(target)
-        return self._prune()
+    def complete(
+        self,
+        started: StartedSave,
+        files: Mapping[str, Serializer],
+        facts: Mapping[str, Any],
+        written: Mapping[str, dict[str, Any]] | None = None,
+    ) -> SavedCheckpoint:
+        """Write `files` and the manifest, and give the checkpoint its name.
 
-    def _get_temporary_path(self, target: Path) -> Path:
-        return self.folder / f".saving-{target.name}"
-
-    def _remove_temporary(self, target: Path, error: Exception) -> None:
-        temporary = self._get_temporary_path(target)
+        `written`: manifest entries of files that are in the temporary directory already. Raises errors of the filesystem;
+        the temporary directory is removed first.
+        """
+        target = self.get_path(started.step)
         try:
-            if temporary.exists():
-                self._fs.remove_tree(temporary)
+            new = {name: self._write_file(started.folder / name, serialize()) for name, serialize in files.items()}
+            manifest = format_manifest(started.step, {**(written or {}), **new}, facts)
+            self._fs.write(started.folder / MANIFEST, manifest.encode())
+            self._fs.sync_dir(started.folder)
+            self._fs.rename(started.folder, target)
+            self._fs.sync_dir(self.folder)
+            self._update_latest(target)
+            pruned = self._prune()
+        except Exception as error:
+            self.abandon(started, error)
+            raise
+        return SavedCheckpoint(target, _get_size_bytes(target), time.monotonic() - started.start_time, pruned)
+
+    def abandon(self, started: StartedSave, error: BaseException) -> None:
+        """Remove the temporary directory of a save that failed with `error`."""
+        try:
+            if started.folder.exists():
+                self._fs.remove_tree(started.folder)
         except OSError as cleanup_error:
-            error.add_note(f"{temporary} could not be removed: {cleanup_error}")
+            error.add_note(f"{started.folder} could not be removed: {cleanup_error}")
+
+    def make_disk_full_error(self, needed_bytes: int) -> DiskFull:
+        """Return an error with the sizes of a checkpoint and of the free space."""
+        free = shutil.disk_usage(self.folder).free
+        return DiskFull(f"the disk is full: a checkpoint needs {needed_bytes:,} bytes, {free:,} are free")
 
     def load_latest(self) -> tuple[Path | None, list[QuarantinedCheckpoint]]:
         """Return the newest checkpoint whose files all match its manifest, and the newer ones that were quarantined.

@@ -12,12 +12,13 @@ from __future__ import annotations
 import io
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -27,7 +28,11 @@ from nsa_lab.runs import checkpoint_files
 from nsa_lab.train.build import TrainContext
 from nsa_lab.train.checkpoint import Serializer
 
+# The parts of a sharded checkpoint, as in nsa_lab.model.sharded_files, which takes a second to import.
+WEIGHTS, MOMENTS = "weights", "moments"
+
 MODEL, OPTIMIZER, STATE, PROBE = "model.safetensors", "optimizer.pt", "state.json", "probe.safetensors"
+RANDOM = "random.pt"  # random states of a sharded checkpoint, which has no optimizer.pt
 
 # Settings that a resumed run may change: they affect monitoring, checkpoints and paths, but not the trajectory.
 CHANGEABLE_TRAIN_KEYS = frozenset(
@@ -98,34 +103,58 @@ def check_same_trajectory(state: dict[str, Any], config: RunConfig, data_identit
 
 
 def make_checkpoint_files(
-    context: TrainContext, state: dict[str, Any], compute_probe: Callable[[], Tensor]
+    context: TrainContext, state: Mapping[str, Any], compute_probe: Callable[[], Tensor]
 ) -> dict[str, Serializer]:
-    """Return the files of a checkpoint by name. Each is serialized when it is written, so one at a time is in memory."""
+    """Return the files of a single-file checkpoint by name.
+
+    Each is serialized when it is written, so one at a time is in memory.
+    """
     return {
-        MODEL: lambda: save(gather_weights(context)),
-        OPTIMIZER: lambda: _serialize_torch({"moments": gather_moments(context), "rng": get_rng_states()}),
+        MODEL: lambda: save(collect_weights(context)),
+        OPTIMIZER: lambda: serialize_torch({"moments": collect_moments(context), "rng": get_rng_states()}),
         STATE: lambda: json.dumps(state, indent=1).encode(),
         PROBE: lambda: save({"logits": compute_probe().contiguous()}),
     }
 
 
-def gather_weights(context: TrainContext) -> dict[str, Tensor]:
-    """Return all weights by name, unsharded copies on the CPU. Collective if weights are sharded."""
-    full_tensor = context.world.full_tensor
+def make_small_files(state: Mapping[str, Any], probe: Tensor) -> dict[str, Serializer]:
+    """Return the files of a sharded checkpoint that rank 0 writes in addition to the shards."""
+    rng = get_rng_states()
     return {
-        name: full_tensor(tensor.detach()).to("cpu", copy=True).contiguous()
-        for name, tensor in context.model.state_dict().items()
+        RANDOM: lambda: serialize_torch({"rng": rng}),
+        STATE: lambda: json.dumps(state, indent=1).encode(),
+        PROBE: lambda: save({"logits": probe.contiguous()}),
     }
 
 
-def gather_moments(context: TrainContext) -> dict[str, dict[str, Tensor]]:
-    """Return the optimizer state by parameter name, unsharded, on the CPU; independent of the number of ranks."""
-    full_tensor, state = context.world.full_tensor, context.optimizer.state
-    return {
-        name: {key: full_tensor(value).cpu() for key, value in state[parameter].items()}
-        for name, parameter in context.model.named_parameters()
-        if parameter in state
-    }
+def collect_weights(context: TrainContext) -> dict[str, Tensor]:
+    """Return copies of all weights by name, on the CPU."""
+    state = context.model.state_dict()
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
+
+
+def collect_moments(context: TrainContext) -> dict[str, dict[str, Tensor]]:
+    """Return the optimizer state by parameter name, on the CPU."""
+    return {name: {key: value.cpu() for key, value in moments.items()} for name, moments in _list_moments(context)}
+
+
+def collect_shards(context: TrainContext) -> dict[str, dict[str, Any]]:
+    """Return the sharded weights and optimizer state, as `sharded_files.fill_tensors` takes them. They are no copies."""
+    weights = {name: tensor.detach() for name, tensor in context.model.state_dict().items()}
+    return {WEIGHTS: weights, MOMENTS: dict(_list_moments(context))}
+
+
+def count_bytes(shards: Mapping[str, Mapping[str, Any]]) -> int:
+    """Return the size of the full tensors of `collect_shards`, in bytes."""
+    tensors = [*shards[WEIGHTS].values(), *(value for moments in shards[MOMENTS].values() for value in moments.values())]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _list_moments(context: TrainContext) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    state = context.optimizer.state
+    for name, parameter in context.model.named_parameters():
+        if parameter in state:
+            yield name, state[parameter]
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -133,23 +162,48 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def restore(path: Path, context: TrainContext) -> None:
-    """Restore weights, moments and random states. Every name must match; all previous state is replaced."""
-    current, saved = context.model.state_dict(), load_file(path / MODEL)
-    if mismatch := checkpoint_files.describe_mismatch(path, saved, current):
+    """Restore weights, moments and random states of a single-file or sharded checkpoint, in any number of ranks.
+
+    Every name must match; all previous state is replaced. Raises `ResumeRefused`. Collective.
+    """
+    if (path / MODEL).is_file():
+        _restore_single_file(path, context)
+        return
+    from nsa_lab.train import sharded_checkpoint
+
+    if mismatch := sharded_checkpoint.restore(path, context):
         raise ResumeRefused(mismatch)
-    context.model.load_state_dict(
-        {name: _place_like(context, value, current[name]) for name, value in saved.items()}, strict=True
-    )
-    training_state = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
+    restore_rng(torch.load(path / RANDOM, map_location="cpu", weights_only=True)["rng"])
+
+
+def _restore_single_file(path: Path, context: TrainContext) -> None:
+    parameters = dict(context.model.named_parameters())
+    with safe_open(path / MODEL, framework="pt") as saved:
+        names = saved.keys()
+        slices = {name: saved.get_slice(name) for name in names}
+        shapes = {name: torch.empty(weight.get_shape(), device="meta") for name, weight in slices.items()}
+        if mismatch := checkpoint_files.describe_mismatch(path, shapes, parameters):
+            raise ResumeRefused(mismatch)
+        for name, weight in slices.items():
+            context.world.copy_rows(parameters[name], weight)
+    # Mapped, so that a rank of a sharded model reads only its own rows.
+    training_state = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
     context.optimizer.state.clear()
-    for name, parameter in context.model.named_parameters():
+    for name, parameter in parameters.items():
         if name in training_state["moments"]:
-            # The step counter is a scalar, copied to every rank. Moments are sharded as their weights are.
             context.optimizer.state[parameter] = {
-                key: _place_like(context, value, parameter) if value.ndim else value.to(context.device)
-                for key, value in training_state["moments"][name].items()
+                key: _make_moment(context, parameter, value) for key, value in training_state["moments"][name].items()
             }
     restore_rng(training_state["rng"])
+
+
+def _make_moment(context: TrainContext, parameter: Tensor, saved: Tensor) -> Tensor:
+    """Return a moment of `parameter`, sharded as it is. The step counter is a scalar, copied to every rank."""
+    if not saved.ndim:
+        return saved.to(context.device, copy=True)
+    moment = torch.zeros_like(parameter, requires_grad=False)
+    context.world.copy_rows(moment, saved)
+    return moment
 
 
 def check_probe(path: Path, logits: Tensor, *, require_equal: bool, precision: str) -> float:
@@ -201,11 +255,7 @@ def restore_rng(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(states["cuda"])
 
 
-def _place_like(context: TrainContext, value: Tensor, reference: Tensor) -> Tensor:
-    return context.world.distribute_like(value.to(context.device), reference)
-
-
-def _serialize_torch(value: Any) -> memoryview:
+def serialize_torch(value: Any) -> memoryview:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getbuffer()

@@ -22,7 +22,6 @@ from nsa_lab.train.telemetry.system_metrics import get_memory_capacity
 
 # float32 weights and gradients, and two float32 moments.
 STATE_BYTES_PER_PARAM = 16
-WEIGHT_BYTES_PER_PARAM = 4
 # A checkpoint contains weights and moments.
 CHECKPOINT_BYTES_PER_PARAM = 12
 BYTES_PER_MOMENT = 4
@@ -86,7 +85,7 @@ class ResourceEstimate:
 
 
 def estimate_resources(config: RunConfig, tokens_per_s: float | None = None, n_ranks: int = 1) -> ResourceEstimate:
-    """Return the resource estimate of a run.
+    """Return the resource estimate of a run. With `hsdp`, all `n_ranks` are on one host.
 
     `tokens_per_s`: assumed speed of all ranks together. Default: `train.min_tokens_per_s`, the slowest speed that the run
     accepts; None if that is 0.
@@ -95,7 +94,8 @@ def estimate_resources(config: RunConfig, tokens_per_s: float | None = None, n_r
     flops, params, tokens = compute_flops_per_token(model, train), model.parameter_count(), train.tokens
     speed = tokens_per_s or train.min_tokens_per_s or None
     omitted_bytes = count_omitted_moments(model, train) * BYTES_PER_MOMENT
-    state_bytes, activations = params * STATE_BYTES_PER_PARAM - omitted_bytes, estimate_activation_bytes(config, n_ranks)
+    state_bytes = compute_state_bytes(model, config, 1 if config.runtime.parallel == "ddp" else n_ranks)
+    activations = estimate_activation_bytes(config, n_ranks)
     n_checkpoints = count_retained_checkpoints(config)
     shard_bytes = min(tokens, config.data.max_tokens or tokens) * (1 if config.model.vocab_size <= 256 else 2)
     checkpoint_bytes = params * CHECKPOINT_BYTES_PER_PARAM - omitted_bytes
@@ -120,13 +120,13 @@ def estimate_resources(config: RunConfig, tokens_per_s: float | None = None, n_r
     )
 
 
-def check_state_fits(config: RunConfig, device: torch.device, n_ranks: int = 1) -> None:
-    """Raise `ConfigError` if the model's state alone exceeds the memory of one rank's device."""
+def check_state_fits(config: RunConfig, device: torch.device, n_ranks: int = 1, n_shards: int = 1) -> None:
+    """Raise `ConfigError` if the model's state alone exceeds the memory of one rank's device.
+
+    `n_shards`: number of ranks that share one copy of the state.
+    """
     model, capacity = build_meta_model(config.model), get_memory_capacity(device)
-    params, n_shards = model.parameter_count(), n_ranks if config.runtime.parallel == "fsdp" else 1
-    # Every rank builds the full model before it is sharded.
-    state_bytes = params * STATE_BYTES_PER_PARAM - count_omitted_moments(model, config.train) * BYTES_PER_MOMENT
-    needed_bytes = max(state_bytes // n_shards, params * WEIGHT_BYTES_PER_PARAM)
+    params, needed_bytes = model.parameter_count(), compute_state_bytes(model, config, n_shards)
     if needed_bytes > capacity:
         table_size = model.ngrams.table.weight.numel() if model.ngrams else 0
         raise ConfigError(
@@ -135,6 +135,20 @@ def check_state_fits(config: RunConfig, device: torch.device, n_ranks: int = 1) 
             f"{'the GPU' if device.type == 'cuda' else 'this machine'} has {capacity:,} ({format_size(capacity)}). "
             f"Lower {'model.ngram_rows or model.ngram_width' if 2 * table_size > params else 'model.dim or model.n_layers'}"
         )
+
+
+def compute_state_bytes(model: NSATransformer, config: RunConfig, n_shards: int = 1) -> int:
+    """Return the bytes of weights, gradients and moments on one rank, with the weights of the layer that is gathered.
+
+    `n_shards`: number of ranks that share one copy of the state; 1: nothing is gathered.
+    """
+    state_bytes = (
+        model.parameter_count() * STATE_BYTES_PER_PARAM - count_omitted_moments(model, config.train) * BYTES_PER_MOMENT
+    )
+    if n_shards == 1:
+        return state_bytes
+    largest_layer = max(sum(p.numel() for p in layer.parameters()) for layer in model.get_layers().values())
+    return -(-state_bytes // n_shards) + largest_layer * (2 if config.runtime.precision == "bf16" else 4)
 
 
 def count_omitted_moments(model: NSATransformer, train: TrainConfig) -> int:

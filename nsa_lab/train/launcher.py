@@ -1,13 +1,15 @@
 """Launch several ranks on this host without torchrun: one process each, one lock, one exit code.
 
 The supervisor forwards stop requests, ends the other ranks if one fails, and returns the exit code of the first that
-failed. For several hosts, or for elastic restarts, use torchrun: `torchrun --nproc-per-node 8 -m nsa_lab.train RUN_DIR`.
+failed. For several hosts, or for restarts after a failure, use torchrun with a c10d rendezvous, which can meet again (a
+static one, `--master-port` alone, cannot): docs/howto/multi_gpu.md.
 
 Invariants
 * Every rank holds the run's lock through an inherited descriptor, so no other trainer starts while a rank lives.
 * A rank ends when its supervisor ends, for any reason. On Linux the kernel ensures it (PR_SET_PDEATHSIG). On any system,
   a thread of the rank reads a pipe that only the supervisor holds open. The rank is killed without a save; the run can
   resume as after any kill (tests/crash).
+* The ranks meet in a file and talk over the loopback interface: nothing listens to the network.
 * This module does not import torch, except to count GPUs when a user launches a run.
 """
 
@@ -17,9 +19,9 @@ import ctypes
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -60,19 +62,20 @@ def launch_ranks(run_dir: str | Path, n_ranks: int, lock: int | None) -> int:
 def supervise(command: Sequence[str], folder: Path, n_ranks: int, lock: int) -> int:
     """Run `command` once per rank of the run in `folder`, whose lock is held. Return the exit code of the run.
 
-    Each rank gets the environment variables that torchrun would set, and an option `--supervised` for
+    Each rank gets the environment variables that torchrun would set, without an address, and an option `--supervised` for
     `bind_to_supervisor`. The exit code is 0 if all ranks exit with 0, else the code of the first rank that failed. If a
     rank was killed, its number and signal are recorded in the events and in the status of the run.
     """
     read_end, write_end = os.pipe()
+    store_dir = tempfile.TemporaryDirectory(prefix="nsa-lab-ranks-")
     # Stop signals stay blocked here and in the ranks until handlers are installed; importing torch takes seconds.
     signal.pthread_sigmask(signal.SIG_BLOCK, directory.STOP_SIGNALS)
     try:
-        handle, port = f"{lock}:{os.getpid()}:{read_end}", _find_free_port()
+        handle = f"{lock}:{os.getpid()}:{read_end}:{store_dir.name}"
         processes = [
             subprocess.Popen(
                 [*command, "--supervised", handle],
-                env=_make_environment(rank, n_ranks, port),
+                env=_make_environment(rank, n_ranks),
                 pass_fds=[lock, read_end],
                 # Ctrl-C in a terminal then reaches only this process, which forwards it. A second signal would end a rank
                 # without a save.
@@ -94,6 +97,7 @@ def supervise(command: Sequence[str], folder: Path, n_ranks: int, lock: int) -> 
     finally:
         os.close(read_end)
         os.close(write_end)
+        store_dir.cleanup()
     if failure is None:
         return directory.EXIT_DONE
     rank, code = failure
@@ -127,12 +131,14 @@ def write_crash_record(folder: Path, *, where: str, kind: str, reason: str, exit
     logger.error("%s", reason)
 
 
-def bind_to_supervisor(handle: str) -> int:
-    """Bind this rank to the supervisor of `handle`, the value of `--supervised`. Return the descriptor of the run's lock.
+def bind_to_supervisor(handle: str) -> tuple[int, Path]:
+    """Bind this rank to the supervisor of `handle`, the value of `--supervised`.
 
-    From now on this process is killed when its supervisor ends.
+    Return the descriptor of the run's lock and the file in which the ranks meet. From now on this process is killed when
+    its supervisor ends.
     """
-    lock, supervisor, pipe = map(int, handle.split(":"))
+    *numbers, store_dir = handle.split(":", 3)
+    lock, supervisor, pipe = map(int, numbers)
     for descriptor in (lock, pipe):
         os.set_inheritable(descriptor, False)
     threading.Thread(target=_kill_when_supervisor_ends, args=(pipe,), name="supervisor", daemon=True).start()
@@ -143,7 +149,7 @@ def bind_to_supervisor(handle: str) -> int:
         if os.getppid() != supervisor:
             # The supervisor ended before prctl was called, so no signal will arrive.
             _kill_self()
-    return lock
+    return lock, Path(store_dir) / "store"
 
 
 def _kill_when_supervisor_ends(pipe: int) -> None:
@@ -183,18 +189,14 @@ def _get_failure_priority(failure: tuple[int, int]) -> tuple[int, int]:
     return (0 if code < 0 and code != -signal.SIGABRT else 1 if code < 0 else 2), rank
 
 
-def _make_environment(rank: int, n_ranks: int, port: int) -> dict[str, str]:
+def _make_environment(rank: int, n_ranks: int) -> dict[str, str]:
+    loopback = "lo" if sys.platform == "linux" else "lo0"
     return {
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": loopback,
         **os.environ,
         "RANK": str(rank),
         "WORLD_SIZE": str(n_ranks),
         "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "LOCAL_WORLD_SIZE": str(n_ranks),
     }
-
-
-def _find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -10,6 +10,7 @@ Invariants
 * Matrices that share a weight are orthogonalized separately: queries, keys and values of each branch, and the two halves
   of a gated MLP.
 * If `found_inf` is 1, nothing changes. Nothing here synchronizes with the device.
+* Sharded matrices (FSDP) are orthogonalized by one rank each. All other arithmetic is elementwise, on each rank's shard.
 """
 
 # torch.optim's multi-tensor copy has no public name.
@@ -17,14 +18,17 @@ Invariants
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from nsa_lab.model import MLP, DenseAttention, SparseAttention
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 MOMENTUM = 0.95
 NEWTON_SCHULZ_COEFFICIENTS, NEWTON_SCHULZ_STEPS = (3.4445, -4.7750, 2.0315), 5
@@ -86,11 +90,15 @@ class Muon(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__([{"params": list(matrix_rows)}, *groups], defaults)
         self._matrix_rows = matrix_rows
+        self._is_sharded = any(hasattr(weight, "to_local") for weight in matrix_rows)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - takes no closure
         muon_group, *adamw_groups = self.param_groups
-        self._step_muon(muon_group)
+        if self._is_sharded:
+            self._step_sharded_muon(muon_group)
+        else:
+            self._step_muon(muon_group)
         for group in adamw_groups:
             self._step_adamw(group)
 
@@ -115,8 +123,7 @@ class Muon(torch.optim.Optimizer):
         """Update matrices of one shape."""
         weight, grad, old_momentum = (torch.stack(tensors) for tensors in (weights, grads, momenta))
         momentum = old_momentum.lerp(grad, 1 - MOMENTUM)
-        precision = torch.bfloat16 if weight.is_cuda else weight.dtype
-        direction = orthogonalize(grad.lerp(momentum, MOMENTUM), precision)
+        direction = orthogonalize(grad.lerp(momentum, MOMENTUM), _get_compute_dtype(weight))
         rate = lr * UPDATE_RMS * math.sqrt(max(weight.shape[-2:]))
         new_weight = weight.mul(1 - lr * decay).add_(direction, alpha=-rate)
         if self.found_inf is not None:
@@ -124,6 +131,35 @@ class Muon(torch.optim.Optimizer):
             skip = self.found_inf.bool()
             momentum, new_weight = torch.where(skip, old_momentum, momentum), torch.where(skip, weight, new_weight)
         torch._foreach_copy_([*momenta, *weights], [*momentum, *new_weight])  # few kernel launches
+
+    def _step_sharded_muon(self, group: dict[str, Any]) -> None:
+        """Update sharded matrices as `_step_muon` does. Collective."""
+        from nsa_lab.train.matrix_exchange import exchange_matrices  # takes most of a second to import
+
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        weights, grads, old_momenta = (
+            [_to_local(parameter) for parameter in parameters],
+            [_to_local(parameter.grad) for parameter in parameters],
+            [_to_local(self.state[parameter]["momentum_buffer"]) for parameter in parameters],
+        )
+        momenta = torch._foreach_lerp(old_momenta, grads, 1 - MOMENTUM)
+
+        def orthogonalize_own(numbers: list[int], matrices: list[Tensor]) -> list[Tensor]:
+            return _orthogonalize_scaled(matrices, [self._matrix_rows[parameters[i]] for i in numbers])
+
+        directions = exchange_matrices(
+            cast("list[DTensor]", parameters), torch._foreach_lerp(grads, momenta, MOMENTUM), orthogonalize_own
+        )
+        new_weights = torch._foreach_mul(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(new_weights, directions, alpha=-group["lr"])
+        old, new = [*old_momenta, *weights], [*momenta, *new_weights]
+        if self.found_inf is not None:
+            skip = self.found_inf.bool()
+            new = [torch.where(skip, x, y) for x, y in zip(old, new, strict=True)]
+        torch._foreach_copy_(old, new)
 
     def _step_adamw(self, group: dict[str, Any]) -> None:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -134,10 +170,10 @@ class Muon(torch.optim.Optimizer):
         states = [self.state[parameter] for parameter in parameters]
         beta1, beta2 = group["betas"]
         adamw(
-            parameters,
-            [parameter.grad for parameter in parameters],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            [_to_local(parameter) for parameter in parameters],
+            [_to_local(parameter.grad) for parameter in parameters],
+            [_to_local(state["exp_avg"]) for state in states],
+            [_to_local(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             fused=True,
@@ -150,3 +186,29 @@ class Muon(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+
+
+def _orthogonalize_scaled(tensors: list[Tensor], matrix_rows: list[Sequence[int]]) -> list[Tensor]:
+    """Return the update directions of weights [rows, columns], scaled for the learning rate.
+
+    `matrix_rows`: the row counts of the matrices in each weight. Matrices of one shape are orthogonalized at once.
+    """
+    matrices = [tensor.split(rows) for tensor, rows in zip(tensors, matrix_rows, strict=True)]
+    by_shape: dict[torch.Size, list[Tensor]] = {}
+    for matrix in (matrix for parts in matrices for matrix in parts):
+        by_shape.setdefault(matrix.shape, []).append(matrix)
+    directions: dict[torch.Size, Iterator[Tensor]] = {}
+    for shape, same_shape in by_shape.items():
+        stacked = torch.stack(same_shape)
+        direction = orthogonalize(stacked, _get_compute_dtype(stacked)).to(stacked.dtype)
+        directions[shape] = iter(direction * (UPDATE_RMS * math.sqrt(max(shape))))
+    return [torch.cat([next(directions[matrix.shape]) for matrix in parts]) for parts in matrices]
+
+
+def _get_compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.bfloat16 if x.is_cuda else x.dtype
+
+
+def _to_local(x: Tensor) -> Tensor:
+    """Return this rank's shard of a sharded tensor, which shares its memory; `x` itself if it is not sharded."""
+    return cast("DTensor", x).to_local() if hasattr(x, "to_local") else x

@@ -168,8 +168,7 @@ class Stepper:
     def dry_run(self, batch: Batch) -> None:
         """Compute a step without its update, to compile what later steps of these shapes need. The result is discarded.
 
-        Computes one micro-batch of each size, without a CUDA graph. Gradients are not exchanged between ranks, but a
-        model may use collectives, so all ranks must call it.
+        Computes one micro-batch of each size, without a CUDA graph. Collective: a sharded model exchanges gradients.
         """
         micro_batches, total_weight = self.split_micro_batches(batch), self._compute_total_weight(batch.weights)
         by_size = {
@@ -177,7 +176,8 @@ class Stepper:
             for micro_batch, span in zip(micro_batches, make_spans(micro_batches), strict=True)
         }
         for micro_batch, span in by_size.values():
-            with self._world.sync_gradients(self._forward, enabled=False):
+            # Gradients that FSDP accumulates before their reduction cannot be discarded, so it reduces them.
+            with nullcontext() if self._world.is_sharded else self._world.defer_gradient_exchange(self._forward):
                 self._backward(micro_batch, span, total_weight)
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -197,7 +197,8 @@ class Stepper:
         losses: list[Tensor] = []
         for number, (micro_batch, span) in enumerate(zip(micro_batches, spans, strict=True), 1):
             poll()
-            with interruptible(), self._world.sync_gradients(self._forward, enabled=number == len(micro_batches)):
+            is_last = number == len(micro_batches)
+            with interruptible(), nullcontext() if is_last else self._world.defer_gradient_exchange(self._forward):
                 losses.append(self._backward(micro_batch, span, total_weight))
         return functools.reduce(torch.add, losses)
 

@@ -196,6 +196,7 @@ class Trainer:
             # Objects created so far stay alive; without freeze, every garbage collection would scan them again.
             gc.collect()
             gc.freeze()
+        self._checkpoints.record_if_done()
         if should_evaluate:
             self._evaluate()
         if should_save:
@@ -320,13 +321,20 @@ class Trainer:
 
     def _save_final(self) -> None:
         """Save the final state; retry once immediately, because there is no later save. Raises `Halt` if that fails too."""
+        self._finish_save()
         while self.completed_steps != self._checkpoints.last_saved_step:
             self._save()
+            self._finish_save()
+
+    def _finish_save(self) -> None:
+        with self._exclude_from_step_time("save"):
+            self._checkpoints.finish()
 
     def _write_postmortem(self, finding: Finding) -> None:
         """Save the good state first, then replay the bad step and write the diagnosis."""
         with contextlib.suppress(Halt):
             self._save()
+            self._finish_save()
         with self.recorder.phases("diagnosis"):
             diagnosis = postmortem.collect_postmortem(self.context, finding, self.completed_steps)
             try:

@@ -79,12 +79,6 @@ MUTANTS = [
         "if reserved := []:",
     ),
     Mutant(
-        "config: muon of sharded matrices",
-        "config.run_config",
-        'self.train.optimizer == "muon" and self.runtime.parallel == "fsdp"',
-        'self.train.optimizer == "muon" and self.runtime.parallel == "no"',
-    ),
-    Mutant(
         "config: runs that knew of no muon get another hash",
         "config.run_config",
         '        "optimizer": "adamw",\n',

@@ -114,8 +114,8 @@ MUTANTS = [
     Mutant(
         "checkpoint: sizes checked, contents not",
         "runs.checkpoint_files",
-        'return None if sha256 == entry["sha256"] else',
-        "return None if sha256 else",
+        'if not check_hashes or read_manifest_entry(path)["sha256"] == entry["sha256"]:',
+        "if True:",
     ),
     # Ranks, a full disk, damage, stalls.
     Mutant(

@@ -297,7 +297,15 @@ OTHERS = {
         "train/test_training_run.py",
         "a_run_whose_last_save_failed_is_not_done",
         "one_failed_save_is_recorded_and_the_next_one_is_tried",
+        "two_failed_saves_in_a_row_halt",
     ),
+    # A mutant's process may have no children, so these are the tests of one process.
+    "train.distributed": [
+        "tests/train/test_fsdp.py::test_the_ranks_of_a_host_share_one_copy",
+        "tests/train/test_torchrun.py::test_an_incomplete_environment_is_refused_with_the_remedy",
+    ],
+    "train.matrix_exchange": ["tests/train/test_fsdp.py::test_expensive_matrices_are_spread_over_the_ranks"],
+    "model.sharded_files": ["tests/train/test_sharded_checkpoint.py::test_a_malicious_index_runs_no_code"],
     "train.checkpoint": [
         "tests/crash/test_full_disk.py",
         "tests/crash/test_damaged_checkpoint.py",

@@ -223,7 +223,60 @@ MUTANTS = [
     ),
     # The trainer's promises.
     Mutant("plan: a model larger than the machine is built", "train.estimate", "if needed_bytes > capacity:", "if False:"),
-    Mutant("plan: shards are built as shards", "train.estimate", "params * WEIGHT_BYTES_PER_PARAM)", "0)"),
+    Mutant(
+        "plan: nothing is gathered",
+        "train.estimate",
+        "-(-state_bytes // n_shards) + largest_layer",
+        "-(-state_bytes // n_shards) + 0",
+    ),
+    Mutant("plan: ranks do not share the state", "train.estimate", "-(-state_bytes // n_shards)", "state_bytes"),
+    Mutant(
+        "saves: nothing to wait for counts as a success",
+        "train.checkpoint_manager",
+        "        if not self._writer.is_writing:\n            return\n",
+        "",
+    ),
+    Mutant(
+        "saves: a failed save counts as saved",
+        "train.checkpoint_manager",
+        "step, self.last_saved_step = self.last_saved_step, self._last_completed_step",
+        "step = self.last_saved_step",
+    ),
+    Mutant(
+        "shards: any class in an index",
+        "model.sharded_files",
+        "        if not is_dtype and global_name not in",
+        "        if False and global_name not in",
+    ),
+    Mutant(
+        "shards: an index may name files elsewhere",
+        "model.sharded_files",
+        "Path(place.relative_path).name != place.relative_path",
+        "not place.relative_path",
+    ),
+    Mutant(
+        "ranks: a rank too many",
+        "train.distributed",
+        "        if rank >= size:",
+        "        if rank > size:",
+    ),
+    Mutant(
+        "ranks: hosts with other numbers of ranks",
+        "train.distributed",
+        "        if self.size % local_size:",
+        "        if False:",
+    ),
+    Mutant("ranks: every rank is a host", "train.distributed", "self.local_size or self.size", "self.local_size or 1"),
+    Mutant(
+        "ranks: no address is no error",
+        "train.distributed",
+        'if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if',
+        "if missing := [name for name in () if",
+    ),
+    Mutant(
+        "muon: one rank owns all matrices", "train.matrix_exchange", "owners[i] = loads.index(min(loads))", "owners[i] = 0"
+    ),
+    Mutant("muon: owners by number", "train.matrix_exchange", "key=lambda i: (-costs[i], i)", "key=lambda i: i"),
     Mutant(
         "guard: a spike judged against itself",
         "train.guard",
@@ -309,8 +362,8 @@ MUTANTS = [
     Mutant(
         "muon: momentum looks no step ahead",
         "train.muon",
-        "orthogonalize(grad.lerp(momentum, MOMENTUM), precision)",
-        "orthogonalize(momentum, precision)",
+        "orthogonalize(grad.lerp(momentum, MOMENTUM), _get_compute_dtype(weight))",
+        "orthogonalize(momentum, _get_compute_dtype(weight))",
     ),
     Mutant(
         "muon: scaled by the rows alone", "train.muon", "math.sqrt(max(weight.shape[-2:]))", "math.sqrt(weight.shape[-2])"
@@ -413,8 +466,8 @@ MUTANTS = [
     Mutant(
         "disk: what a failed save wrote stays",
         "train.checkpoint",
-        "            self._remove_temporary(target, error)\n",
-        "",
+        "            pruned = self._prune()\n        except Exception as error:\n            self.abandon(started, error)\n",
+        "            pruned = self._prune()\n        except Exception:\n",
     ),
     Mutant(
         "disk: a full one is not told as such",

@@ -106,8 +106,8 @@ def train_with_fault(run_dir: str, fault: str, *options: str) -> int:
             return weighted(self, step, *rest)
 
         Batches.weighted_batch = slow
-    lock = launcher.bind_to_supervisor(options[1]) if options else None
-    return attempt.run(run_dir, builders=make_faulty_builders(fault), lock=lock, supervised=bool(options))
+    lock, store = launcher.bind_to_supervisor(options[1]) if options else (None, None)
+    return attempt.run(run_dir, builders=make_faulty_builders(fault), lock=lock, store=store)
 
 
 if __name__ == "__main__":

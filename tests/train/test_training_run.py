@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nsa_lab.attention import geometry
@@ -26,10 +26,11 @@ from nsa_lab.data import Batches, BuildProgress, DataError, build_progress
 from nsa_lab.health import examine
 from nsa_lab.health.loss_checks import compute_expected_lr
 from nsa_lab.runs import directory, events, lifecycle, monitor_settings
+from nsa_lab.runs.checkpoint_files import MANIFEST, format_manifest, read_manifest_entry
 from nsa_lab.runs.history import History
 from nsa_lab.runs.live_view import RunView
 from nsa_lab.runs.lock import take_lock
-from nsa_lab.train import attempt, checkpoint_state, trainer
+from nsa_lab.train import attempt, trainer
 from nsa_lab.train.build import Builders, build_model
 from nsa_lab.train.checkpoint import Filesystem
 from nsa_lab.train.muon import Muon
@@ -234,14 +235,14 @@ def test_resuming_on_another_trajectory_is_refused_with_the_setting(
     assert kinds(run_dir, "error")[0]["type"] in ("ResumeRefused", "DataError")
 
 
-def test_weights_of_other_code_are_refused_with_a_message(
-    finished_run: Path, train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_other_code_are_refused_with_a_message(finished_run: Path, train: Train) -> None:
     """For example, weights saved before the model had convolutions."""
     rewind(finished_run, 5)
-    monkeypatch.setattr(
-        checkpoint_state, "load_file", lambda path: {k: v for k, v in load_file(path).items() if "gate" not in k}
-    )
+    checkpoint = finished_run / "checkpoints/step-00000005"
+    save_file({k: v for k, v in load_file(checkpoint / "model.safetensors").items() if "gate" not in k}, checkpoint / "new")
+    (checkpoint / "new").rename(checkpoint / "model.safetensors")
+    files = {path.name: read_manifest_entry(path) for path in checkpoint.iterdir() if path.name != MANIFEST}
+    (checkpoint / MANIFEST).write_text(format_manifest(5, files))
     assert train(finished_run) == directory.EXIT_USAGE
     reason = directory.read_status(finished_run)["reason"]
     assert "blocks.0.attention.gate.weight, blocks.1.attention.gate.weight" in reason

@@ -32,11 +32,13 @@ from nsa_lab.attention import resolve_backend
 from nsa_lab.config import RunConfig
 from nsa_lab.data import BuildProgress, DataError, ProgressMeter, describe_split
 from nsa_lab.runs import resolve
+from nsa_lab.runs.checkpoint_files import find_problems
 from nsa_lab.runs.lifecycle import check_ranks, check_text
 from nsa_lab.runs.summary import format_fill_progress, format_size
 from nsa_lab.train import checkpoint_state
 from nsa_lab.train.build import Builders, TrainContext, build_context, force_eager, select_device, set_determinism
 from nsa_lab.train.checkpoint import CheckpointStore
+from nsa_lab.train.checkpoint_writer import CheckpointWriter
 from nsa_lab.train.distributed import World
 from nsa_lab.train.estimate import (
     MIN_PRODUCTION_PARAMS,
@@ -311,25 +313,33 @@ def check_checkpoint_and_throughput(context: TrainContext, run_dir: Path) -> Ite
     """
     min_tokens_per_s, start = context.config.train.min_tokens_per_s, time.monotonic()
     is_timed = bool(min_tokens_per_s) or context.device.type == "cuda"
-    with tempfile.TemporaryDirectory(dir=run_dir, prefix=".preflight-") as folder:
-        probe = compute_probe_logits(context)
-        store = CheckpointStore(Path(folder))
+    folder = run_dir / ".preflight-checkpoint"  # one folder for all ranks
+    try:
+        probe, store = compute_probe_logits(context), CheckpointStore(folder)
+        writer = CheckpointWriter(context, store)
+        writer.start(0, {"step": 0}, {})
         try:
-            saved = store.save(0, checkpoint_state.make_checkpoint_files(context, {"step": 0}, lambda: probe), {})
+            saved = writer.finish()
         except OSError as error:
             yield PreflightCheck("checkpoint", False, str(error), "a checkpoint that can be saved")
             return
         speed, is_bad = _time_steps(context, THROUGHPUT_STEPS if is_timed else 1)
-        path, quarantined = store.load_latest()
-        assert path is not None, "saved above; load_latest raises if it is damaged"
-        checkpoint_state.restore(path, context)
-        is_equal = torch.equal(probe, compute_probe_logits(context))
-    result = "the probe is equal after loading" if is_equal else "the probe differs after loading"
+        problems = find_problems(store.get_path(0)) if context.world.is_first else []
+        if not context.world.any_rank(bool(problems), context.device):
+            checkpoint_state.restore(store.get_path(0), context)
+            is_equal = torch.equal(probe, compute_probe_logits(context))
+            # Also makes rank 0 wait until every rank has read the files.
+            if context.world.any_rank(not is_equal, context.device):
+                problems = ["the probe differs after loading"]
+    finally:
+        if context.world.is_first:
+            shutil.rmtree(folder, ignore_errors=True)
+    result = "; ".join(problems) or "the probe is equal after loading"
     result += "; the steps in between were not finite" if is_bad else ""
     yield PreflightCheck(
         "checkpoint",
-        is_equal and not quarantined and not is_bad,
-        f"{format_size(saved.size_bytes)} saved in {saved.seconds:.2f} s; {result}",
+        not problems and not is_bad,
+        f"{format_size(saved.size_bytes)} saved in {saved.seconds:.2f} s; {result}" if saved else result,
         "equal logits",
         round(time.monotonic() - start, 3),
     )

@@ -125,9 +125,12 @@ class Recorder:
             logger.info("step %d  answers beyond the window, nats per byte: %s", self.log.step, losses)
 
     def record_checkpoint(self, saved: SavedCheckpoint) -> None:
+        """Record a checkpoint, which may be one of an earlier step: a save in the background takes several steps."""
+        step = parse_step(saved.path)
         self.log.append(
             "checkpoint",
-            step=parse_step(saved.path),
+            step=step,
+            tokens=self._count_tokens(step),
             path=f"{directory.CHECKPOINTS}/{saved.path.name}",
             bytes=saved.size_bytes,
             seconds=round(saved.seconds, 3),
