@@ -51,9 +51,18 @@ def compute_lr(step: int, config: RunConfig) -> float:
     return 0.5 * t.lr * (1 + math.cos(math.pi * (step - t.warmup_steps) / (t.steps - t.warmup_steps)))
 
 
+SPREAD = 1e-7  # between layers, which are never equal
+
+
+def make_layers(value: float, spread: float = SPREAD) -> list[float]:
+    """Return a value for each layer, almost equal."""
+    return [value + layer * spread for layer in range(LAYERS)]
+
+
 def make_step_event(step: int, config: RunConfig, attempt: int = 1) -> Event:
     bpb = 2.0 + 6.0 * math.exp(-step / 40)
     train = config.train
+    dt_s = 0.5 + step * 1e-9
     event = {
         "kind": "step",
         "attempt": attempt,
@@ -61,31 +70,31 @@ def make_step_event(step: int, config: RunConfig, attempt: int = 1) -> Event:
         "loss": bpb * math.log(2),
         "bpb": bpb,
         "lr": compute_lr(step, config),
-        "grad_norm": 0.8,
-        "dt_s": 0.5,
-        "data_s": 0.005,
-        "tokens_per_s": 8192.0 + step % 7,
+        "grad_norm": 0.8 + step * 1e-6,
+        "dt_s": dt_s,
+        "data_s": 0.005 + step * 1e-9,
+        "tokens_per_s": train.stage_at(step).tokens_per_step / dt_s,
         "mem_peak_bytes": 2 * 10**9,
     }
     if step % train.stats_every == 0:
-        event |= {"grad_norm_layers": [0.2] * LAYERS}
+        event |= {"grad_norm_layers": make_layers(0.2 + step * 1e-6)}
     if step % train.stats_every == 0 and config.model.attention == "nsa":
         drift = step / train.steps / 10
         wobble = step * 1e-6
         event |= {
-            "gate_share_cmp": [0.30 + drift] * LAYERS,
-            "gate_share_sel": [0.35] * LAYERS,
-            "gate_share_win": [0.35 - drift] * LAYERS,
-            "gate_entropy": [1.0 - drift] * LAYERS,
-            "gate_saturation": [0.01] * LAYERS,
-            "gate_update": [0.02] * LAYERS,
-            "sel_reuse": [0.93 - wobble] * LAYERS,
-            "sel_distance": [8.5 + wobble] * LAYERS,
-            "sel_sink_share": [0.15 + wobble] * LAYERS,
-            "sel_window_overlap": [0.3 + wobble] * LAYERS,
-            "norm_cmp": [0.4 + wobble] * LAYERS,
-            "norm_sel": [0.5 + wobble] * LAYERS,
-            "norm_win": [0.6 + wobble] * LAYERS,
+            "gate_share_cmp": make_layers(0.30 + drift),
+            "gate_share_sel": make_layers(0.35, 0.0),
+            "gate_share_win": make_layers(0.35 - drift, -SPREAD),
+            "gate_entropy": make_layers(1.0 - drift),
+            "gate_saturation": make_layers(0.01),
+            "gate_update": make_layers(0.02),
+            "sel_reuse": make_layers(0.93 - wobble),
+            "sel_distance": make_layers(8.5 + wobble),
+            "sel_sink_share": make_layers(0.15 + wobble),
+            "sel_window_overlap": make_layers(0.3 + wobble),
+            "norm_cmp": make_layers(0.4 + wobble),
+            "norm_sel": make_layers(0.5 + wobble),
+            "norm_win": make_layers(0.6 + wobble),
         }
     return event
 
@@ -122,6 +131,10 @@ def make_healthy_events(config: RunConfig) -> list[Event]:
         }
     ]
     events += [
+        {"kind": "reference", "attempt": 1, "step": 0, "name": f"order-{order} entropy", "bytes": 1 << 20, "bpb": bpb}
+        for order, bpb in ((0, 4.9), (1, 3.5))
+    ]
+    events += [
         {"kind": "preflight", "attempt": 1, "step": 0, "name": name, "ok": True, "value": "fine", "limit": "fine"}
         for name in ("data", "initial loss")
     ]
@@ -151,12 +164,14 @@ def make_healthy_events(config: RunConfig) -> list[Event]:
 
 
 def make_eval_event(step: int, bpb: float, attempt: int = 1) -> Event:
-    return {"kind": "eval", "attempt": attempt, "step": step, "split": "validation", "loss": bpb * math.log(2), "bpb": bpb}
+    text = {"windows": 8, "text": "0123456789abcdef"}
+    losses = {"loss": bpb * math.log(2), "bpb": bpb}
+    return {"kind": "eval", "attempt": attempt, "step": step, "split": "validation", **text, **losses}
 
 
 def make_reach_event(step: int, attempt: int = 1, **losses: float | None) -> Event:
     """Return a `reach` event of a run whose selection finds the needles."""
-    loss = {"chosen": 0.2, "random": 3.1, "nearest": 3.5, "no_sel": 4.0, **losses}
+    loss = {"chosen": 0.2 + step * 1e-9, "random": 3.1, "nearest": 3.5, "no_sel": 4.0, **losses}
     accuracy = {name: float(value is not None and value < 1.0) for name, value in loss.items()}
     fields = {"length": 2048, "sequences": 4, "answer_loss": loss, "accuracy": accuracy}
     return {"kind": "reach", "attempt": attempt, "step": step, **fields}
@@ -193,7 +208,8 @@ def write_run(
     with open(run_dir / directory.EVENTS, "w", encoding="utf-8") as file:
         for index, event in enumerate(events):
             tokens = config.train.tokens_until(event["step"])
-            envelope = {"v": 1, "t": 1000.0 + index, "run": run_dir.name, "tokens": tokens}
+            # About the time of the steps: two events every ten steps of 0.5 s.
+            envelope = {"v": 1, "t": 1000.0 + 2 * index, "run": run_dir.name, "tokens": tokens}
             file.write(json.dumps({**envelope, **event}) + "\n")
     directory.write_status(
         run_dir, run=run_dir.name, **{"status": directory.DONE, "reason": "all steps done", **(status or {})}

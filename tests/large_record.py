@@ -36,6 +36,8 @@ def _make_events(step: int, config: fake_run.RunConfig, rng: random.Random) -> l
     train, events = config.train, []
     if step % train.log_every == 0 or step in (1, train.steps):
         event = fake_run.make_step_event(step, config)
+        event["sel_reuse"] = fake_run.make_layers(0.93) if "sel_reuse" in event else []
+        event = {name: value for name, value in event.items() if value != []}
         event["bpb"] += rng.gauss(0, 0.01)
         event |= {"loss": event["bpb"] * math.log(2), "grad_norm": 0.8 + rng.random() / 10}
         for name in [name for name, value in event.items() if isinstance(value, list) and name != "gate_update"]:

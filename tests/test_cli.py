@@ -21,7 +21,8 @@ from nbformat.v4 import new_code_cell, new_notebook
 from nsa_lab import cli
 from nsa_lab.cli import inspect_commands, model_commands
 from nsa_lab.config import RunConfig
-from nsa_lab.health import write_verdict
+from nsa_lab.health import CHECKS
+from nsa_lab.health.verdict_file import write_verdict
 from nsa_lab.runs import directory, lifecycle, resolve
 from nsa_lab.runs.live_view import RunView, format_note, watch
 from nsa_lab.runs.resolve import find_notebook, find_params_file, find_run, get_outputs_dir
@@ -376,9 +377,19 @@ def test_health_exit_code_and_first_failure(run_cli, tmp_path: Path) -> None:
         spoil=lambda events: [e for e in events if e["step"] <= 100],
         status=HALTED,
     )
+    guard = {"rule": "frozen", "value": 0.0, "limit": 0.0, "action": "warn", "text": "step 90: a layer does not move"}
+    warned = write_run(
+        tmp_path / "warned", spoil=lambda events: events.insert(-1, {"kind": "guard", "attempt": 1, "step": 90, **guard})
+    )
     result = run_cli("health", good)
     assert result.exit_code == 0
-    assert f"{good.name}: healthy: 30 of 30 checks passed\n" in result.out
+    assert f"{good.name}: healthy: {len(CHECKS)} of {len(CHECKS)} checks passed\n" in result.out
+    assert (
+        result.out.startswith("This NSA model of ")
+        and json.loads((good / directory.VERDICT).read_text())["level"] == "passed"
+    )
+    assert run_cli("health", warned).exit_code == 0
+    assert "passed with 1 warning: guards" in " ".join(run_cli("health", warned).out.split())
     result = run_cli("health", good, bad)
     assert result.exit_code == 3
     assert "NOT healthy: finished: HALTED at step 100 of 200" in " ".join(result.out.split())
@@ -388,7 +399,7 @@ def test_status_shows_loss_verdict_and_state(run_cli, tmp_path: Path, monkeypatc
     monkeypatch.setenv("COLUMNS", "200")
     run_dir = write_run(tmp_path / "outputs")
     (line,) = [line for line in run_cli("status").out.splitlines() if run_dir.name in line]
-    assert line.split()[:5] == [run_dir.name, "DONE", "200", "2.140", "8,195"] and line.strip().endswith("not checked yet")
+    assert line.split()[:5] == [run_dir.name, "DONE", "200", "2.140", "8,192"] and line.strip().endswith("not checked yet")
     write_verdict(run_dir)
     assert run_cli("status").out.splitlines()[1].split()[-1] == "healthy"
     shown = run_cli("status", "latest").out
@@ -508,7 +519,7 @@ def test_plan_shows_steps_and_the_source_of_the_speed(run_cli, tiny: Path, tmp_p
     assert "measure it with nsa-lab preflight tiny" in result.out
     before = write_run(tmp_path / "outputs", RunConfig.from_yaml(tiny))
     result = run_cli("plan", tiny)
-    assert "8,195 tokens/s" in result.out and f"measured by {before.name}, a run with this configuration" in result.out
+    assert "128 tokens/s" in result.out and f"measured by {before.name}, a run with this configuration" in result.out
 
 
 @pytest.mark.parametrize("command", ["preflight", "train", "run"])

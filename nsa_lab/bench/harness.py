@@ -140,7 +140,7 @@ def make_table(
 ) -> Table:
     """Return a table with a line per row. `is_bold`: whether to emphasize a row among all rows."""
     return Table(
-        [tables.Column(column.name, column.align) for column in columns],
+        [tables.TableColumn(column.name, column.align) for column in columns],
         [[column.format_cell(row) for column in columns] for row in rows],
         title=title,
         is_boxed=True,

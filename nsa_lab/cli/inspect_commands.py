@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from nsa_lab.cli.common import Outputs, Run, echo, get_exit_code
 from nsa_lab.config import ConfigError
 from nsa_lab.runs import directory, lifecycle, resolve
 from nsa_lab.runs.directory import RunDirectoryError
+from nsa_lab.runs.tables import Styled, Table
 from nsa_lab.runs.text_output import dump_json
 
 if TYPE_CHECKING:
@@ -81,14 +81,28 @@ def health(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories, run ids, or latest")],
     outputs: Outputs = None,
 ) -> None:
-    """Check runs and show every verdict; exit code 3 if a run fails a check."""
+    """Check runs, show every verdict and write verdict.json; exit code 3 if a check fails. Warnings exit with 0.
+
+    Recorded runs and runs in folders without write permission are only shown.
+    """
     from nsa_lab.health import examine
+    from nsa_lab.health.verdict_file import to_record, write_verdict
+    from nsa_lab.runs.history import History
 
     folder, console = resolve.get_outputs_dir(outputs), Console()
-    results = [examine(resolve.find_run(run, folder)) for run in runs]
-    for result in results:
-        console.print(*_render_health(result))
-    raise typer.Exit(directory.EXIT_DONE if all(result.ok for result in results) else directory.EXIT_HALTED)
+    levels = []
+    for run_dir in [resolve.find_run(run, folder) for run in runs]:
+        history = History.read(run_dir)
+        result = examine(history)
+        levels.append(result.level)
+        record = to_record(history, result)
+        console.print(*_render_health(result, record["description"], record["summary"]))
+        if not directory.is_recorded(run_dir):
+            try:
+                write_verdict(history, result)
+            except OSError as error:
+                echo(f"{run_dir / directory.VERDICT}: not written ({error.strerror})")
+    raise typer.Exit(directory.EXIT_HALTED if "failed" in levels else directory.EXIT_DONE)
 
 
 @app.command()
@@ -194,10 +208,10 @@ def _parse_named_run(text: str) -> tuple[str | None, str]:
     return name, run
 
 
-def _render_health(result: Health) -> Iterator[Any]:
-    yield Text(f"{result.run}: {result.headline}", style="bold red" if result.failed else "bold green", overflow="fold")
-    table = Table("verdict", "", "measured values", box=None, pad_edge=False)
-    styles = {True: "green", False: "bold red", None: "yellow"}
-    for verdict in result.verdicts:
-        table.add_row(verdict.name, Text(verdict.mark, style=styles[verdict.ok]), Text(verdict.text, overflow="fold"))
-    yield table
+def _render_health(result: Health, description: str, summary: str) -> Iterator[Any]:
+    style = {"failed": "bold red", "warning": "bold yellow", "passed": "bold green"}[result.level]
+    yield from (Text(line, overflow="fold") for line in (description, summary) if line)
+    yield Text(f"{result.run}: {result.headline}", style=style, overflow="fold")
+    styles = {"passed": "green", "warning": "bold yellow", "failed": "bold red", "unknown": "yellow"}
+    rows = [(verdict.name, Styled(verdict.mark, styles[verdict.level]), verdict.text) for verdict in result.verdicts]
+    yield Table(("verdict", "", "measured values"), rows)

@@ -1,6 +1,6 @@
 """Tables and JSON of `nsa-lab status`, for one run or all runs.
 
-The verdict is the one recorded by the last report. A run that continued after that report has no verdict.
+The verdict is the one that `nsa-lab health` or a report recorded. It is shown only if the record is still the same.
 """
 
 from __future__ import annotations
@@ -9,20 +9,28 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.text import Text
 
-from nsa_lab.config import ConfigError
-from nsa_lab.health import read_verdict
+from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.health.next_actions import list_advice
+from nsa_lab.health.verdict_file import read_verdict
 from nsa_lab.runs import directory, lifecycle, resolve
 from nsa_lab.runs.directory import RunDirectoryError
-from nsa_lab.runs.history import History, collect_facts
-from nsa_lab.runs.summary import format_facts, format_speed
-from nsa_lab.runs.tables import Column, Table
+from nsa_lab.runs.events import get_eval_events, get_step_events, read_last_events
+from nsa_lab.runs.history import History, collect_facts, compute_median_speeds
+from nsa_lab.runs.summary import format_facts
+from nsa_lab.runs.tables import Table, TableColumn
 
 COLUMNS_WIDTH = 38  # of the columns after the run's id, without the speed
 SPEED_WIDTH = 11
-READ_ERRORS = (RunDirectoryError, ConfigError, OSError)
+SPEED_READINGS = 8  # whose median is the speed of a run without a verdict
+MAX_PROBLEM = 300  # characters
+# Errors that a damaged or foreign file can cause. One run must not hide the others.
+READ_ERRORS = (
+    *(RunDirectoryError, ConfigError, OSError, ValueError, TypeError, LookupError, ArithmeticError),
+    *(RecursionError, MemoryError),
+)
 
 
 def summarize_run(run_dir: Path) -> dict[str, Any]:
@@ -32,7 +40,7 @@ def summarize_run(run_dir: Path) -> dict[str, Any]:
     """
     history = History.read(run_dir)
     verdict = read_verdict(history)
-    verdict_summary = verdict and {"ok": verdict.get("ok"), "headline": verdict.get("headline")}
+    verdict_summary = verdict and {key: verdict[key] for key in ("ok", "level", "headline")}
     state = {"state": lifecycle.get_state(run_dir), "reason": history.status.get("reason"), "advice": list_advice(history)}
     return {**asdict(collect_facts(history)), **state, "verdict": verdict_summary, "folder": str(run_dir)}
 
@@ -50,7 +58,7 @@ def summarize_runs(folder: Path, *, recorded: bool = False) -> list[dict[str, An
         try:
             summaries.append(summarize_run(run_dir))
         except READ_ERRORS as error:
-            summaries.append({"run": run_dir.name, "folder": str(run_dir), "problem": str(error)})
+            summaries.append({"run": run_dir.name, "folder": str(run_dir), "problem": format_problem(error)})
     return summaries
 
 
@@ -70,36 +78,72 @@ def build_run_table(run_dir: Path) -> tuple[Table, list[str]]:
 def render_runs(folder: Path, width: int, *, recorded: bool = False) -> tuple[list[Any], int]:
     """Return what `nsa-lab status` prints of the user's or the recorded runs, newest first, and the width that it needs.
 
-    One line per run; ids are never truncated. The speed is left out if it does not fit into `width` columns.
+    One line per run; ids are never truncated. The speed is left out if it does not fit into `width` columns. Each run is
+    read separately: one that cannot be read has a line with the reason below the table.
     """
     run_dirs = list_runs(folder, recorded)
-    needed = max((len(run_dir.name) for run_dir in run_dirs), default=0) + COLUMNS_WIDTH
-    show_speed = needed + SPEED_WIDTH <= width
+    longest = max((len(run_dir.name) for run_dir in run_dirs), default=0)
+    show_speed = longest + COLUMNS_WIDTH + SPEED_WIDTH <= width
     names = ("run", "state", "step", "bpb", *(("tokens/s",) if show_speed else ()), "verdict")
-    columns = [Column(name, "right" if name in ("step", "bpb", "tokens/s") else "left", is_whole=True) for name in names]
+    columns = [
+        TableColumn(name, "right" if name in ("step", "bpb", "tokens/s") else "left", is_whole=True) for name in names
+    ]
     rows, problems = [], []
     for run_dir in run_dirs:
         try:
             rows.append([run_dir.name, *_format_row(run_dir, show_speed)])
         except READ_ERRORS as error:
-            rows.append([run_dir.name, "?"])
-            problems.append(Text(f"{run_dir.name}: {error}", style="yellow", overflow="fold"))
-    lines: list[Any] = [Table(columns, rows)] if run_dirs else [f"no runs in {folder}; start one with nsa-lab run smoke"]
+            rows.append([run_dir.name, "?", *[""] * (len(names) - 2)])
+            problems.append(Text(f"{run_dir.name}: {format_problem(error)}", style="yellow", overflow="fold"))
+    lines: list[Any] = (
+        [Table(columns, rows)] if run_dirs else [Text(f"no runs in {folder}; start one with nsa-lab run smoke")]
+    )
     if not recorded and (count := len(list_runs(folder, recorded=True))):
         lines.append(f"{count} recorded runs; list them with nsa-lab status --recorded")
+    needed = sum(max(map(len, column)) + 2 for column in zip(names, *rows, strict=True))
     return [*lines, *problems], max(needed, width)
 
 
+def format_problem(error: Exception) -> str:
+    """Return why a run cannot be read, in one line of bounded length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= MAX_PROBLEM else f"{text[: MAX_PROBLEM - 3]}..."
+
+
 def _format_row(run_dir: Path, show_speed: bool) -> list[str]:
-    state, history = lifecycle.get_state(run_dir), History.read(run_dir)
-    bpb = collect_facts(history).last_validation_bpb
+    """Return a run's cells: from its verdict, if that is of the present record, else from the end of its events."""
+    state = lifecycle.get_state(run_dir)
+    verdict = read_verdict(run_dir)
+    facts = verdict["facts"] if verdict else _read_quick_facts(run_dir)
+    bpb, speeds = facts["validation_bpb"], facts["tokens_per_s"]
     loss = "–" if bpb is None else f"{bpb:.3f}"
-    verdict = format_verdict(history).partition(":")[0]
-    speed = [(format_speed(history) or "–").split(",  then")[0]] if show_speed else []
-    return [state, f"{history.last_step:,}", loss, *speed, verdict]
+    speed = [f"{speeds[0]:,.0f}" if speeds else "–"] if show_speed else []
+    result = _shorten_headline(verdict["headline"]) if verdict else "not checked yet"
+    return [state, f"{facts['step']:,}", loss, *speed, result]
+
+
+def _shorten_headline(headline: str) -> str:
+    """Return the beginning of a headline: `healthy`, `2 warnings`, `trial run, no failures` or `NOT healthy`."""
+    return headline.partition(":")[0].removeprefix("passed with ")
+
+
+def _read_quick_facts(run_dir: Path) -> dict[str, Any]:
+    """Return the last step, the last validation loss and the median of the last speeds of a run."""
+    config = RunConfig.from_yaml(directory.check_run_dir(run_dir) / directory.CONFIG)
+    steps = config.train.steps
+    recorded_step = directory.read_status(run_dir).get("step", 0)
+    events = read_last_events(run_dir, steps, SPEED_READINGS)
+    if recorded_step > steps or any("step: expected 0 to" in own.problem for own in events.violations.listed):
+        raise RunDirectoryError(
+            f"{directory.CONFIG} has {steps:,} steps, but a later step is recorded; restore the file that was changed"
+        )
+    history = History(run_dir, config, {}, {}, events, get_step_events(events), get_eval_events(events))
+    _, validation = history.validation()
+    bpb = float(validation[-1]) if len(validation) and np.isfinite(validation[-1]) else None
+    return {"step": history.last_step, "validation_bpb": bpb, "tokens_per_s": compute_median_speeds(history)}
 
 
 def format_verdict(history: History) -> str:
     """Return the headline of the verdict, or the command that produces one."""
     verdict = read_verdict(history)
-    return verdict["headline"] if verdict else f"not checked yet: nsa-lab report {history.run}"
+    return verdict["headline"] if verdict else f"not checked yet: nsa-lab health {history.run}"

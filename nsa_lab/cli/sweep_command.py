@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from nsa_lab.cli.common import Outputs, echo
@@ -20,6 +19,7 @@ from nsa_lab.config import ConfigError, RunConfig, UsageError
 from nsa_lab.config.optional_deps import MissingPackage
 from nsa_lab.runs import directory, resolve
 from nsa_lab.runs.atomic_io import write_json
+from nsa_lab.runs.tables import Table
 from nsa_lab.runs.text_output import dump_json
 
 if TYPE_CHECKING:
@@ -114,12 +114,14 @@ def _check_variants(config_by_variant: dict[str, RunConfig]) -> tuple[list[str],
 def _show_plan(sweep: Sweep) -> None:
     from nsa_lab.runs.summary import format_steps
 
-    console, table = Console(), Table("run", "seed", "state", "training", box=None)
+    console = Console()
     console.width = max(console.width, MIN_TABLE_WIDTH)
     run_states = sweep.get_run_states()
-    for run in run_states:
-        table.add_row(run.name, str(run.requested.seed), run.state or "to start", format_steps(run.requested.config.train))
-    console.print(table)
+    rows = [
+        (run.name, str(run.requested.seed), run.state or "to start", format_steps(run.requested.config.train))
+        for run in run_states
+    ]
+    console.print(Table(("run", "seed", "state", "training"), rows))
     echo(
         f"{len(run_states)} runs, {sum(run.needs_training for run in run_states)} to train; "
         f"the baseline is {sweep.config.baseline}"
@@ -154,20 +156,20 @@ def _show_results(sweep: Sweep, as_json: bool) -> None:
     console = Console()
     console.width = max(console.width, MIN_TABLE_WIDTH)
     columns = ("variant", "runs", "bits per byte", "minus baseline", "repeat std", "parameters", "training", "tokens")
-    table = Table(*columns, box=None)
-    for result in results:
-        seconds, parameters = ("–" if value is None else value for value in (result.seconds, result.parameters))
-        table.add_row(
+    rows = [
+        (
             result.name,
             f"{result.n_done} of {len(result.runs)}",
             _format_interval(result.bpb, "{:.4f}"),
             "baseline" if result.name == sweep.config.baseline else _format_interval(result.less_baseline, "{:+.4f}"),
-            "–" if result.apart is None else f"{result.apart:.4f}",
-            parameters if isinstance(parameters, str) else f"{parameters:,}",
-            seconds if isinstance(seconds, str) else format_duration(seconds),
-            f"{result.tokens:,}",
+            None if result.apart is None else f"{result.apart:.4f}",
+            result.parameters,
+            None if result.seconds is None else format_duration(result.seconds),
+            result.tokens,
         )
-    console.print(table)
+        for result in results
+    ]
+    console.print(Table(columns, rows))
     for line in _format_legend(sweep, results):
         console.print(Text(line, overflow="fold"))
 

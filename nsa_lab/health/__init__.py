@@ -1,32 +1,32 @@
 """Health checks of a run directory, each with a threshold that can fail. Only files are read.
 
-The result of a check is True, False, or None (unknown). A run is healthy if no result is False. Failed checks are reported
-with causes before consequences. A missing record that was due is False. None means that nothing was due, or that the run is
-too short to decide. `verdict.Limits` has all thresholds.
+The level of a result is failed, warning, passed or unknown. A run passes if no check failed. Causes are reported before
+consequences. A missing record that was due fails. Unknown means that nothing was due, or that the run is too short to
+decide. `verdict.Limits` has all thresholds, docs/decisions.md the level of each check.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from nsa_lab.health import (
+    attempt_checks,
     branch_checks,
+    consistency_checks,
     log_integrity,
     loss_checks,
+    loss_course,
     run_checks,
     selection_checks,
     step_accounting,
     throughput_checks,
 )
 from nsa_lab.health.references import explain_trial
-from nsa_lab.health.verdict import LIMITS, Limits, Verdict
+from nsa_lab.health.verdict import FAILED, LIMITS, PASSED, UNKNOWN, WARNING, Limits, Verdict
 from nsa_lab.runs import directory
-from nsa_lab.runs.atomic_io import read_json, write_text
 from nsa_lab.runs.history import History
 
 __all__ = [
@@ -37,27 +37,33 @@ __all__ = [
     "Verdict",
     "examine",
     "list_verdicts",
-    "read_verdict",
-    "to_record",
-    "write_verdict",
 ]
 
 # In the order of the report: causes before consequences.
 CHECKS: tuple[Callable[[History, Limits], Verdict | None], ...] = (
     run_checks.check_finished,
+    log_integrity.check_record_format,
     log_integrity.check_one_run,
+    consistency_checks.check_status_agrees,
+    attempt_checks.check_attempts_agree,
     run_checks.check_guards,
     run_checks.check_finite,
+    consistency_checks.check_consistent,
+    consistency_checks.check_repeated_values,
+    consistency_checks.check_layers_differ,
     run_checks.check_errors,
     run_checks.check_stalls,
     run_checks.check_preflight,
     log_integrity.check_heartbeats,
     log_integrity.check_clock,
     log_integrity.check_evaluations,
+    attempt_checks.check_evaluated_text,
     log_integrity.check_statistics,
     loss_checks.check_gradients,
     loss_checks.check_loss_fell,
     loss_checks.check_training_loss,
+    loss_course.check_loss_course,
+    loss_course.check_structure,
     loss_checks.check_no_leak,
     loss_checks.check_loss_kept,
     loss_checks.check_generalization,
@@ -91,26 +97,45 @@ class Health:
         return not self.failed
 
     @property
+    def level(self) -> str:
+        """The worst level: failed, warning or passed."""
+        return FAILED if self.failed else WARNING if self.warnings else PASSED
+
+    @property
     def failed(self) -> list[Verdict]:
-        return [verdict for verdict in self.verdicts if verdict.ok is False]
+        return [verdict for verdict in self.verdicts if verdict.level == FAILED]
+
+    @property
+    def warnings(self) -> list[Verdict]:
+        return [verdict for verdict in self.verdicts if verdict.level == WARNING]
 
     @property
     def counts(self) -> str:
-        """Number of passed, failed and unknown checks: `28 of 30 checks passed, 2 unknown`."""
-        n_passed, n_failed, n_unknown = (sum(v.ok is result for v in self.verdicts) for result in (True, False, None))
-        others = [f"{n_failed} failed"] * bool(n_failed) + [f"{n_unknown} unknown"] * bool(n_unknown)
+        """Number of passed checks and of the others by level: `28 of 30 checks passed, 1 warning, 1 unknown`."""
+        n_passed, n_failed, n_warnings, n_unknown = (
+            sum(verdict.level == level for verdict in self.verdicts) for level in (PASSED, FAILED, WARNING, UNKNOWN)
+        )
+        others = [f"{n_failed} failed"] * bool(n_failed) + [_format_warnings(n_warnings)] * bool(n_warnings)
+        others += [f"{n_unknown} unknown"] * bool(n_unknown)
         return ", ".join([f"{n_passed} of {len(self.verdicts)} checks passed", *others])
 
     @property
     def headline(self) -> str:
-        """Summary in one line: healthy, healthy so far, a trial without failures, or NOT healthy and the first failure."""
+        """Summary in one line: NOT healthy and the first failure, healthy so far, a trial, with warnings, or healthy."""
         if self.failed:
             return f"NOT healthy: {self.failed[0].name}: {self.failed[0].text}"
         if self.state != directory.DONE:
             return f"healthy so far: {self.verdicts[0].text}"
         if self.trial_reason:
             return f"trial run, no failures: {self.counts}. Too short to judge the model: {self.trial_reason}"
+        if self.warnings:
+            names = ", ".join(verdict.name for verdict in self.warnings)
+            return f"passed with {_format_warnings(len(self.warnings))}: {names}; {self.counts}"
         return f"healthy: {self.counts}"
+
+
+def _format_warnings(count: int) -> str:
+    return f"{count} warning{'s' * (count != 1)}"
 
 
 def examine(run_dir: str | Path | History, limits: Limits = LIMITS) -> Health:
@@ -130,42 +155,6 @@ def _reject_nan(verdict: Verdict) -> Verdict:
     if verdict.ok and verdict.value is not None and math.isnan(verdict.value):
         return replace(verdict, ok=None, text="unknown: a reading is NaN")
     return verdict
-
-
-def to_record(health: Health) -> dict[str, Any]:
-    """Return the content of `verdict.json`. Non-finite numbers are null."""
-
-    def to_json(verdict: Verdict) -> dict[str, Any]:
-        return {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in asdict(verdict).items()
-        }
-
-    return {
-        "run": health.run,
-        "state": health.state,
-        "ok": health.ok,
-        "headline": health.headline,
-        **({"trial": health.trial_reason} if health.trial_reason else {}),
-        "verdicts": [to_json(verdict) for verdict in health.verdicts],
-    }
-
-
-def write_verdict(run_dir: str | Path | History) -> Path:
-    """Write the results of `examine` to `verdict.json` in the run directory. Return its path."""
-    history = History.read(run_dir)
-    file = history.run_dir / directory.VERDICT
-    write_text(file, json.dumps(to_record(examine(history)), indent=1, ensure_ascii=False) + "\n")
-    return file
-
-
-def read_verdict(run: str | Path | History) -> dict[str, Any] | None:
-    """Return the content of `verdict.json`; None if it is missing or the run has continued since."""
-    history = History.read(run)
-    record = read_json(history.run_dir / directory.VERDICT)
-    finished = next((v for v in record.get("verdicts", []) if v.get("name") == "finished"), {})
-    is_current = record.get("state") == history.status.get("status") and finished.get("value") == history.last_step
-    return record if is_current else None
 
 
 def list_verdicts(run_dir: str | Path | History, limits: Limits = LIMITS) -> list[Verdict]:

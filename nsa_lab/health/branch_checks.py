@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ MAX_ENTROPY = math.log(3)
 
 def check_gates_moved(history: History, limits: Limits) -> Verdict | None:
     """Check that gates are never stuck: weights and shares change, and the entropy is not ln 3, which zeros give."""
-    if is_dense(history):
+    if is_dense(history) or len(list_active_branches(history)) < 2:
         return None
     _, entropy = history.layer_series("gate_entropy")
     if not len(entropy):
@@ -98,38 +99,45 @@ def _describe_unspecialized(shares: dict[str, np.ndarray], limits: Limits) -> st
 
 
 def check_gates_alive(history: History, limits: Limits) -> Verdict | None:
-    """Check that no layer's gate is collapsed onto one branch, saturated or without a branch, at the end and throughout."""
-    if is_dense(history):
+    """Check that no layer's gate is collapsed onto one branch, saturated or without a branch, at the end and throughout.
+
+    Slightly outside a limit is a warning. Branches that the configuration disables do not count.
+    """
+    active = list_active_branches(history)
+    if is_dense(history) or len(active) < 2:
         return None
+    # The highest entropy of two branches is lower than that of three.
+    scale = math.log(len(active)) / MAX_ENTROPY
     _, entropy = history.layer_series("gate_entropy")
     if not len(entropy):
         return Verdict("gates alive", None, None, limits.gate_entropy, "no gate statistics were recorded")
     _, saturation = history.layer_series("gate_saturation")
-    shares = _get_gate_shares(history)
+    shares = {branch: values for branch, values in _get_gate_shares(history).items() if branch in active}
     problems = [
         (
             entropy,
-            entropy < limits.gate_entropy,
-            limits.gate_entropy,
+            entropy < limits.gate_entropy * scale,
+            (limits.gate_entropy * scale, limits.gate_entropy_failed * scale),
             "collapsed onto one branch in {where}, entropy {value:.3f} nats",
         ),
         (
             saturation,
             saturation > limits.gate_saturation,
-            limits.gate_saturation,
+            (limits.gate_saturation, limits.gate_saturation_failed),
             "{value:.0%} of the gate values are saturated at 0 or 1 in {where}",
         ),
         *(
             (
                 share,
                 share < limits.gate_share,
-                limits.gate_share,
+                (limits.gate_share, limits.gate_share_failed),
                 f"the {BRANCHES[branch]} branch has {{value:.1%}} of the gates in {{where}}",
             )
             for branch, share in shares.items()
         ),
     ]
-    for values, violates, limit, text in problems:
+    warning = None
+    for values, violates, (limit, failed_limit), text in problems:
         if not len(values):
             continue
         # A short violation is part of training; one at the end or in many readings is not.
@@ -141,9 +149,13 @@ def check_gates_alive(history: History, limits: Limits) -> Verdict | None:
             violations = values[-len(mask) :][mask]
             value = float(violations[np.abs(violations - limit).argmax()])
             when = "" if is_last.any() else f", in {violates[:, failing].mean(axis=0).max():.0%} of the readings"
-            return Verdict(
-                "gates alive", False, value, limit, text.format(value=value, where=format_layers(failing)) + when
-            )
+            text = text.format(value=value, where=format_layers(failing)) + when
+            verdict = Verdict("gates alive", False, value, limit, text)
+            if abs(value - limit) >= abs(failed_limit - limit):
+                return verdict
+            warning = warning or verdict.to_warning()
+    if warning:
+        return warning
     last = entropy[-1]
     mean_shares = ", ".join(
         f"{BRANCHES[branch]} {values[-1].mean():.0%}" for branch, values in shares.items() if len(values)
@@ -158,20 +170,43 @@ def check_gates_alive(history: History, limits: Limits) -> Verdict | None:
 
 
 def check_branch_outputs(history: History, limits: Limits) -> Verdict | None:
-    """Check that the output of every branch is non-zero in every layer and reading."""
+    """Check that the output of every branch neither vanishes nor explodes, in any layer and reading."""
     if is_dense(history):
         return None
-    norms = {branch: history.layer_series(f"norm_{branch}") for branch in BRANCHES}
+    norms = {branch: history.layer_series(f"norm_{branch}") for branch in list_active_branches(history)}
     for branch, (steps, values) in norms.items():
-        if len(values) and (is_zero := values == 0).any():
-            first = int(steps[is_zero.any(axis=1).argmax()])
-            text = f"the {BRANCHES[branch]} branch is 0 in {format_layers(is_zero.any(axis=0))}, first at step {first:,}"
-            return Verdict("branch outputs", False, 0.0, 0.0, text)
+        if not len(values):
+            continue
+        for is_wrong, value, limit, text in _find_output_problems(values, limits):
+            if is_wrong.any():
+                first = int(steps[is_wrong.any(axis=1).argmax()])
+                where = format_layers(is_wrong.any(axis=0))
+                text = f"the {BRANCHES[branch]} branch {text} in {where}, first at step {first:,}"
+                return Verdict("branch outputs", False, value, limit, text)
     if not all(len(values) for _, values in norms.values()):
         return Verdict("branch outputs", None, None, 0.0, "no norms were recorded")
     last = {branch: values[-1].mean() for branch, (_, values) in norms.items()}
     mean_norms = ", ".join(f"{BRANCHES[branch]} {value:.2f}" for branch, value in last.items())
     return Verdict("branch outputs", True, float(min(last.values())), 0.0, f"RMS, mean over layers: {mean_norms}")
+
+
+def _find_output_problems(values: np.ndarray, limits: Limits) -> list[tuple[Any, float, float, str]]:
+    """Return (bool [readings, layers], value, limit, text) of each way in which the norms of a branch can be wrong."""
+    own, others = (np.maximum(np.median(values, axis=axis, keepdims=True), 1e-30) for axis in (0, 1))
+    smallest = np.minimum(values / own, values / others)
+    largest = np.maximum(values / own, values / others)
+    return [
+        (values == 0, 0.0, 0.0, "is 0"),
+        (values < limits.branch_least, float(values.min()), limits.branch_least, "vanishes"),
+        (smallest < 1 / limits.branch_range, float(smallest.min()), 1 / limits.branch_range, "vanishes"),
+        (largest > limits.branch_range, float(largest.max()), limits.branch_range, "explodes"),
+        (values > 1 / limits.branch_least, float(values.max()), 1 / limits.branch_least, "explodes"),
+    ]
+
+
+def list_active_branches(history: History) -> list[str]:
+    """Return the branches that the configuration does not disable."""
+    return [branch for branch in BRANCHES if branch not in history.config.model.silent]
 
 
 def _get_gate_shares(history: History) -> dict[str, np.ndarray]:

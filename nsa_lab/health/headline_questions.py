@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nsa_lab.health.verdict import Verdict
+from nsa_lab.health.verdict import WARNING, Verdict
 
 # The checks that answer each question. For the first one, any failed check also answers it.
 QUESTIONS = {
@@ -13,13 +13,15 @@ QUESTIONS = {
     "Is the gate alive?": ("gates moved", "gates alive"),
     "Is selection doing anything?": ("selection finds", "selection chooses", "selection reaches"),
 }
+DECIDING_CHECK = "selection finds"
 BRANCH_QUESTIONS = ("Is the gate alive?", "Is selection doing anything?")
 
 
 def answer_questions(verdicts: Sequence[Verdict]) -> list[Verdict]:
     """Return one result per question, named by it.
 
-    It is False, with the text of the failed checks, if one of its checks failed; otherwise None if one is unknown.
+    It is False, with the text of the failed checks, if one of its checks failed; otherwise None if one is unknown, and a
+    warning if one is.
     """
     return [
         _answer_question(question, [verdict for verdict in verdicts if verdict.name in names], verdicts)
@@ -41,12 +43,20 @@ def _answer_question(question: str, own: Sequence[Verdict], verdicts: Sequence[V
     if failed := _list_failed(question, own, verdicts):
         return Verdict(question, False, None, None, "; ".join(f"{verdict.name}: {verdict.text}" for verdict in failed))
     if not own:
-        return Verdict(question, None, None, None, "not applicable to a dense model")
-    is_unknown = any(verdict.ok is None for verdict in own)
+        return Verdict(question, None, None, None, "not applicable to this model")
+    # Answers that need the selection decide, whatever the statistics of single layers are.
+    decided = [verdict for verdict in own if verdict.name == DECIDING_CHECK and verdict.ok]
+    is_unknown = not decided and any(verdict.ok is None for verdict in own)
+    level = WARNING if any(verdict.level == WARNING for verdict in own) else ""
     texts = dict.fromkeys(verdict.text for verdict in own)
-    return Verdict(question, None if is_unknown else True, None, None, "; ".join(texts))
+    return Verdict(question, None if is_unknown else True, None, None, "; ".join(texts), level)
 
 
 def _list_failed(question: str, own: Sequence[Verdict], verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Return at most two failed checks that answer the question."""
+    """Return at most two failed checks that answer the question.
+
+    If answers need the selection, a failed statistic of it does not answer whether it does anything.
+    """
+    if any(verdict.name == DECIDING_CHECK and verdict.ok for verdict in own):
+        return []
     return [verdict for verdict in (verdicts if question == next(iter(QUESTIONS)) else own) if verdict.ok is False][:2]

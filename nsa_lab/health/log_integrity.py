@@ -47,6 +47,45 @@ def check_one_run(history: History, limits: Limits) -> Verdict:
     return Verdict("one run", status_run == event_runs[0], len({status_run, *event_runs}), 1, text)
 
 
+def check_record_format(history: History, limits: Limits) -> Verdict:
+    """Check that every line of the record is an event that follows the schema.
+
+    A line that a killed attempt or a full disk left incomplete is expected. A missing or invalid optional value is a
+    warning.
+    """
+    name, violations = "record format", history.events.violations
+    expected = _find_explained_lines(history)
+    others = [violation for violation in violations.listed if violation.line not in expected]
+    count = violations.count - (len(violations.listed) - len(others))
+    if not others:
+        note = f"; {len(expected)} incomplete at the end of an attempt" if expected else ""
+        return (
+            Verdict(name, True, 0, 0, f"every line follows the schema{note}")
+            if history.events
+            else Verdict(name, None, None, 0, "no events yet")
+        )
+    others.sort(key=lambda violation: not violation.is_skipped)
+    verdict = Verdict(name, False, count, 0, f"{others[0]}" + (f" ({count} such lines)" if count > 1 else ""))
+    is_damage = others[0].is_skipped and others[0].line not in violations.torn
+    return verdict if is_damage else verdict.to_warning()
+
+
+def _find_explained_lines(history: History) -> set[int]:
+    """Return the incomplete lines that are followed by a new attempt, by an error, or by the end of the attempt."""
+    if not history.events.violations.torn:
+        return set()
+    lines = history.events.lines()
+    explained = set()
+    for line in history.events.violations.torn:
+        index = int(np.searchsorted(lines, line))
+        if index < len(lines):
+            following = history.events[index]
+            previous_attempt = history.events[index - 1]["attempt"] if index else 0
+            if following["attempt"] > previous_attempt or following["kind"] in ("error", "halt"):
+                explained.add(line)
+    return explained
+
+
 def check_clock(history: History, limits: Limits) -> Verdict:
     """Check that the time increases from event to event, over all attempts."""
     times, steps = history.events.numbers("t"), history.events.ints("step")

@@ -12,8 +12,10 @@ import numpy as np
 from nsa_lab.config import StageConfig, TrainConfig
 from nsa_lab.health.log_integrity import find_longest_constant
 from nsa_lab.health.verdict import Limits, Verdict
-from nsa_lab.runs.history import History, get_latest_training_losses
+from nsa_lab.runs.history import History, get_latest_training_losses, select_latest
 
+MIN_TRAIN_READINGS = 5
+MIN_SCATTER_READINGS = 20  # to estimate how much readings differ by chance
 UNIFORM_NOISE_BITS = math.log2(255)  # entropy of the synthetic source, which has 255 equally likely bytes
 
 
@@ -48,7 +50,7 @@ def check_loss_fell(history: History, limits: Limits) -> Verdict | None:
     """Check that the validation loss fell. None for synthetic noise, which cannot be learned."""
     if history.config.data.source == "synthetic":
         return None
-    steps, bpb = _drop_nonfinite(*history.validation())
+    steps, bpb = drop_nonfinite(*history.validation())
     if len(bpb) < 2 or steps[-1] == 0:
         return Verdict("loss fell", None, None, None, "no validation after the first step")
     limit = _scale_limit(history, limits.validation_fall)
@@ -70,7 +72,7 @@ def check_training_loss(history: History, limits: Limits) -> Verdict | None:
     limit = _scale_limit(history, limits.training_fall)
     falls: list[tuple[float, str]] = []
     for name, unit in (("loss", "nats per token"), ("bpb", "bits per byte")):
-        steps, values = _drop_nonfinite(*history.series(name))
+        steps, values = drop_nonfinite(*history.series(name))
         if len(values) < 5:
             return Verdict("training loss", None, None, limit, "too few readings to see it fall")
         n_equal, end = find_longest_constant(values)
@@ -83,7 +85,7 @@ def check_training_loss(history: History, limits: Limits) -> Verdict | None:
         steps, current_values = history.select_current_length(steps, values)
         last, (lowest, lowest_at) = float(np.mean(latest)), _find_lowest_mean(steps, current_values, len(latest))
         # The loss of a step with few long texts depends on the texts, so two means of readings may differ by chance.
-        chance = limits.training_standard_errors * _estimate_scatter(current_values) * (2 / len(latest)) ** 0.5
+        chance = limits.training_standard_errors * estimate_scatter(current_values) * (2 / len(latest)) ** 0.5
         if last > max(limits.training_ratio_to_lowest * lowest, lowest + chance):
             text = f"{name} is {last:.3f} {unit} at the end, up from {lowest:.3f} near step {lowest_at:,}"
             return Verdict("training loss", False, last / lowest, limits.training_ratio_to_lowest, text)
@@ -101,20 +103,20 @@ def _find_lowest_mean(steps: np.ndarray, values: np.ndarray, count: int) -> tupl
     return float(means[least]), int(steps[least + count - 1])
 
 
-def _estimate_scatter(values: np.ndarray) -> float:
+def estimate_scatter(values: np.ndarray) -> float:
     """Return the standard deviation of a reading about its neighbors, from the median absolute difference."""
     return float(np.median(np.abs(np.diff(values))) / (0.6745 * 2**0.5)) if len(values) > 1 else 0.0
 
 
-def _drop_nonfinite(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def drop_nonfinite(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the finite readings. `run_checks.check_finite` reports the others."""
     is_finite = np.isfinite(values)
     return steps[is_finite], values[is_finite]
 
 
 def check_gradients(history: History, limits: Limits) -> Verdict:
-    """Check that the gradient is non-zero at every step in every layer, and not far above the clipping norm."""
-    steps, norms = _drop_nonfinite(*history.series("grad_norm"))
+    """Check that the gradient neither vanishes nor explodes at any step, in all layers or in one."""
+    steps, norms = drop_nonfinite(*history.series("grad_norm"))
     limit = limits.gradient_norm * max(1.0, history.config.train.grad_clip)
     if not len(norms):
         return Verdict("gradients", None, None, limit, "none recorded")
@@ -126,24 +128,68 @@ def check_gradients(history: History, limits: Limits) -> Verdict:
         reading, layer = np.argwhere(is_zero)[0]
         text = f"no gradient reaches layer {layer} at step {layer_steps[reading]:,} ({is_zero.sum()} such readings)"
         return Verdict("gradients", False, 0.0, 0.0, text)
+    if problem := _find_gradient_problem(steps, norms, layer_steps, layers, limits):
+        return Verdict("gradients", False, *problem)
     largest = int(norms.argmax())
     text = f"norm {norms.min():.3g} to {norms[largest]:.3g}, the largest at step {steps[largest]:,}"
     return Verdict("gradients", bool(norms[largest] <= limit), float(norms[largest]), limit, text)
 
 
+def _find_gradient_problem(
+    steps: np.ndarray, norms: np.ndarray, layer_steps: np.ndarray, layers: np.ndarray, limits: Limits
+) -> tuple[float, float, str] | None:
+    """Return value, limit and text of a gradient that vanishes or explodes, in all layers or in one; None if none does."""
+    least = int(norms.argmin())
+    if norms[least] < limits.gradient_least:
+        text = f"the gradient vanishes: norm {norms[least]:.3g} at step {steps[least]:,}"
+        return float(norms[least]), limits.gradient_least, text
+    # A single spike is clipped and does no harm; the limit of the caller judges it.
+    lasting = np.median(np.lib.stride_tricks.sliding_window_view(norms, 3), axis=1) if len(norms) > 2 else norms
+    ratio = float(lasting.max() / lasting.min())
+    if ratio > limits.gradient_range:
+        step = steps[int(lasting.argmin())]
+        text = f"the gradient norm varies by a factor of {ratio:,.0f}; it is {lasting.min():.3g} from step {step:,} on"
+        return ratio, limits.gradient_range, text
+    layers = layers[np.isfinite(layers).all(axis=1)] if len(layers) else layers
+    if not len(layers):
+        return None
+    share = layers / np.median(layers, axis=1, keepdims=True)
+    if (share < limits.gradient_layer_share).any():
+        reading, layer = np.unravel_index(share.argmin(), share.shape)
+        text = f"the gradient of layer {layer} vanishes at step {layer_steps[reading]:,}: {share.min():.2g} of the median"
+        return float(share.min()), limits.gradient_layer_share, text
+    change = share / np.median(share, axis=0)
+    extreme = np.maximum(change, 1 / change)
+    if extreme.max() > limits.gradient_layer_range:
+        reading, layer = np.unravel_index(extreme.argmax(), extreme.shape)
+        text = (
+            f"the gradient of layer {layer} at step {layer_steps[reading]:,}, relative to the other layers, is "
+            f"{change[reading, layer]:.2g} times its median"
+        )
+        return float(extreme.max()), limits.gradient_layer_range, text
+    return None
+
+
 def check_loss_kept(history: History, limits: Limits) -> Verdict:
-    """Check that the last validation loss is close to the best one at the same sequence length."""
-    steps, bpb = history.select_current_length(*_drop_nonfinite(*history.validation()))
+    """Check that the last validation loss is close to the best one at the same sequence length.
+
+    Slightly above it is a warning, far above it a failure: the run has diverged.
+    """
+    steps, bpb = history.select_current_length(*drop_nonfinite(*history.validation()))
     if len(bpb) < 3:
         return Verdict("loss kept", None, None, limits.ratio_to_best, "fewer than three evaluations")
     best = int(bpb.argmin())
     ratio = bpb[-1] / bpb[best]
     text = f"last validation {bpb[-1]:.3f} bits per byte, best {bpb[best]:.3f} at step {steps[best]:,}"
-    return Verdict("loss kept", bool(ratio <= limits.ratio_to_best), ratio, limits.ratio_to_best, text)
+    verdict = Verdict("loss kept", bool(ratio <= limits.ratio_to_best), ratio, limits.ratio_to_best, text)
+    return verdict if ratio > limits.ratio_to_best_failed else verdict.to_warning()
 
 
 def check_no_leak(history: History, limits: Limits) -> Verdict:
-    """Check that no loss is below what the text permits, which would mean that the model sees its targets."""
+    """Check that no loss is below what the text permits, and no validation loss far below the training loss.
+
+    Either means that the model sees its targets, or has seen the held-out text.
+    """
     is_noise = history.config.data.source == "synthetic"
     limit = UNIFORM_NOISE_BITS - limits.noise_slack_bits if is_noise else limits.floor_bpb
     steps, bpb = history.series("bpb")
@@ -154,20 +200,51 @@ def check_no_leak(history: History, limits: Limits) -> Verdict:
     lowest = int(np.nanargmin(bpb))
     reason = "noise cannot be predicted" if is_noise else "text is not that predictable"
     text = f"lowest {bpb[lowest]:.3f} bits per byte, at step {steps[lowest]:,}; below {limit:.2f} means a leak: {reason}"
-    return Verdict("no leak", bool(bpb[lowest] >= limit), float(bpb[lowest]), limit, text)
+    if bpb[lowest] < limit:
+        return Verdict("no leak", False, float(bpb[lowest]), limit, text)
+    if lead := None if is_noise else _find_validation_lead(history, limits):
+        return lead
+    return Verdict("no leak", True, float(bpb[lowest]), limit, text)
+
+
+def _find_validation_lead(history: History, limits: Limits) -> Verdict | None:
+    """Return a failure if a validation loss of the second half, or their mean, is far below the training loss.
+
+    The model has then seen the held-out text, or the evaluated text is another one. None if none is, within the error of
+    the training loss, which is a mean of few batches.
+    """
+    steps, train = history.select_current_length(*drop_nonfinite(*history.series("bpb")))
+    eval_steps, eval_bpb = history.select_current_length(*drop_nonfinite(*history.validation()))
+    ratios: list[tuple[int, float, float]] = []  # step, validation / training, standard error
+    for step, bpb in zip(eval_steps.tolist(), eval_bpb.tolist(), strict=True):
+        before = train[steps <= step]
+        if step >= history.last_step / 2 and len(before) >= MIN_TRAIN_READINGS:
+            recent = select_latest(before)
+            mean = max(float(np.mean(recent)), 1e-9)
+            error = estimate_scatter(before[-max(len(recent), MIN_SCATTER_READINGS) :]) / len(recent) ** 0.5
+            ratios.append((step, bpb / mean, bpb / mean * error / mean))
+    if not ratios:
+        return None
+    mean_ratio, mean_error = (float(np.mean([ratio[n] for ratio in ratios])) for n in (1, 2))
+    for step, ratio, error in [*ratios, (ratios[-1][0], mean_ratio, mean_error / len(ratios) ** 0.5)]:
+        if ratio + limits.lead_standard_errors * error < limits.validation_lead:
+            text = f"up to step {step:,} validation is {ratio:.2f} of the training loss: a leak of the held-out text"
+            return Verdict("no leak", False, ratio, limits.validation_lead, text)
+    return None
 
 
 def check_generalization(history: History, limits: Limits) -> Verdict:
-    """Check that the validation loss is close to the training loss."""
-    _, train = history.select_current_length(*_drop_nonfinite(*history.series("bpb")))
-    eval_steps, eval_bpb = history.select_current_length(*_drop_nonfinite(*history.validation()))
-    if len(eval_bpb) < 2 or len(train) < 5:
+    """Check that the validation loss is close to the training loss. Slightly above it is a warning."""
+    _, train = history.select_current_length(*drop_nonfinite(*history.series("bpb")))
+    eval_steps, eval_bpb = history.select_current_length(*drop_nonfinite(*history.validation()))
+    if len(eval_bpb) < 2 or len(train) < MIN_TRAIN_READINGS:
         return Verdict("generalises", None, None, limits.validation_gap, "too few losses to compare")
     # A run may have continued after its last evaluation.
     recent = float(np.mean(get_latest_training_losses(history.truncate_at(int(eval_steps[-1])))))
     ratio = eval_bpb[-1] / recent
-    text = f"validation {eval_bpb[-1]:.3f}, training training {recent:.3f} bits per byte, ratio {ratio:.3f}"
-    return Verdict("generalises", bool(ratio <= limits.validation_gap), ratio, limits.validation_gap, text)
+    text = f"validation {eval_bpb[-1]:.3f}, training {recent:.3f} bits per byte, ratio {ratio:.3f}"
+    verdict = Verdict("generalises", bool(ratio <= limits.validation_gap), ratio, limits.validation_gap, text)
+    return verdict if ratio > limits.validation_gap_failed else verdict.to_warning()
 
 
 def check_learning_rate(history: History, limits: Limits) -> Verdict:

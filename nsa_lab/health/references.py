@@ -99,6 +99,7 @@ def _make_earlier_reference(run: History) -> Reference:
 
 def _list_compressor_references(history: History) -> list[Reference]:
     events = {event.get("name"): event for event in history.events_of_kind("reference")}
+    events = {name: event for name, event in events.items() if not str(name).endswith("entropy")}
     return [
         Reference(
             f"compressor {name} on the same text", event["bpb"], f"{format_size(event['bytes'])} of the held-out text"

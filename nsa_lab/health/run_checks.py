@@ -13,7 +13,7 @@ import numpy as np
 from nsa_lab.health.log_integrity import format_guard, format_recovered, split_by_attempt
 from nsa_lab.health.verdict import Limits, Verdict, join_lines, list_names
 from nsa_lab.runs import directory
-from nsa_lab.runs.event_schema import ErrorEvent, PreflightEvent, StallEvent, get_fields
+from nsa_lab.runs.event_schema import ErrorEvent, PreflightEvent, StallEvent, get_fields, is_number
 from nsa_lab.runs.event_table import INT, NUMBER, NUMBERS, OBJECT, Events
 from nsa_lab.runs.history import History
 from nsa_lab.runs.summary import format_guards
@@ -40,7 +40,7 @@ def check_finished(history: History, limits: Limits) -> Verdict:
 
 
 def check_guards(history: History, limits: Limits) -> Verdict:
-    """Check that no guard fired. Damaged checkpoints and slowdowns have separate checks."""
+    """Check that no guard fired; one that only warns is a warning. Damaged checkpoints and slowdowns have other checks."""
     events = history.current_events("guard")
     own = [event for event in events if event.get("action") != "quarantined" and event.get("rule") != "slowdown"]
     fired, recovered = split_by_attempt(history, own)
@@ -51,7 +51,12 @@ def check_guards(history: History, limits: Limits) -> Verdict:
         rules = format_guards(config.train) if config else "enabled guards unknown"
         result = "no guard fired" if len(own) == len(events) else "no other guard fired"
         return _pass_if_recorded("guards", history, f"{result}; {rules}" + format_recovered(recovered, format_guard))
-    return Verdict("guards", False, len(fired), 0, format_guard(fired[0]) + _format_more(fired))
+    verdict = Verdict("guards", False, len(fired), 0, format_guard(fired[0]) + _format_more(fired))
+    return verdict.to_warning() if fired[0].get("action") == "warn" else verdict
+
+
+# Kinds of events whose numbers must be within the bounds of the schema.
+BOUNDED_KINDS = ("step", "eval", "reach", "heartbeat", "checkpoint", "reference")
 
 
 def check_finite(history: History, limits: Limits) -> Verdict:
@@ -67,9 +72,10 @@ def check_finite(history: History, limits: Limits) -> Verdict:
         step, count = events.ints("step")[position], len(nonfinite)
         text = f"{name} is not finite at step {step:,} ({count} such numbers)"
         return Verdict("finite numbers", False, count, 0, text)
-    if impossible := _find_impossible(events):
+    bounded = history.current_events(*BOUNDED_KINDS)
+    if impossible := _find_impossible(bounded):
         position = min(impossible)
-        step, count = events.ints("step")[position], len(impossible)
+        step, count = bounded.ints("step")[position], len(impossible)
         text = f"{impossible[position]} at step {step:,}, which is impossible ({count} such events)"
         return Verdict("finite numbers", False, count, 0, text)
     has_skipped = "non_finite" in history.current_events("guard").values("rule")
@@ -126,19 +132,34 @@ def _flatten_lists(events: Events[Any], name: str) -> tuple[np.ndarray, np.ndarr
 def _find_impossible(events: Events[Any]) -> dict[int, str]:
     """Return the first number outside the bounds of the schema, as text, of each event that has one, by position."""
     impossible: dict[int, str] = {}
-    for kind in ("step", "eval"):
+    for kind in BOUNDED_KINDS:
         positions, own = np.flatnonzero(events.is_kind(kind)), events.select(events.is_kind(kind))
         for name, form in own.list_fields().items():
             field = get_fields(kind).get(name)
-            if field is None or form == OBJECT:
+            if field is None:
                 continue
-            rows, values = np.arange(len(own)), own.numbers(name)
-            if form == NUMBERS:
-                rows, _, values = _flatten_lists(own, name)
+            rows, values = _get_numbers(own, name, form)
             is_impossible = np.isfinite(values) & ~field.info.allows(values)
             for row, value in zip(rows[is_impossible].tolist(), values[is_impossible].tolist(), strict=True):
                 impossible.setdefault(int(positions[row]), f"{name} is {value:g}")
     return impossible
+
+
+def _get_numbers(events: Events[Any], name: str, form: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return positions and values of the numbers in a field, also in lists and mappings."""
+    if form == NUMBERS:
+        rows, _, values = _flatten_lists(events, name)
+        return rows, values
+    if form != OBJECT:
+        return np.arange(len(events)), events.numbers(name)
+    entries = [
+        (row, entry)
+        for row, value in enumerate(events.values(name))
+        if isinstance(value, dict)
+        for entry in value.values()
+        if is_number(entry)
+    ]
+    return np.array([row for row, _ in entries], dtype=np.int64), np.array([float(entry) for _, entry in entries])
 
 
 # Parts whose errors do not end training and leave the record complete.
@@ -183,7 +204,7 @@ def _pass_if_recorded(name: str, history: History, text: str) -> Verdict:
 
 
 def check_stalls(history: History, limits: Limits) -> Verdict:
-    """Check that no phase exceeded its time limit."""
+    """Check that no phase exceeded its time limit. It is a warning if the run finished all the same."""
     stalls, recovered = split_by_attempt(history, history.events_of_kind("stall"))
 
     def format_stall(event: StallEvent) -> str:
@@ -194,7 +215,8 @@ def check_stalls(history: History, limits: Limits) -> Verdict:
     if not stalls:
         return _pass_if_recorded("stalls", history, "none" + format_recovered(recovered, format_stall))
     worst = max(stalls, key=lambda event: event.get("phase_age_s") or 0)
-    return Verdict("stalls", False, len(stalls), 0, f"{len(stalls)}; the longest {format_stall(worst)}")
+    verdict = Verdict("stalls", False, len(stalls), 0, f"{len(stalls)}; the longest {format_stall(worst)}")
+    return verdict.to_warning() if history.is_done else verdict
 
 
 def check_preflight(history: History, limits: Limits) -> Verdict:

@@ -11,7 +11,7 @@ import numpy as np
 from nsa_lab.config import NSAConfig
 from nsa_lab.health.branch_checks import format_layers, is_dense
 from nsa_lab.health.verdict import Limits, Verdict
-from nsa_lab.runs.history import History
+from nsa_lab.runs.history import History, find_stages
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def check_selection_finds(history: History, limits: Limits) -> Verdict | None:
     `selection_gain` nats per byte and by at least `selection_gain_share` of the loss there. The last complete reading is
     judged. A run on text without facts may pass, but the result is unknown, not failed, if it does not.
     """
-    if is_dense(history):
+    if not selects_blocks(history):
         return None
     name = "selection finds"
     events = history.current_events("reach")
@@ -106,118 +106,157 @@ def _compute_gain(loss: Mapping[str, float | None], ablation: str) -> float:
 
 def check_selection_varies(history: History, limits: Limits) -> Verdict | None:
     """Check that neighboring queries select different blocks, but share at least as many as chance predicts."""
-    if is_dense(history):
+    if not selects_blocks(history):
         return None
-    reading = _get_last_reading(history, "sel_reuse", "selection chooses")
-    if isinstance(reading, Verdict):
-        return reading
-    reuse, bounds = reading
-    low = bounds.chance_reuse - limits.reuse_slack
-    if (fixed := reuse > limits.reuse_constant).any():
-        return Verdict(
-            "selection chooses",
-            False,
-            float(reuse.max()),
-            limits.reuse_constant,
-            f"neighboring queries always select the same blocks in {format_layers(fixed)}",
-        )
-    if (noisy := reuse < low).any():
-        return Verdict(
-            "selection chooses",
-            False,
-            float(reuse.min()),
-            low,
-            f"neighboring queries share {reuse.min():.1%} of their blocks in {format_layers(noisy)}, less than chance",
-        )
+    name = "selection chooses"
+    readings = _get_readings(history, "sel_reuse", limits)
+    if isinstance(readings, str):
+        return Verdict(name, None, None, None, readings)
+    reuse, low = readings.values, readings.chance_reuse - limits.reuse_slack
+    fixed, noisy = reuse > limits.reuse_constant, reuse < low[:, None]
+    if failure := _judge(history, name, fixed, limits):
+        text = f"neighboring queries always select the same blocks in {failure.where}"
+        return failure.make_verdict(float(reuse.max()), limits.reuse_constant, text)
+    if failure := _judge(history, name, noisy, limits):
+        text = f"neighboring queries share {reuse[noisy].min():.1%} of their blocks in {failure.where}, less than chance"
+        return failure.make_verdict(float(reuse[noisy].min()), float(low[-1]), text)
+    last = reuse[-1]
     return Verdict(
-        "selection chooses",
+        name,
         True,
-        float(reuse.max()),
+        float(last.max()),
         limits.reuse_constant,
-        f"neighboring queries share {_format_range(reuse)} of their blocks, by layer (chance: {bounds.chance_reuse:.0%})",
+        f"neighboring queries share {_format_range(last)} of their blocks, by layer "
+        f"(chance: {readings.chance_reuse[-1]:.0%})",
     )
 
 
 def check_selection_distance(history: History, limits: Limits) -> Verdict | None:
     """Check that the selected blocks are neither always the nearest (a wider window) nor always the oldest."""
-    if is_dense(history):
+    if not selects_blocks(history):
         return None
-    reading = _get_last_reading(history, "sel_distance", "selection reaches")
-    if isinstance(reading, Verdict):
-        return reading
-    distance, bounds = reading
+    name = "selection reaches"
+    readings = _get_readings(history, "sel_distance", limits)
+    if isinstance(readings, str):
+        return Verdict(name, None, None, None, readings)
     if history.last_step < limits.selection_steps:
-        return Verdict("selection reaches", None, None, None, f"not judged before step {limits.selection_steps}")
-    margin = limits.distance_margin * (bounds.farthest - bounds.nearest)
-    near, far = bounds.nearest + margin, bounds.farthest - margin
-    if (is_near := distance < near).any():
-        return Verdict(
-            "selection reaches",
-            False,
-            float(distance.min()),
-            near,
-            f"only the nearest blocks are selected in {format_layers(is_near)}: equivalent to a wider window",
-        )
-    if (is_old := distance > far).any():
-        return Verdict(
-            "selection reaches",
-            False,
-            float(distance.max()),
-            far,
-            f"only the oldest blocks are selected in {format_layers(is_old)}",
-        )
+        return Verdict(name, None, None, None, f"not judged before step {limits.selection_steps}")
+    distance, margin = readings.values, limits.distance_margin * (readings.farthest - readings.nearest)
+    near, far = readings.nearest + margin, readings.farthest - margin
+    is_near, is_old = distance < near[:, None], distance > far[:, None]
+    if failure := _judge(history, name, is_near, limits):
+        text = f"only the nearest blocks are selected in {failure.where}: equivalent to a wider window"
+        return failure.make_verdict(float(distance[is_near].min()), float(near[-1]), text)
+    if failure := _judge(history, name, is_old, limits):
+        text = f"only the oldest blocks are selected in {failure.where}"
+        return failure.make_verdict(float(distance[is_old].max()), float(far[-1]), text)
+    last = distance[-1]
     return Verdict(
-        "selection reaches",
+        name,
         True,
-        float(distance.min()),
-        near,
-        f"mean distance of selected blocks {distance.min():.1f} to {distance.max():.1f} blocks, by layer "
-        f"(always nearest: {bounds.nearest:.1f}, always farthest: {bounds.farthest:.1f})",
+        float(last.min()),
+        float(near[-1]),
+        f"mean distance of selected blocks {last.min():.1f} to {last.max():.1f} blocks, by layer "
+        f"(always nearest: {readings.nearest[-1]:.1f}, always farthest: {readings.farthest[-1]:.1f})",
     )
 
 
 def check_sink_share(history: History, limits: Limits) -> Verdict | None:
     """Check that the first block does not attract most of the selected attention."""
-    if is_dense(history):
+    if not selects_blocks(history):
         return None
+    name = "attention sink"
     _, values = history.layer_series("sel_sink_share")
     if not len(values):
-        return Verdict("attention sink", None, None, limits.sink_share, "no selection statistics were recorded")
-    last = values[-1]
-    if (is_sink := last > limits.sink_share).any():
-        return Verdict(
-            "attention sink",
-            False,
-            float(last.max()),
-            limits.sink_share,
-            f"the first block has {last.max():.0%} of the selected attention in {format_layers(is_sink)}",
-        )
+        return Verdict(name, None, None, limits.sink_share, "no selection statistics were recorded")
+    is_sink = values > limits.sink_share
+    if failure := _judge(history, name, is_sink, limits):
+        text = f"the first block has {values[is_sink].max():.0%} of the selected attention in {failure.where}"
+        return failure.make_verdict(float(values[is_sink].max()), limits.sink_share, text)
     return Verdict(
-        "attention sink",
+        name,
         True,
-        float(last.max()),
+        float(values[-1].max()),
         limits.sink_share,
-        f"the first block, which acts as an attention sink, has {_format_range(last)} of the selected attention, by layer",
+        f"the first block, an attention sink, has {_format_range(values[-1])} of the selected attention, by layer",
     )
 
 
-def _get_last_reading(history: History, name: str, verdict: str) -> tuple[np.ndarray, SelectionRange] | Verdict:
-    """Return the last reading of a statistic by layer and its bounds; a result with the reason if there is none."""
-    length, nsa = history.config.train.stage_at(history.last_step).seq_len, history.config.nsa
-    bounds = compute_selection_range(length, nsa)
-    if not bounds.has_selection:
-        return Verdict(
-            verdict,
-            None,
-            None,
-            None,
+def selects_blocks(history: History) -> bool:
+    """Return True for an NSA model whose selected branch is not disabled."""
+    return not is_dense(history) and "sel" not in history.config.model.silent
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Layers whose selection ignores the content. `where`: these layers, and when if not in the last reading."""
+
+    name: str
+    where: str
+    is_warning: bool
+
+    def make_verdict(self, value: float, limit: float, text: str) -> Verdict:
+        verdict = Verdict(self.name, False, value, limit, text)
+        return verdict.to_warning() if self.is_warning else verdict
+
+
+def _judge(history: History, name: str, violates: np.ndarray, limits: Limits) -> _Failure | None:
+    """Judge in which readings and layers, bool [readings, layers], the selection ignores the content.
+
+    Counted are layers in the last reading, and layers in most readings. It is a warning if answers need the selection and
+    some layer is unaffected, or if fewer than half of the layers are affected in the last reading only.
+    """
+    is_lasting = violates.mean(axis=0) > limits.selection_share
+    affected = violates[-1] | is_lasting
+    if not affected.any():
+        return None
+    share = violates[:, affected].mean(axis=0).max()
+    when = "" if violates[-1].any() else f", in {share:.0%} of the readings"
+    finds = check_selection_finds(history, limits)
+    if is_lasting.all():
+        is_warning = False
+    elif finds is not None and finds.ok:
+        is_warning = True
+    else:
+        is_warning = not is_lasting.any() and affected.mean() < 0.5
+    return _Failure(name, format_layers(affected) + when, is_warning)
+
+
+@dataclass(frozen=True)
+class _Readings:
+    """Readings of a selection statistic [readings, layers], and the bounds of `SelectionRange` at each reading."""
+
+    values: np.ndarray
+    chance_reuse: np.ndarray
+    nearest: np.ndarray
+    farthest: np.ndarray
+
+
+def _get_readings(history: History, name: str, limits: Limits) -> _Readings | str:
+    """Return the readings of stages in which queries have more candidates than they select; a reason if there are none.
+
+    Readings before `selection_steps` are left out, if there are later ones.
+    """
+    plan, nsa = history.config.train.plan, history.config.nsa
+    ranges = [compute_selection_range(stage.seq_len, nsa) for stage in plan]
+    length = history.config.train.stage_at(history.last_step).seq_len
+    if not compute_selection_range(length, nsa).has_selection:
+        return (
             f"not applicable: {length:,} tokens have {-(-length // nsa.l_sel):,} blocks, "
-            f"and all of them are selected (nsa.n_sel = {nsa.n_sel})",
+            f"and all of them are selected (nsa.n_sel = {nsa.n_sel})"
         )
-    _, values = history.layer_series(name)
-    if not len(values):
-        return Verdict(verdict, None, None, None, "no selection statistics were recorded")
-    return values[-1], bounds
+    steps, values = history.layer_series(name)
+    stages = find_stages(steps, history.config.train)
+    is_used = np.array([ranges[stage].has_selection for stage in stages], dtype=bool)
+    is_late = is_used & (steps >= limits.selection_steps)
+    is_used = is_late if is_late.any() else is_used
+    if not is_used.any():
+        return "no selection statistics were recorded"
+    used = [ranges[stage] for stage in stages[is_used]]
+    chance, nearest, farthest = (
+        np.array([getattr(own, field) for own in used]) for field in ("chance_reuse", "nearest", "farthest")
+    )
+    return _Readings(values[is_used], chance, nearest, farthest)
 
 
 def _format_range(values: np.ndarray) -> str:

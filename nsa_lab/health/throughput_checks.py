@@ -16,14 +16,14 @@ def check_throughput(history: History, limits: Limits) -> Verdict:
     """Check for slowdowns: warnings of the trainer, and windows that are slow compared with the best tenth of their stage.
 
     All windows have the same number of steps, so if half of the run is ten times slower, half of the windows are slow. The
-    first interval of each attempt contains compilation and is omitted.
+    first interval of each attempt contains compilation and is omitted. A slow run is a warning: its model is not affected.
     """
     warnings, recovered = split_by_attempt(
         history, [e for e in history.current_events("guard") if e.get("rule") == "slowdown"]
     )
     if warnings:
         text = f"{format_guard(warnings[0])}; possible cause: other programs on this machine"
-        return Verdict("throughput", False, len(warnings), 0, text)
+        return Verdict("throughput", False, len(warnings), 0, text).to_warning()
     windows = _split_windows(history, limits.pace_window_s)
     if len(windows) < 5:
         return Verdict("throughput", None, None, limits.slow_share, "too short to judge")
@@ -38,7 +38,8 @@ def check_throughput(history: History, limits: Limits) -> Verdict:
         f"{', then '.join(f'{tokens_per_s:,.0f}' for tokens_per_s in best.values())} (slowest {speed.min():,.0f})"
     )
     ok = share <= limits.slow_share or slow_s < limits.slow_min_s
-    return Verdict("throughput", ok, share, limits.slow_share, text + format_recovered(recovered, format_guard))
+    text += format_recovered(recovered, format_guard)
+    return Verdict("throughput", ok, share, limits.slow_share, text).to_warning()
 
 
 def _compute_best_tenth(speed: np.ndarray) -> float:
@@ -115,14 +116,17 @@ def check_data_wait(history: History, limits: Limits) -> Verdict:
         return Verdict("data wait", None, None, limits.data_wait, "not recorded")
     share = _sum_in_order((n_steps * wait_s)[has_both]) / total_s
     text = f"{share:.1%} of the training time was spent waiting for data"
-    return Verdict("data wait", share <= limits.data_wait, share, limits.data_wait, text)
+    return Verdict("data wait", share <= limits.data_wait, share, limits.data_wait, text).to_warning()
 
 
 def check_memory(history: History, limits: Limits) -> Verdict:
-    """Check that resident memory does not grow from the first to the second half of the heartbeats."""
+    """Check that memory does not grow: of the process over its heartbeats, and of the device over the peaks so far."""
+    for attempt in {*history.events.ints("attempt").tolist()}:
+        if problem := _find_memory_trend(history, attempt, limits) or _find_peak_growth(history, attempt, limits):
+            return Verdict("memory", False, *problem)
     resident = _keep_positive(history.events_of_kind("heartbeat").numbers("rss_bytes"))
     resident = resident[np.isfinite(resident)]
-    if len(resident) < 8:
+    if len(resident) < limits.memory_readings:
         return Verdict("memory", None, None, limits.memory_growth, "too few heartbeats to detect growth")
     early, late = (float(half.max()) for half in (resident[: len(resident) // 2], resident[len(resident) // 2 :]))
     return Verdict(
@@ -132,3 +136,35 @@ def check_memory(history: History, limits: Limits) -> Verdict:
         limits.memory_growth,
         f"resident memory at most {format_size(early)} in the first half, {format_size(late)} in the second",
     )
+
+
+def _find_memory_trend(history: History, attempt: int, limits: Limits) -> tuple[float, float, str] | None:
+    """Return value, limit and text if the resident memory of an attempt grows along a line; None if it does not."""
+    beats = history.events_of_kind("heartbeat")
+    resident = _keep_positive(beats.numbers("rss_bytes"))[beats.ints("attempt") == attempt]
+    resident = resident[np.isfinite(resident)]
+    resident = resident[len(resident) // 5 :]
+    if len(resident) < limits.memory_readings or np.ptp(resident) == 0:
+        return None
+    places = np.arange(len(resident))
+    growth = float(np.polyfit(places, resident, 1)[0]) * len(resident)
+    correlation = float(np.corrcoef(places, resident)[0, 1])
+    relative = growth / float(resident.mean())
+    if relative <= limits.memory_trend or correlation <= limits.memory_correlation:
+        return None
+    text = f"resident memory grows steadily in attempt {attempt}, by {format_size(growth)} ({relative:.0%}): a leak"
+    return relative, limits.memory_trend, text
+
+
+def _find_peak_growth(history: History, attempt: int, limits: Limits) -> tuple[float, float, str] | None:
+    """Return value, limit and text if the peak memory keeps growing in the second half of an attempt; None if not."""
+    peaks = _keep_positive(history.steps.numbers("mem_peak_bytes"))[history.steps.ints("attempt") == attempt]
+    peaks = peaks[np.isfinite(peaks)]
+    late = peaks[len(peaks) // 2 :]
+    if len(late) < limits.memory_readings:
+        return None
+    growth = float(late[-1] / late[0] - 1)
+    if growth <= limits.peak_growth or (np.diff(late) > 0).mean() <= 0.5:
+        return None
+    text = f"the peak memory grows in most readings of the second half of attempt {attempt}, by {growth:.0%}: a leak"
+    return growth, limits.peak_growth, text

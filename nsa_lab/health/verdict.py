@@ -1,8 +1,8 @@
-"""The result type of health checks, and all thresholds."""
+"""The result type of health checks, its levels, and all thresholds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -16,19 +16,40 @@ class Limits:
     floor_bpb: float = 0.30  # lower bound for a byte model of text: below, it sees its targets or a repeated text
     noise_slack_bits: float = 0.03  # uniform bytes cost log2(255) bits; the mean of one batch deviates by less than this
     ratio_to_best: float = 1.05  # last validation bpb / best validation bpb
+    ratio_to_best_failed: float = 1.25  # the same; above it the run has diverged
     validation_gap: float = 1.25  # final validation bpb / training bpb
+    validation_gap_failed: float = 1.5  # the same; above it the model fits its training text instead of text
+    validation_lead: float = 0.85  # minimum of the same ratio: text that was not trained on is not easier (0.92 measured)
+    lead_standard_errors: float = 3.0  # by how many standard errors the ratio must be below
+    validation_rise: float = 1.10  # maximum validation bpb / lowest one before it (1.03 measured)
+    structure_margin: float = 0.98  # maximum validation bpb / order-1 entropy of the held-out text
+    structure_bytes: int = 1 << 16  # of a shorter text, the order-1 entropy is not known well enough
     lr_error: float = 1e-6  # relative to the peak rate: the schedule is a formula, so only rounding may differ
     training_fall: float = 0.25  # minimum relative fall of the training loss from its first reading; scaled before step 100
     training_ratio_to_lowest: float = 1.25  # latest / lowest training loss, both means of the same number of readings
     training_standard_errors: float = 5.0  # minimum excess over the lowest, in standard errors of their difference
+    course_change: float = 0.10  # maximum rise or sudden drop of the training loss between windows of readings
+    course_standard_errors: float = 8.0  # the same, in standard errors of the difference (5.6 measured)
+    course_scatter: float = 5.0  # maximum scatter of the training loss in a window / its median over windows (2.8 measured)
+    course_readings: int = 10  # minimum number of readings in a window
+    course_start: float = 0.10  # fraction of the readings of a stage that are not judged: the loss falls fast
     equal_losses: int = 5  # bitwise equal readings in a row: every batch has different text, so losses should differ
     gradient_norm: float = 1e3  # multiple of max(train.grad_clip, 1); above it the clipped gradient is mostly noise
+    equal_evaluations: int = 3  # the same for evaluations and ablations, which are few
+    gradient_range: float = 3e3  # maximum largest / smallest gradient norm (68 measured, 33 for a layer)
+    gradient_layer_range: float = 50.0  # maximum deviation of a layer's share of the gradient from its median (13 measured)
+    gradient_layer_share: float = 1e-2  # minimum gradient norm of a layer / median over layers (0.20 measured)
+    gradient_least: float = 1e-6  # smaller norms are rounding noise
     pace_window_s: float = 2.0  # readings are merged into windows of this length: single short steps are too noisy
     slow_factor: float = 0.6  # a window is slow if its speed is below this fraction of the run's best tenth
     slow_share: float = 0.10  # maximum fraction of slow windows; all windows have the same number of steps
     slow_min_s: float = 30.0  # slow windows of less time in total are attributed to other programs
     data_wait: float = 0.10  # maximum fraction of the training time spent waiting for data
     memory_growth: float = 1.5  # maximum resident memory in the second half / in the first half
+    memory_trend: float = 0.2  # maximum growth along a line after the first fifth of an attempt, relative to the mean
+    memory_correlation: float = 0.95  # minimum correlation of memory and time that counts as a line (0.93 at 0.16 measured)
+    memory_readings: int = 8  # minimum number of readings to see growth
+    peak_growth: float = 0.05  # maximum growth of the peak memory in the second half, if it grows in most readings
     heartbeats: float = 0.5  # minimum fraction of the heartbeats expected in the duration of the last attempt
     clock_back_s: float = 60.0  # tolerance for clocks of two hosts, or a corrected clock
     gate_min_change: float = 0.002  # minimum change of a layer's branch shares or entropy that counts as movement
@@ -36,6 +57,13 @@ class Limits:
     gate_pinned: float = 1e-4  # an entropy this close to ln 3 in every reading means a gate of zeros
     gate_entropy: float = 0.20  # a layer below this has collapsed onto one branch (equal shares: ln 3 = 1.099)
     gate_share: float = 0.02  # a branch below this share is unused in the layer
+    gate_entropy_failed: float = 0.10  # the same; below it the layer is lost
+    gate_share_failed: float = 0.01  # the same for shares
+    gate_saturation_failed: float = 0.70  # the same for saturation
+    branch_least: float = 1e-3  # minimum RMS of a branch's output (0.17 measured)
+    branch_range: float = (
+        100.0  # maximum deviation of it from the median of the layer, and of all layers (74 and 48 measured)
+    )
     gate_saturation: float = 0.50  # maximum fraction of gate values within 0.01 of 0 or 1, which pass no gradient
     gate_readings: float = 0.10  # maximum fraction of readings with a collapsed, saturated or branchless gate
     gate_constant_readings: int = 3  # readings in a row without any change, bitwise
@@ -51,12 +79,14 @@ class Limits:
     )
     distance_margin: float = 0.02  # of the range from always-nearest to always-oldest blocks; closer is not content-based
     selection_steps: int = 100  # an untrained model attends evenly, and ties select the oldest blocks
+    selection_share: float = 0.5  # maximum fraction of readings in which a layer's selection ignores the content
     sink_share: float = 0.80  # maximum fraction of the selected attention on the first block
     dense_gap: float = 0.01  # maximum validation bpb relative to the dense baseline, minus 1
     plan_memory: float = 0.15  # maximum relative deviation of peak memory from the estimate
     plan_time: float = 0.25  # maximum relative deviation of the time from the estimate
     trial_steps: int = 100  # a shorter run is a trial: scaled limits have not reached their full values
     trial_tokens: float = 1.0  # minimum tokens per parameter; with fewer, the model has seen too little text to judge it
+    probe_difference: float = 5e-2  # maximum relative difference of logits after a resume, as in the trainer for bfloat16
     diverged_loss: float = 1.5  # last loss / lowest loss of a halted run
     diverged_gradient: float = 10.0  # last gradient norm / smallest gradient norm
     risky_lr: float = 0.03  # weights start at a few hundredths, and AdamW moves each by about the rate per step
@@ -66,19 +96,35 @@ class Limits:
 LIMITS = Limits()
 
 
+FAILED, WARNING, PASSED, UNKNOWN = "failed", "warning", "passed", "unknown"
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """Result of one check. `ok`: True, False, or None if unknown. `value` was compared with `limit`."""
+    """Result of one check. `ok`: True, False, or None if unknown. `value` was compared with `limit`.
+
+    `level`: failed, warning, passed or unknown. A warning is ok: it does not make the run fail. docs/decisions.md lists the
+    level of each check.
+    """
 
     name: str
     ok: bool | None
     value: float | None
     limit: float | None
     text: str
+    level: str = ""
+
+    def __post_init__(self) -> None:
+        level = {None: UNKNOWN, False: FAILED, True: WARNING if self.level == WARNING else PASSED}[self.ok]
+        object.__setattr__(self, "level", level)
 
     @property
     def mark(self) -> str:
-        return {True: "ok", False: "FAIL", None: "?"}[self.ok]
+        return {PASSED: "ok", WARNING: "warn", FAILED: "FAIL", UNKNOWN: "?"}[self.level]
+
+    def to_warning(self) -> Verdict:
+        """Return a failed check as a warning; any other unchanged."""
+        return replace(self, ok=True, level=WARNING) if self.ok is False else self
 
     def __str__(self) -> str:
         return f"{self.mark:<4} {self.name}: {self.text}"

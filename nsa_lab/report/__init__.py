@@ -30,9 +30,9 @@ from pygments.formatters import HtmlFormatter
 import nsa_lab.figures as figures
 from nsa_lab.figures.loss import plot_sweep
 from nsa_lab.figures.style import render_png
-from nsa_lab.health import write_verdict
 from nsa_lab.health.paired_difference import summarize_comparisons
 from nsa_lab.health.sweep_results import VariantResult
+from nsa_lab.health.verdict_file import write_verdict
 from nsa_lab.report.formulas import Formulas
 from nsa_lab.report.glossary import link_terms, read_glossary, render_glossary
 from nsa_lab.report.header import build_comparison_rows, find_notebook_error, list_different_settings, summarize_run

@@ -20,8 +20,8 @@ from nsa_lab.health import Health, examine
 from nsa_lab.health.headline_questions import BRANCH_QUESTIONS, QUESTIONS, answer_questions
 from nsa_lab.health.next_actions import list_advice
 from nsa_lab.health.references import Reference, find_references
+from nsa_lab.health.summary_sentence import describe_outcome
 from nsa_lab.health.verdict import Verdict, join_lines
-from nsa_lab.report.summary_sentence import describe_outcome, get_level
 from nsa_lab.runs import directory
 from nsa_lab.runs.evaluation import read_evaluation
 from nsa_lab.runs.history import History, RunFacts, collect_facts
@@ -66,7 +66,7 @@ def summarize_run(run: Any, *, with_plots: bool = True) -> dict[str, Any]:
     return {
         "name": history.run,
         "description": getattr(history.config, "description", ""),
-        "outcome": describe_outcome(history, health),
+        "outcome": describe_outcome(history, health.verdicts),
         "settings": format_settings(history.config),
         "model": describe_training(run_facts, history),
         "headline_numbers": _list_headline_numbers(run_facts, history, [] if is_untrained else reference_values),
@@ -111,7 +111,7 @@ def get_status_class(health: Health, history: History) -> str:
         return "bad"
     if not history.is_done or health.trial_reason:
         return "open"
-    return "warn" if any(get_level(verdict) == "warning" for verdict in health.verdicts) else "ok"
+    return "warn" if health.warnings else "ok"
 
 
 def _list_headline_numbers(
@@ -216,7 +216,7 @@ def _describe_documents(documents: dict[str, Any] | None) -> str | None:
 
 
 def _make_row(verdict: Verdict) -> dict[str, str]:
-    status_class = STATUS_CLASSES.get(get_level(verdict), "open")
+    status_class = STATUS_CLASSES[verdict.level]
     return {"name": verdict.name, "status_class": status_class, "mark": verdict.mark, "text": verdict.text}
 
 

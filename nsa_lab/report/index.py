@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-from nsa_lab.health import read_verdict
+from nsa_lab.health.verdict_file import read_verdict
 from nsa_lab.report.sanitize import POLICY
 from nsa_lab.runs import directory, resolve
 from nsa_lab.runs.atomic_io import write_text

@@ -19,8 +19,8 @@ from nsa_lab import figures
 from nsa_lab.figures.style import get_title, render_png
 from nsa_lab.health import Health, examine
 from nsa_lab.health.next_actions import list_advice
+from nsa_lab.health.summary_sentence import describe_outcome
 from nsa_lab.report.header import describe_training, list_ablations
-from nsa_lab.report.summary_sentence import describe_outcome, get_level
 from nsa_lab.runs.evaluation import read_evaluation
 from nsa_lab.runs.history import History, collect_facts
 from nsa_lab.runs.summary import format_facts
@@ -108,7 +108,7 @@ def _make_summary(history: History) -> list[NotebookNode]:
         f"# {history.run}",
         "",
         *([history.config.description, ""] if getattr(history.config, "description", "") else []),
-        f"**{describe_outcome(history, health)}**",
+        f"**{describe_outcome(history, health.verdicts)}**",
         "",
         f"{describe_training(collect_facts(history), history)}.",
         "",
@@ -132,8 +132,8 @@ def _list_advice(history: History) -> list[str]:
 
 def _format_checks(health: Health) -> list[str]:
     order = {"failed": 0, "warning": 1, "unknown": 2, "passed": 3}
-    verdicts = sorted(health.verdicts, key=lambda verdict: order[get_level(verdict)])
-    return _format_table(("check", "level", "result"), [(v.name, get_level(v), v.text) for v in verdicts])
+    verdicts = sorted(health.verdicts, key=lambda verdict: order[verdict.level])
+    return _format_table(("check", "level", "result"), [(v.name, v.level, v.text) for v in verdicts])
 
 
 def _make_evaluation(history: History) -> list[NotebookNode]:

@@ -9,6 +9,7 @@ Invariants
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 import shutil
@@ -16,10 +17,10 @@ import signal
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from nsa_lab.config import UsageError
-from nsa_lab.runs.atomic_io import is_disk_full, overwrite_json, read_json, warn_once, write_json
+from nsa_lab.runs.atomic_io import is_disk_full, open_regular, overwrite_json, read_json, warn_once, write_json
 
 RUNNING, DONE, HALTED, PREEMPTED = "RUNNING", "DONE", "HALTED", "PREEMPTED"
 
@@ -36,6 +37,9 @@ LOG, LOCK, CHECKPOINTS, TENSORBOARD = "trainer.log", "trainer.lock", "checkpoint
 
 _TIME_FORMAT, _RUN_ID_TIME = "%Y%m%dT%H%M%SZ", re.compile(r"-(\d{8}T\d{6}Z)-[0-9a-f]{4}$")
 _STATUS_TYPES = {"run": str, "status": str, "attempt": int, "step": int, "tokens": int}
+# These are null until they are known.
+_NULLABLE_STATUS_TYPES = {"steps": int, "exit_code": int, "pid": int, "reason": str, "gpu": str}
+MAX_INT = 2**63 - 1
 
 
 class RunDirectoryError(UsageError, RuntimeError):
@@ -94,6 +98,33 @@ def check_run_dir(run_dir: str | Path) -> Path:
     return path
 
 
+# The files that the checks of a run read. Checkpoints may be missing in a copy.
+RECORD_FILES = (CONFIG, STATUS, EVENTS)
+
+
+def compute_record_digest(run_dir: Path) -> str:
+    """Return the SHA-256 of the names and contents of the files that the checks of a run read, 64 hex digits.
+
+    Raises OSError if one is not a regular file or cannot be read. A missing file counts as such.
+    """
+    digest = hashlib.sha256()
+    for name in RECORD_FILES:
+        try:
+            with open_regular(run_dir / name) as file:
+                content = _compute_file_digest(file)
+        except FileNotFoundError:
+            content = "missing"
+        digest.update(f"{name} {content}\n".encode())
+    return digest.hexdigest()
+
+
+def _compute_file_digest(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
 def write_status(run_dir: Path, *, run: str, status: str, **fields: Any) -> None:
     """Replace `status.json`. Omitted fields keep their value from the previous status of the same run."""
     previous, path = read_status(run_dir), run_dir / STATUS
@@ -111,8 +142,15 @@ def write_status(run_dir: Path, *, run: str, status: str, **fields: Any) -> None
 def read_status(run_dir: str | Path) -> dict[str, Any]:
     """Return the status recorded in the directory; empty if the file is missing or damaged."""
     status = read_json(Path(run_dir) / STATUS)
-    invalid = [name for name, kind in _STATUS_TYPES.items() if name in status and not isinstance(status[name], kind)]
+    known = {name: kind for name, kind in _STATUS_TYPES.items() if name in status}
+    known |= {name: kind for name, kind in _NULLABLE_STATUS_TYPES.items() if status.get(name) is not None}
+    invalid = [name for name, kind in known.items() if not _is_valid(status[name], kind)]
     if invalid:
         warn_once(f"{Path(run_dir) / STATUS}: damaged and ignored (invalid fields: {', '.join(invalid)})")
         return {}
     return status
+
+
+def _is_valid(value: Any, kind: type) -> bool:
+    """Return whether a value has a type. Integers are not booleans and have at most 64 bits."""
+    return type(value) is kind and (kind is not int or abs(value) <= MAX_INT)

@@ -128,9 +128,9 @@ class CompileEvent(Event):
 class ReferenceEvent(Event):
     """A reference value for the loss on the held-out text."""
 
-    name: Annotated[str, Field("compressor")]
-    bytes: Annotated[Number, _count("size of the compressed text", "bytes")]
-    bpb: Annotated[Number, Field("compressed size", "bits per byte", low=0)]
+    name: Annotated[str, Field("`xz` (a compressor), `order-0 entropy` or `order-1 entropy`")]
+    bytes: Annotated[Number, _count("size of the text", "bytes")]
+    bpb: Annotated[Number, Field("compressed size, or entropy", "bits per byte", low=0)]
 
 
 class PreflightEvent(Event):

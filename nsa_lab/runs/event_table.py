@@ -484,6 +484,13 @@ class Events(Sequence[E], Generic[E]):
                     forms.setdefault(name, column.form)
         return forms
 
+    def lines(self) -> np.ndarray:
+        """Return the line of each event in the file, int64, from 1."""
+        result = np.zeros(len(self), dtype=np.int64)
+        for table, where, rows in self._split():
+            result[where] = np.frombuffer(table.lines, dtype=np.int64)[rows]
+        return result
+
     def has(self, name: str) -> np.ndarray:
         """Return which events have the field, bool. A field that is null counts."""
         result = np.zeros(len(self), dtype=bool)

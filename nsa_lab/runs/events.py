@@ -34,12 +34,16 @@ __all__ = [
     "get_step_events",
     "infer_status",
     "read_events",
+    "read_last_events",
     "read_status",
 ]
 
 Event = dict[str, Any]
 
 BLOCK_BYTES = 1 << 22
+PROGRESS_KINDS = ("start", "resume", "step", "eval", "checkpoint")
+PROGRESS_FIELDS = ("kind", "t", "attempt", "step", "from_step", "split", "bpb", "tokens_per_s")
+TAIL_BYTES = 1 << 15
 MAX_LINE = 1 << 26  # bytes; the losses of a million windows fit
 
 
@@ -81,19 +85,13 @@ def drop_superseded(events: Iterable[Event]) -> Events[Event]:
     """Return the events without those about steps that a later attempt repeated, so that each step counts once."""
     record = Events.from_list(events)
     first_events = record.of_kind(*FIRST_KINDS)
-    resumed_at = np.nan_to_num(first_events.numbers("from_step"))
-    cuts: list[tuple[int, float]] = []
-    lowest = math.inf
-    for attempt, from_step in sorted(
-        dict(zip(first_events.ints("attempt").tolist(), resumed_at.tolist(), strict=True)).items()
-    )[::-1]:
-        cuts.append((attempt, lowest))
-        lowest = min(lowest, from_step)
-    if all(cut == math.inf for _, cut in cuts):
-        return record
-    attempts, limits = record.ints("attempt"), np.full(len(record), math.inf)
-    for attempt, cut in cuts:
-        limits[attempts == attempt] = cut
+    from_steps = np.nan_to_num(first_events.numbers("from_step")).tolist()
+    resumed_at = dict(zip(first_events.ints("attempt").tolist(), from_steps, strict=True))
+    attempts, limits, lowest = record.ints("attempt"), np.full(len(record), math.inf), math.inf
+    # Also attempts without a first event, which may be lost or before a part of the record.
+    for attempt in np.unique(attempts)[::-1].tolist():
+        limits[attempts == attempt] = lowest
+        lowest = min(lowest, resumed_at.get(attempt, math.inf))
     is_about_a_step = record.is_kind(*SUPERSEDED_KINDS)
     return record.select(~is_about_a_step | (record.ints("step") <= limits))
 
@@ -116,6 +114,47 @@ def _keep_last_per_step(events: Events[Any]) -> Events[Any]:
     order = np.argsort(steps, kind="stable")
     is_last = np.append(np.diff(steps[order]) != 0, True)[: len(order)]
     return events.select(order[is_last])
+
+
+def read_last_events(run_dir: str | Path, max_step: int, n_steps: int, max_bytes: int = 1 << 22) -> Events[Event]:
+    """Return the last events about progress, back to the last evaluation and at least `n_steps` logged steps.
+
+    Events have only the fields in PROGRESS_FIELDS. At most `max_bytes` are read. Raises OSError as `read_events`.
+    """
+    path = Path(run_dir) / EVENTS
+    builder = EventsBuilder(max_step)
+    if not path.exists():
+        return builder.build()
+    last: list[Any] = []
+    n_found, has_evaluation = 0, False
+    for line in _read_lines_backwards(path, max_bytes):
+        event = _decode(line)
+        kind = event.get("kind") if isinstance(event, dict) else None
+        if kind in PROGRESS_KINDS:
+            last.append({name: event[name] for name in PROGRESS_FIELDS if name in event})
+        n_found += kind == "step"
+        has_evaluation |= kind == "eval"
+        if has_evaluation and n_found >= n_steps:
+            break
+    for number, event in enumerate(reversed(last), 1):
+        builder.add(number, event)
+    return builder.build()
+
+
+def _read_lines_backwards(path: Path, max_bytes: int) -> Iterator[bytes]:
+    """Yield the lines of a file from the last one on, without empty ones; at most those in the last `max_bytes`."""
+    with open_regular(path) as file:
+        end = file.seek(0, 2)
+        rest, first = b"", max(end - max_bytes, 0)
+        while end > first:
+            start = max(end - TAIL_BYTES, first)
+            file.seek(start)
+            rest = file.read(end - start) + rest
+            end = start
+            rest, *lines = rest.split(b"\n")
+            yield from filter(None, map(bytes.strip, reversed(lines)))
+        if first == 0 and rest.strip():
+            yield rest.strip()
 
 
 class Tail:

@@ -64,7 +64,8 @@ def lock_owner(run_dir: str | Path) -> dict[str, Any] | None:
     path = Path(run_dir) / LOCK
     try:
         # Read-only, so that readers need no write permission: a run may be on read-only storage.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Not blocking: another program may have put a FIFO here.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     try:

@@ -29,7 +29,7 @@ Cell = str | int | float | Styled | None
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """A column. `is_whole`: a terminal never wraps its cells."""
 
     name: str
@@ -39,12 +39,12 @@ class Column:
 
 @dataclass
 class Table:
-    """Columns, given as names or `Column`s, and rows of as many cells.
+    """Columns, given as names or `TableColumn`s, and rows of as many cells.
 
     A terminal shows `title` above and `caption` below. `styles`: style of rich by row number.
     """
 
-    columns: Sequence[str | Column]
+    columns: Sequence[str | TableColumn]
     rows: Iterable[Sequence[Cell]] = ()
     title: str | None = None
     caption: str | None = None
@@ -52,7 +52,7 @@ class Table:
     styles: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.columns = [Column(column) if isinstance(column, str) else column for column in self.columns]
+        self.columns = [TableColumn(column) if isinstance(column, str) else column for column in self.columns]
         self.rows = [list(row) for row in self.rows]
 
     def __rich__(self) -> RichTable:
@@ -92,8 +92,8 @@ class Table:
         ]
         return "\n".join(f"{name:<{first_width}}│" + "".join(f"{text:>{width}}" for text in rest) for name, *rest in lines)
 
-    def _get_columns(self) -> list[Column]:
-        return [column for column in self.columns if isinstance(column, Column)]
+    def _get_columns(self) -> list[TableColumn]:
+        return [column for column in self.columns if isinstance(column, TableColumn)]
 
 
 def format_cell(cell: Cell) -> str:

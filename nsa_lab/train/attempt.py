@@ -40,7 +40,7 @@ from nsa_lab.train.telemetry.heartbeat import Heartbeat, StallRule
 from nsa_lab.train.telemetry.recorder import Recorder
 from nsa_lab.train.telemetry.system_metrics import make_gpu_utilization_reader
 from nsa_lab.train.trainer import Trainer
-from nsa_lab.train.validation import compute_probe_logits, measure_xz_reference
+from nsa_lab.train.validation import compute_probe_logits, measure_references
 
 logger = logging.getLogger("nsa_lab.train")
 
@@ -258,7 +258,7 @@ class _Attempt:
                     "The run is not started over; restore a step-… folder, or create a new run"
                 )
             self.recorder.record_start(0, {**context.facts, "settings": monitor_settings.get_monitor_settings(self.config)})
-            self.recorder.record_reference(measure_xz_reference(context))
+            self.recorder.record_references(measure_references(context))
             self._run_preflight(context)
             return 0, []
         state = checkpoint_state.read_state(path)

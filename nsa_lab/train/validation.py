@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import lzma
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from nsa_lab.train.step import compute_token_losses, sum_masked, sum_token_losse
 
 STATISTICS_SEQUENCES = 2
 MAX_NEEDLE_TEXT_TOKENS = 1 << 20  # tokens of held-out text into which needles are inserted
-MAX_XZ_TEXT_BYTES = 1 << 20  # bytes of held-out text to compress; takes a third of a second
+MAX_REFERENCE_BYTES = 1 << 20  # bytes of held-out text for the references; compression takes a third of a second
 
 
 @dataclass(frozen=True)
@@ -184,16 +185,41 @@ def measure_run_selection_benefit(context: TrainContext, length: int) -> Selecti
         context.model.train()
 
 
-def measure_xz_reference(context: TrainContext) -> dict[str, Any] | None:
-    """Return the size of the xz-compressed held-out text in bits per byte, a reference for the loss.
+def measure_references(context: TrainContext) -> list[dict[str, Any]]:
+    """Return reference values for the loss on the held-out text in bits per byte; empty unless tokens are bytes.
 
-    None unless tokens are bytes.
+    `xz`: size after compression. `order-0 entropy`: of single bytes; `order-1 entropy`: of a byte if the previous one is
+    known. A model that has learned anything but the frequencies of bytes is below the last one.
     """
     if context.config.data.tokenizer != "byte":
-        return None
+        return []
     held_out = context.dataset.validation
-    text = np.asarray(held_out.read(0, min(len(held_out), MAX_XZ_TEXT_BYTES)), dtype=np.uint8).tobytes()
-    return {"name": "xz", "bytes": len(text), "bpb": 8 * len(lzma.compress(text)) / len(text)}
+    text = np.asarray(held_out.read(0, min(len(held_out), MAX_REFERENCE_BYTES)), dtype=np.uint8)
+    order_0, order_1 = compute_entropies(text)
+    values = {
+        "xz": 8 * len(lzma.compress(text.tobytes())) / len(text),
+        "order-0 entropy": order_0,
+        "order-1 entropy": order_1,
+    }
+    return [{"name": name, "bytes": len(text), "bpb": bpb} for name, bpb in values.items()]
+
+
+def compute_entropies(text: np.ndarray) -> tuple[float, float]:
+    """Return the entropies of order 0 and 1 of uint8 [n] in bits per byte, with the correction of Miller and Madow.
+
+    Without the correction, the entropy of a short text is too low: of n bytes, at most n pairs occur.
+    """
+    single = _compute_entropy(np.bincount(text, minlength=256))
+    pairs = _compute_entropy(np.bincount(text[:-1].astype(np.int64) * 256 + text[1:], minlength=1 << 16))
+    return single, max(pairs - single, 0.0)
+
+
+def _compute_entropy(counts: np.ndarray) -> float:
+    total, occurring = counts.sum(), counts[counts > 0]
+    if not total:
+        return 0.0
+    share = occurring / total
+    return float(-(share * np.log2(share)).sum() + (len(occurring) - 1) / (2 * total * math.log(2)))
 
 
 def get_layer_name(name: str) -> str:

@@ -33,7 +33,7 @@ from nsa_lab.runs.history import History
 # The trainer stopped at step 120 with a save, and was resumed with other settings.
 BEFORE = make_config()
 AFTER = make_config(
-    train__log_every=7, train__stats_every=30, train__eval_every=40, train__save_every=60, runtime__heartbeat_s=1.0
+    train__log_every=7, train__stats_every=30, train__eval_every=40, train__save_every=60, runtime__heartbeat_s=2.0
 )
 DUE_CHECKS = ("heartbeats", "evaluations", "statistics", "every step once", "checkpoints")
 
@@ -49,7 +49,7 @@ def make_resumed_events() -> list[Event]:
         if step % 7 == 0 or step % 30 == 0 or step == 200:
             second.append(make_step_event(step, AFTER, attempt=2))
         if step % 40 == 0:
-            second.append(make_eval_event(step, 2.1, attempt=2))
+            second.append(make_eval_event(step, 2.1 - step * 1e-6, attempt=2))
         if step % 60 == 0 or step == 200:
             second.append(make_checkpoint_event(step, attempt=2))
         second.append({"kind": "heartbeat", "attempt": 2, "step": step, "phase": "step", "rss_bytes": 10**9})
@@ -79,7 +79,7 @@ def test_changed_settings_between_attempts_pass_all_checks(tmp_path: Path) -> No
     assert {name: verdict.text for name, verdict in found.items() if verdict.ok is not True} == {}
     assert found["evaluations"].text == "5, none missing"
     assert found["statistics"].limit == 6 + 2
-    assert found["heartbeats"].text.endswith(", one every 10, then 1 s")
+    assert found["heartbeats"].text.endswith(", one every 10, then 2 s")
 
 
 @looped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 from fake_run import Event, make_config, write_run
 
 from nsa_lab.config import RunConfig
-from nsa_lab.health import LIMITS, examine, read_verdict, write_verdict
+from nsa_lab.health import LIMITS, examine
 from nsa_lab.health.divergence import diagnose_divergence
 from nsa_lab.health.references import find_references
+from nsa_lab.health.verdict_file import read_verdict, write_verdict
 from nsa_lab.report.header import describe_loss, get_status_class, list_advice
 from nsa_lab.runs import directory
 from nsa_lab.runs.history import History, collect_facts
@@ -135,13 +137,57 @@ def test_sudden_nan_is_not_attributed_to_the_learning_rate(tmp_path: Path) -> No
     assert diagnose_divergence(write_history(tmp_path, "fake-3"), LIMITS) is None
 
 
-def test_outdated_verdict_is_none(tmp_path: Path) -> None:
-    history = write_history(tmp_path, "fake-1")
-    assert read_verdict(history) is None
-    record = json.loads(write_verdict(history).read_text(encoding="utf-8"))
-    assert read_verdict(history) == record
-    assert read_verdict(history.truncate_at(100)) is None
-    assert read_verdict(replace(history, status={**history.status, "status": directory.PREEMPTED})) is None
+def edit_bytes(path: Path, old: bytes, new: bytes) -> None:
+    """Replace text in a file, and keep its times as a copy of it would."""
+    times = path.stat()
+    assert old in path.read_bytes() and len(old) == len(new)
+    path.write_bytes(path.read_bytes().replace(old, new, 1))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def test_verdict_of_another_record_is_none(tmp_path: Path) -> None:
+    """A file of the same size and time counts as another record."""
+    for name, old, new in (
+        (directory.EVENTS, b'"device": "cpu"', b'"device": "gpu"'),
+        (directory.STATUS, b'"DONE"', b'"DONA"'),
+        (directory.CONFIG, b"steps: 200", b"steps: 300"),
+    ):
+        history = write_history(tmp_path, f"fake-{name}")
+        assert read_verdict(history) is None
+        record = json.loads(write_verdict(history).read_text(encoding="utf-8"))
+        assert read_verdict(history) == record and read_verdict(history.run_dir) == record
+        edit_bytes(history.run_dir / name, old, new)
+        assert read_verdict(history) is None
+        edit_bytes(history.run_dir / name, new, old)
+        assert read_verdict(history) == record
+
+
+def test_verdict_has_level_purpose_summary_and_numbers(tmp_path: Path) -> None:
+    config = make_config().model_copy(update={"description": "A run of the tests."})
+    run_dir = write_run(tmp_path, config)
+    record = json.loads(write_verdict(run_dir).read_text(encoding="utf-8"))
+    assert (record["level"], record["ok"], record["description"]) == ("passed", True, "A run of the tests.")
+    assert record["summary"].startswith("This NSA model") and "finished its 200 steps" in record["summary"]
+    assert record["facts"]["step"] == 200 and record["facts"]["validation_bpb"] == pytest.approx(2.14, abs=0.01)
+    assert {"name", "ok", "value", "limit", "text", "level"} == set(record["verdicts"][0])
+
+
+NUMBERS = {"step": 1, "steps": 1, "validation_bpb": None, "tokens_per_s": []}
+
+
+def test_damaged_verdict_is_ignored(tmp_path: Path) -> None:
+    names = ("ok", "headline", "verdicts", "facts", "level", "summary")
+    changes: list[dict[str, Any]] = [{name: value} for name in names for value in (None, 7, [1])]
+    wrong_numbers = ({"step": 10**400}, {"step": True}, {"validation_bpb": "low"}, {"tokens_per_s": ["fast"]})
+    changes += [{"facts": NUMBERS | change} for change in wrong_numbers] + [{"verdicts": [{"name": 1}]}]
+    run_dir = write_run(tmp_path)
+    path = write_verdict(run_dir)
+    record = json.loads(path.read_text(encoding="utf-8"))
+    for change in changes:
+        path.write_text(json.dumps({**record, **change}))
+        assert read_verdict(run_dir) is None, change
+    path.write_text(json.dumps({**record, "facts": NUMBERS}))
+    assert read_verdict(run_dir) is not None
 
 
 def test_nonfinite_values_are_null_in_verdict_json(tmp_path: Path) -> None:

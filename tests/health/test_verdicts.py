@@ -17,6 +17,7 @@ from fake_run import (
     LAYERS,
     Event,
     edit_history,
+    make_attempt_facts,
     make_checkpoint_event,
     make_config,
     make_eval_event,
@@ -28,10 +29,11 @@ from fake_run import (
 from looping import looped
 
 from nsa_lab.config import NSAConfig, RunConfig
-from nsa_lab.health import CHECKS, Verdict, examine, list_verdicts, to_record
+from nsa_lab.health import CHECKS, Verdict, examine, list_verdicts
 from nsa_lab.health.headline_questions import QUESTIONS, answer_questions
 from nsa_lab.health.matched_pair import ALLOWED_DIFFERENCES, build_side_by_side, check_matched_pair, find_matched_pair
 from nsa_lab.health.selection_checks import compute_selection_range
+from nsa_lab.health.verdict_file import to_record
 from nsa_lab.runs import directory, resolve
 from nsa_lab.runs.history import History, collect_facts, have_different_eval_texts, select_latest
 from nsa_lab.runs.lock import sign_lock, take_lock
@@ -48,9 +50,19 @@ def set_all(**values: Any) -> Callable[[list[Event]], None]:
 
     def spoil(events: list[Event]) -> None:
         for event in events:
-            event.update({key: value for key, value in values.items() if key in event})
+            event.update({key: value for key, value in add_consequences(values).items() if key in event})
 
     return spoil
+
+
+def add_consequences(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with the fields that follow from them: nats from bits, and the speed from the time of a step."""
+    added = {}
+    if isinstance(values.get("bpb"), float) and "loss" not in values:
+        added["loss"] = values["bpb"] * math.log(2)
+    if isinstance(values.get("dt_s"), float) and "tokens_per_s" not in values:
+        added["tokens_per_s"] = 4096 / values["dt_s"]
+    return values | added
 
 
 def append(*extra: Event) -> Callable[[list[Event]], None]:
@@ -68,7 +80,9 @@ def set_at(step: int, kind: str = "step", **values: Any) -> Callable[[list[Event
     def spoil(events: list[Event]) -> None:
         for event in events:
             if event["kind"] == kind and event["step"] == step:
-                event.update(values)
+                event.update(
+                    {key: value for key, value in add_consequences(values).items() if key in event or key in values}
+                )
 
     return spoil
 
@@ -81,7 +95,7 @@ def per_layer(*values: float) -> list[float]:
 def slow_down_tail(events: list[Event]) -> None:
     for event in events:
         if event["kind"] == "step" and event["step"] > 150:
-            event["dt_s"], event["tokens_per_s"] = 4.0, 1024.0
+            event["dt_s"], event["tokens_per_s"] = 4.0 + event["step"] * 1e-9, 1024.0 - event["step"] * 1e-9
 
 
 def duplicate_step(events: list[Event]) -> None:
@@ -104,7 +118,15 @@ GUARD = {
     "action": "warn",
     "text": "step 90: the gate weights of layer 1 do not move",
 }
-STALL = {"kind": "stall", "attempt": 1, "step": 60, "phase": "data", "phase_age_s": 130.0, "limit_s": 120.0}
+STALL = {
+    "kind": "stall",
+    "attempt": 1,
+    "step": 60,
+    "phase": "data",
+    "phase_age_s": 130.0,
+    "limit_s": 120.0,
+    "stacks": "stacks.txt",
+}
 ERROR = {
     "kind": "error",
     "attempt": 1,
@@ -119,7 +141,8 @@ ERROR = {
 def flatten_training(events: list[Event]) -> None:
     for event in events:
         if event["kind"] == "step":
-            event["loss"], event["bpb"] = 5.5 + event["step"] * 1e-6, 8.0 + event["step"] * 1e-6
+            event["bpb"] = 8.0 + event["step"] * 1e-6
+            event["loss"] = event["bpb"] * math.log(2)
 
 
 def turn_clock_back(events: list[Event]) -> None:
@@ -137,10 +160,89 @@ def set_reach_losses(**losses: float | None) -> Callable[[list[Event]], None]:
     return spoil
 
 
-FAILURES = {
+def set_layer(layer: int, **values: float) -> Callable[[list[Event]], None]:
+    """Return an edit of one layer of these statistics in every reading, almost constant."""
+
+    def spoil(events: list[Event]) -> None:
+        for event in events:
+            for name, value in values.items():
+                if name in event:
+                    event[name][layer] = value + event["step"] * 1e-9
+
+    return spoil
+
+
+def vary_all(**values: float) -> Callable[[list[Event]], None]:
+    """Return an edit of these fields in every `step` event, almost constant, and different between layers."""
+
+    def spoil(events: list[Event]) -> None:
+        for event in events:
+            for name, value in values.items():
+                if name in event:
+                    vary = value + event["step"] * 1e-9
+                    event[name] = (
+                        [vary + layer * 1e-8 for layer in range(LAYERS)] if isinstance(event[name], list) else vary
+                    )
+
+    return spoil
+
+
+def lower_training_loss(bpb: float) -> Callable[[list[Event]], None]:
+    def spoil(events: list[Event]) -> None:
+        for event in events:
+            if event["kind"] == "step" and event["step"] > 100:
+                event["bpb"] = bpb + event["step"] * 1e-6
+                event["loss"] = event["bpb"] * math.log(2)
+
+    return spoil
+
+
+def resume_with(first: dict[str, Any], **facts: Any) -> Callable[[list[Event]], list[Event]]:
+    """Return an edit: killed and resumed, with these facts in the first event of the first and of the second attempt."""
+
+    def spoil(events: list[Event]) -> list[Event]:
+        resumed_events = kill_and_resume(events)
+        resumed_events[0].update(first)
+        next(event for event in resumed_events if event["kind"] == "resume").update({**make_attempt_facts(), **facts})
+        return resumed_events
+
+    return spoil
+
+
+def resume_with_other_code(events: list[Event]) -> list[Event]:
+    return resume_with({}, code={"source": "fedcba9876543210", "commit": None, "dirty": None})(events)
+
+
+def resume_with_other_torch(events: list[Event]) -> list[Event]:
+    return resume_with({}, versions={"python": "3.11.0", "torch": "2.12.0"})(events)
+
+
+def resume_with_other_batches(events: list[Event]) -> list[Event]:
+    """train.eval_batches may change when a run is resumed."""
+    resumed_events = resume_with({})(events)
+    for event in resumed_events:
+        if event["kind"] == "eval" and event["attempt"] == 2:
+            event.update(windows=16, text="of 16 windows")
+    return resumed_events
+
+
+def copy_layer(events: list[Event]) -> None:
+    for event in events:
+        for name in [name for name, value in event.items() if isinstance(value, list) and len(value) == LAYERS]:
+            event[name][2] = event[name][0]
+
+
+def lower_entropy(events: list[Event]) -> None:
+    """The held-out text has no structure: knowing the previous byte does not help."""
+    for event in events:
+        if event["kind"] == "reference":
+            event["bpb"] = 2.13
+
+
+FAILURES: dict[str, tuple[Callable[[list[Event]], list[Event] | None], str]] = {
     "one run": (set_at(100, run="another"), "the events belong to several runs: another, fake-"),
     "heartbeats": (keep_events(lambda e: e["kind"] != "heartbeat"), "0 in the "),
-    "clock": (turn_clock_back, "goes back by 99 s at step 110"),
+    "clock": (turn_clock_back, "goes back by 99 s at step 100"),
     "evaluations": (
         keep_events(lambda e: not (e["kind"] == "eval" and e["step"] == 150)),
         "1 of 5 evaluations are missing",
@@ -152,15 +254,14 @@ FAILURES = {
         set_at(120, norm_sel=per_layer(0.5, 0.0, 0.5)),
         "the selected branch is 0 in layer 1, first at step 120",
     ),
-    "guards": (append(GUARD), "frozen (warn): step 90: the gate weights of layer 1"),
+    "guards": (append({**GUARD, "action": "halt"}), "frozen (halt): step 90: the gate weights of layer 1"),
     "finite numbers": (set_at(50, grad_norm=None, nonfinite=["grad_norm"]), "grad_norm is not finite at step 50"),
     "errors": (append(ERROR), "ValueError at step 60: boom more"),
-    "stalls": (append(STALL), "phase data at step 60"),
     "preflight": (set_at(0, "preflight", ok=False), "data: fine, limit fine (2 of 2 failed)"),
     "loss fell": (set_at(200, "eval", bpb=6.1), "at least 25.0% below"),
     "no leak": (set_at(200, bpb=0.01), "at step 200"),
-    "loss kept": (set_at(100, "eval", bpb=2.0), "best 2.000 at step 100"),
-    "generalises": (set_all(bpb=2.0), None),
+    "loss kept": (set_at(200, "eval", bpb=2.9), "best 2.239 at step 150"),
+    "generalises": (lower_training_loss(1.2), "validation 2.140, training 1.2"),
     "every step once": (keep_events(lambda e: not (e["kind"] == "step" and e["step"] == 110)), "steps missing: 110"),
     "learning rate": (set_at(100, lr=5e-4), "0.0005 at step 100, configured: 0.0005868"),
     "checkpoints": (
@@ -168,21 +269,48 @@ FAILURES = {
         "none saved at step 100",
     ),
     "gates moved": (set_all(gate_entropy=[math.log(3)] * LAYERS), "pinned at ln 3"),
-    "gates alive": (set_all(gate_entropy=per_layer(0.9, 0.1, 0.9)), "collapsed onto one branch in layer 1"),
+    "gates alive": (set_layer(1, gate_entropy=0.05), "collapsed onto one branch in layer 1"),
     "selection finds": (set_reach_losses(random=0.3), "random blocks are as good: selection saves 0.10 nats"),
-    "selection chooses": (set_all(sel_reuse=per_layer(1.0, 0.93, 1.0)), "the same blocks in layers 0, 2"),
-    "selection reaches": (
-        set_all(sel_distance=per_layer(8.5, 8.5, 6.98)),
-        "only the nearest blocks are selected in layer 2",
-    ),
-    "attention sink": (set_all(sel_sink_share=per_layer(0.1, 0.95, 0.1)), "95% of the selected attention in layer 1"),
+    "selection chooses": (vary_all(sel_reuse=1.0), "the same blocks in every layer"),
+    "selection reaches": (vary_all(sel_distance=6.98), "only the nearest blocks are selected in every layer"),
+    "attention sink": (vary_all(sel_sink_share=0.95), "95% of the selected attention in every layer"),
+    "memory": (grow_memory, "grows steadily in attempt 1"),
+    "record format": (set_at(120, t="noon"), "step: t: expected a number, got 'noon'"),
+    "status agrees": (set_at(200, "end", exit_code=1), "exit_code 0, event 1"),
+    "attempts agree": (resume_with_other_code, "attempts 1 and 2 differ in code"),
+    "consistent numbers": (set_at(120, tokens_per_s=1e6), "dt_s and tokens_per_s give 500,000 tokens per step, not 4,096"),
+    "repeated values": (set_all(grad_norm=0.8), "grad_norm is bitwise equal in 21 readings in a row"),
+    "layers differ": (copy_layer, "layers 0 and 2 are bitwise equal"),
+    "evaluated text": (set_at(150, "eval", text="another"), "changes at step 150"),
+    "loss course": (set_at(150, "eval", bpb=3.0), "validation rises to 3.000 bits per byte at step 150"),
+    "learned structure": (lower_entropy, "or the text is noise"),
+}
+WARNINGS = {
+    "guards": (append(GUARD), "frozen (warn): step 90: the gate weights of layer 1"),
+    "stalls": (append(STALL), "phase data at step 60"),
+    "loss kept": (set_at(200, "eval", bpb=2.4), "best 2.239 at step 150"),
+    "generalises": (lower_training_loss(1.6), "ratio 1.33"),
+    "gates alive": (set_layer(1, gate_entropy=0.15), "collapsed onto one branch in layer 1"),
+    "selection chooses": (set_layer(1, sel_reuse=1.0), "the same blocks in layer 1"),
+    "selection reaches": (set_layer(2, sel_distance=6.98), "only the nearest blocks are selected in layer 2"),
+    "attention sink": (set_layer(1, sel_sink_share=0.95), "95% of the selected attention in layer 1"),
     "throughput": (slow_down_tail, "below 60% of the speed of the best tenth"),
-    "data wait": (set_all(data_s=0.2), "40.0% of the training time"),
-    "memory": (grow_memory, "in the second"),
+    "data wait": (vary_all(data_s=0.2), "40.0% of the training time"),
+    "record format": (set_at(120, sel_window_overlap="much"), "sel_window_overlap: expected a list of numbers"),
+    "attempts agree": (resume_with_other_torch, "other versions of torch"),
+    "evaluated text": (resume_with_other_batches, "changes at step 150"),
 }
 
-# A wrong loss may fail several checks.
-CONSEQUENCES = {"loss fell": {"loss kept", "generalises"}, "no leak": {"generalises"}}
+# A wrong value may fail several checks.
+CONSEQUENCES = {
+    "loss fell": {"loss kept", "generalises", "loss course", "learned structure"},
+    "no leak": {"generalises", "training loss"},
+    "gradients": {"consistent numbers"},
+    "training loss": {"no leak"},
+    "gates moved": {"consistent numbers"},
+    "record format": {"every step once", "statistics"},
+    "loss kept": {"loss course"},
+}
 
 
 def test_healthy_run_passes_all_checks(tmp_path: Path) -> None:
@@ -197,25 +325,28 @@ def test_healthy_run_passes_all_checks(tmp_path: Path) -> None:
 
 @looped
 @pytest.mark.parametrize("name", FAILURES)
-def test_faulty_run_fails_its_check_in_the_headline(name: str, tmp_path: Path) -> None:
+def test_faulty_run_fails_its_check(name: str, tmp_path: Path) -> None:
     spoil, text = FAILURES[name]
-    if name == "generalises":
-
-        def spoil(events: list[Event]) -> None:
-            for event in events:
-                if event["kind"] == "step" and event["step"] > 100:
-                    event["bpb"] = 1.2 + event["step"] * 1e-6
-
     config = make_config(data__source="recall", data__path="texts") if name == "selection finds" else None
-    health = examine(write_run(tmp_path, config, spoil=spoil))
+    health = examine(write_run(tmp_path, config, spoil=spoil, status={"exit_code": 0}))
     assert {v.name for v in health.failed} - CONSEQUENCES.get(name, set()) == {name}
-    assert health.headline.startswith(f"NOT healthy: {name}: ")
-    assert text is None or text in health.headline
-    assert "\n" not in health.headline
+    assert text in get_verdict(health.verdicts, name).text, get_verdict(health.verdicts, name).text
+    assert health.headline.startswith("NOT healthy: ") and health.level == "failed" and "\n" not in health.headline
 
 
-def test_every_check_has_a_run_that_fails_it() -> None:
-    assert len({*FAILURES, "finished"}) == len(CHECKS)
+@looped
+@pytest.mark.parametrize("name", WARNINGS)
+def test_slight_fault_is_a_warning(name: str, tmp_path: Path) -> None:
+    spoil, text = WARNINGS[name]
+    health = examine(write_run(tmp_path, spoil=spoil))
+    assert health.ok, health.headline
+    assert [verdict.name for verdict in health.warnings] == [name] and health.level == "warning"
+    assert text in get_verdict(health.verdicts, name).text, get_verdict(health.verdicts, name).text
+    assert health.headline.startswith(f"passed with 1 warning: {name}; ")
+
+
+def test_every_check_has_a_run_that_fails_or_warns() -> None:
+    assert len({*FAILURES, *WARNINGS, "finished"}) == len(CHECKS)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +390,7 @@ def test_gate_shares_and_entropy_are_reported_separately(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (set_all(gate_saturation=per_layer(0.01, 0.8, 0.01)), "80% of the gate values are saturated at 0 or 1 in layer 1"),
+        (set_layer(1, gate_saturation=0.8), "80% of the gate values are saturated at 0 or 1 in layer 1"),
         (set_all(gate_share_sel=per_layer(0.01, 0.01, 0.01)), "the selected branch has 1.0%"),
     ],
 )
@@ -269,11 +400,41 @@ def test_saturated_gate_is_named(spoil: Any, text: str, tmp_path: Path) -> None:
     assert text in verdict.text
 
 
+def test_disabled_branches_are_not_judged(tmp_path: Path) -> None:
+    """`model.silent` disables branches for an ablation: their gates are 0 and they have no output."""
+
+    def silence(*branches: str) -> Callable[[list[Event]], None]:
+        def spoil(events: list[Event]) -> None:
+            for event in events:
+                for branch in branches if "gate_entropy" in event else ():
+                    event[f"gate_share_{branch}"] = [0.0] * LAYERS
+                    event[f"norm_{branch}"] = [0.0] * LAYERS
+                if "gate_entropy" in event:
+                    remaining = [name for name in ("cmp", "sel", "win") if name not in branches]
+                    total = sum(event[f"gate_share_{name}"][0] for name in remaining)
+                    for name in remaining:
+                        event[f"gate_share_{name}"] = [value / total for value in event[f"gate_share_{name}"]]
+                    event["gate_entropy"] = [value * 0.6 * (len(remaining) - 1) for value in event["gate_entropy"]]
+
+        return spoil
+
+    for number, branches in enumerate((("cmp",), ("sel",), ("cmp", "sel"))):
+        config = make_config(model__silent=list(branches))
+        verdicts = list_verdicts(write_run(tmp_path / str(number), config, silence(*branches)))
+        assert [(v.name, v.text) for v in verdicts if v.level != "passed"] == [], branches
+        names = {verdict.name for verdict in verdicts}
+        assert ("selection reaches" in names) == ("sel" not in branches)
+        assert ("gates alive" in names) == (len(branches) == 1)
+        if len(branches) == 1:
+            enabled = list_verdicts(write_run(tmp_path / f"{number} enabled", spoil=silence(*branches)))
+            assert {"gates alive", "branch outputs"} <= {v.name for v in enabled if v.level == "failed"}
+
+
 def test_reuse_below_chance_is_named(tmp_path: Path) -> None:
     verdict = get_verdict(
         list_verdicts(write_run(tmp_path, spoil=set_all(sel_reuse=per_layer(0.93, 0.5, 0.93)))), "selection chooses"
     )
-    assert verdict.ok is False
+    assert verdict.level == "warning"
     assert "layer 1, less than chance" in verdict.text
 
 
@@ -335,7 +496,8 @@ def kill_and_resume(events: list[Event]) -> list[Event]:
     """Killed at step 130, resumed from the checkpoint of step 100."""
     config = make_config()
     first = [e for e in events if e["step"] <= 130 and e["kind"] != "end"]
-    resume = {"kind": "resume", "attempt": 2, "step": 100, "from_step": 100, "steps": 200, "device": "cpu"}
+    facts = {"config_hash": events[0]["config_hash"], **make_attempt_facts()}
+    resume = {"kind": "resume", "attempt": 2, "step": 100, "from_step": 100, "steps": 200, **facts}
     second = [make_step_event(step, config, attempt=2) for step in range(110, 201, 10)]
     second += [make_eval_event(step, 2.1 + 5.9 * math.exp(-step / 40), attempt=2) for step in (150, 200)]
     second.append(make_checkpoint_event(200, attempt=2))
@@ -398,7 +560,7 @@ def test_problem_fails_only_in_the_last_attempt(problem: Event, name: str, text:
     assert health.ok, health.headline
     assert text in get_verdict(health.verdicts, name).text
     last = examine(write_run(tmp_path / "last", spoil=append(problem)))
-    assert [verdict.name for verdict in last.failed] == [name]
+    assert [verdict.name for verdict in (*last.failed, *last.warnings)] == [name]
 
 
 def test_slowdown_belongs_to_throughput(tmp_path: Path) -> None:
@@ -407,7 +569,8 @@ def test_slowdown_belongs_to_throughput(tmp_path: Path) -> None:
         "no other guard fired; halts on "
     )
     answer = {answer.name: answer for answer in answer_questions(verdicts)}["How fast?"]
-    assert answer.ok is False and "slowdown (warn): step 90: 10 tokens/s; possible cause: other programs" in answer.text
+    assert answer.level == "warning"
+    assert "slowdown (warn): step 90: 10 tokens/s; possible cause: other programs" in answer.text
 
 
 @pytest.mark.parametrize("missing", [50, 150])
@@ -426,7 +589,7 @@ def test_failed_preflight_is_recovered_by_a_later_one(tmp_path: Path) -> None:
     """The first attempt ends before its first step, for example on a full disk, and the second starts again."""
 
     def spoil(events: list[Event]) -> list[Event]:
-        refused = [{**e, "ok": False} if e.get("name") == "data" else dict(e) for e in events[:3]]
+        refused = [{**e, "ok": False} if e.get("name") == "data" else dict(e) for e in events[:5]]
         guard = {**GUARD, "step": 0, "rule": "preflight", "action": "halt", "text": "preflight refuses this run: data"}
         halt = {"kind": "halt", "attempt": 1, "step": 0, "status": "HALTED", "exit_code": 3, "reason": "preflight"}
         return [*refused, guard, halt, *({**event, "attempt": 2} for event in events)]
@@ -698,12 +861,24 @@ def test_selection_is_unknown_if_all_blocks_are_selected(tmp_path: Path) -> None
     assert "1,024 tokens have 16 blocks" in verdict.text
 
 
+def vary_loss(bpb: float) -> Callable[[list[Event]], None]:
+    """Return an edit that sets all losses to almost this value."""
+
+    def spoil(events: list[Event]) -> None:
+        for event in events:
+            if event["kind"] in ("step", "eval"):
+                event["bpb"] = bpb + event["step"] * 1e-9
+                event["loss"] = event["bpb"] * math.log(2)
+
+    return spoil
+
+
 def test_loss_of_noise_must_stay_at_its_entropy(tmp_path: Path) -> None:
     config = make_config(data__source="synthetic")
-    flat = write_run(tmp_path / "flat", config, set_all(bpb=7.99))
+    flat = write_run(tmp_path / "flat", config, vary_loss(7.99))
     assert examine(flat).ok
     assert get_verdict(list_verdicts(flat), "no leak").ok is True
-    leaking = write_run(tmp_path / "leaking", config, set_all(bpb=7.9))
+    leaking = write_run(tmp_path / "leaking", config, vary_loss(7.9))
     assert [v.name for v in examine(leaking).failed] == ["no leak"]
 
 
@@ -808,23 +983,17 @@ def test_recorded_verdicts_follow_from_the_records_in_outputs() -> None:
         assert_verdict_follows(run)
 
 
-@pytest.mark.nightly
-def test_recorded_verdicts_follow_from_all_records(recorded_runs: list[Path]) -> None:
-    judged = [run for run in recorded_runs if (run / directory.VERDICT).is_file()]
-    assert len(judged) > 6
-    for run in judged:
-        assert_verdict_follows(run)
-
-
 def assert_verdict_follows(run: Path) -> None:
     """Assert equal values. The texts of recorded files have the wording of the version that wrote them."""
 
     def drop_texts(record: dict[str, Any]) -> dict[str, Any]:
         verdicts = [{key: value for key, value in verdict.items() if key != "text"} for verdict in record["verdicts"]]
-        return {**record, "headline": None, "verdicts": verdicts}
+        return {**record, "headline": None, "summary": None, "verdicts": verdicts}
 
     recorded = json.loads((run / directory.VERDICT).read_text(encoding="utf-8"))
-    assert drop_texts(to_record(examine(run))) == drop_texts(recorded), run.name
+    history = History.read(run)
+    expected = drop_texts({**to_record(history, examine(history)), "digest": directory.compute_record_digest(run)})
+    assert expected == drop_texts(recorded), run.name
 
 
 RECALL = {"data__source": "recall", "data__path": "texts"}
@@ -1063,7 +1232,7 @@ FAR, CHANCE = (getattr(compute_selection_range(2048, make_config().nsa), name) f
 )
 def test_selection_is_judged_by_the_last_reading(values: dict[str, Any], name: str, text: str, tmp_path: Path) -> None:
     last, before = (list_verdicts(write_run(tmp_path / str(step), spoil=set_at(step, **values))) for step in (200, 180))
-    assert get_verdict(last, name).ok is False and text in get_verdict(last, name).text
+    assert get_verdict(last, name).level == "warning" and text in get_verdict(last, name).text
     assert get_verdict(before, name).ok is True, "only the last reading counts"
 
 
@@ -1117,7 +1286,7 @@ def test_memory_compares_the_maxima_of_both_halves(tmp_path: Path) -> None:
 def test_data_wait_is_weighted_by_steps(tmp_path: Path) -> None:
     """Only the first step waits long, for the first text. All other readings cover ten steps."""
     verdict = get_verdict(list_verdicts(write_run(tmp_path, spoil=set_at(1, dt_s=5.0, data_s=4.5))), "data wait")
-    assert verdict.ok is True and verdict.value == pytest.approx((4.5 + 199 * 0.005) / (5.0 + 199 * 0.5))
+    assert verdict.ok is True and verdict.value == pytest.approx((4.5 + 199 * 0.005) / (5.0 + 199 * 0.5), rel=1e-4)
 
 
 def test_nan_loss_fails_the_gap_check(pair: Any) -> None:
@@ -1168,7 +1337,7 @@ def set_eval_texts(events: list[Event], last: str) -> None:
 def test_short_slowdown_passes(dt_s: float, ok: bool, tmp_path: Path) -> None:
     """The last 30 steps take 28.5 s or 36 s."""
     verdict = get_verdict(list_verdicts(write_run(tmp_path, spoil=set_at_each(180, 190, 200, dt_s=dt_s))), "throughput")
-    assert verdict.ok is ok and verdict.value == 0.15
+    assert (verdict.level == "passed") is ok and verdict.value == 0.15
 
 
 def test_first_reading_of_an_attempt_is_excluded_from_throughput(tmp_path: Path) -> None:
@@ -1198,5 +1367,5 @@ def test_nan_reading_passes_no_check(tmp_path: Path) -> None:
     spoil = set_at(200, **{name: [0.5, None, 0.5] for name in names})
     verdicts = list_verdicts(write_run(tmp_path, spoil=spoil))
     for name in ("gates moved", "gates alive", "selection chooses", "selection reaches", "attention sink"):
-        assert get_verdict(verdicts, name).ok is not True, name
+        assert get_verdict(verdicts, name).level != "passed", name
     assert get_verdict(verdicts, "attention sink").text == "unknown: a reading is NaN"

@@ -20,7 +20,7 @@ MUTANTS = [
     Mutant(
         "health: an impossible number passes",
         "health.run_checks",
-        "if impossible := _find_impossible(events):",
+        "if impossible := _find_impossible(bounded):",
         "if impossible := {}:",
     ),
     Mutant(
@@ -178,7 +178,12 @@ MUTANTS = [
         "health: unknown settings of an attempt are ignored", "health.log_integrity", "    if not unknown:", "    if True:"
     ),
     Mutant("health: a run without preflight is unknown", "health.run_checks", "False if is_trained else None", "None"),
-    Mutant("health: an unlisted null passes", "health.run_checks", "is_null = has & ~np.isfinite(events.numbers(name))", "is_null = has & False"),
+    Mutant(
+        "health: an unlisted null passes",
+        "health.run_checks",
+        "is_null = has & ~np.isfinite(events.numbers(name))",
+        "is_null = has & False",
+    ),
     Mutant("health: a null learning rate passes", "health.loss_checks", "errors[~np.isfinite(errors)] = np.inf", "pass"),
     Mutant(
         "health: a constant loss passes",
@@ -244,8 +249,153 @@ MUTANTS = [
     Mutant(
         "health: a zero branch passes",
         "health.branch_checks",
-        "(is_zero := values == 0).any()",
-        "(is_zero := values < 0).any()",
+        '(values == 0, 0.0, 0.0, "is 0"),\n        (values < limits.branch_least,',
+        '(values < 0, 0.0, 0.0, "is 0"),\n        (values < -1,',
+    ),
+    *(
+        Mutant(f"health: a fault passes: {function}", "health.consistency_checks", f"    {function},\n", "")
+        for function in (
+            *("_check_gate_shares", "_check_gate_entropy", "_check_training_bits", "_check_validation_bits", "_check_rate"),
+            *("_check_waits", "_check_peak_memory", "_check_gradient_sum", "_check_window_losses", "_check_selected_keys"),
+        )
+    ),
+    Mutant("health: repeated values pass", "health.consistency_checks", "if streak >= limit:", "if streak > 10**6:"),
+    Mutant(
+        "health: repeated evaluations pass",
+        "health.consistency_checks",
+        'yield f"validation {name}", steps[is_trained], values[is_trained], limits.equal_evaluations',
+        "pass",
+    ),
+    Mutant("health: equal layers pass", "health.consistency_checks", "if first != layer:", "if False:"),
+    Mutant("health: another end passes", "health.consistency_checks", "status[key] != value\n", "False\n"),
+    Mutant(
+        "health: other code in a later attempt",
+        "health.attempt_checks",
+        '    "code": lambda event: (event.get("code") or {}).get("source"),\n',
+        "",
+    ),
+    Mutant(
+        "health: another probe in a later attempt",
+        "health.attempt_checks",
+        "if difference is not None and difference > limit:",
+        "if False:",
+    ),
+    Mutant(
+        "health: another evaluated text passes",
+        "health.attempt_checks",
+        "if lengths[index] == lengths[index - 1] and sizes[index] != sizes[index - 1]:",
+        "if False:",
+    ),
+    Mutant(
+        "health: other batches of the evaluation fail a resumed run",
+        "health.attempt_checks",
+        "if not is_setting:",
+        "if True:",
+    ),
+    Mutant("health: a rise of the loss passes", "health.loss_course", "if is_rise.any():", "if False:"),
+    Mutant("health: a plateau passes", "health.loss_course", "if is_drop.any():", "if False:"),
+    Mutant(
+        "health: an oscillation passes",
+        "health.loss_course",
+        "if typical and ratios.max() > limits.course_scatter:",
+        "if False:",
+    ),
+    Mutant(
+        "health: a rise of validation passes",
+        "health.loss_course",
+        "if ratios[worst] > limits.validation_rise:",
+        "if ratios[worst] > 100:",
+    ),
+    Mutant(
+        "health: noise is text",
+        "health.loss_course",
+        "ratio <= limit, ratio, limit, text + note",
+        "True, ratio, limit, text",
+    ),
+    Mutant(
+        "health: a leak into validation passes",
+        "health.loss_checks",
+        "if ratio + limits.lead_standard_errors * error < limits.validation_lead:",
+        "if ratio < 0:",
+    ),
+    Mutant(
+        "health: a noisy mean of few batches is a leak",
+        "health.loss_checks",
+        "if ratio + limits.lead_standard_errors * error < limits.validation_lead:",
+        "if ratio < limits.validation_lead:",
+    ),
+    Mutant(
+        "health: a vanishing gradient passes",
+        "health.loss_checks",
+        "if ratio > limits.gradient_range:",
+        "if ratio > 1e12:",
+    ),
+    Mutant(
+        "health: a vanishing gradient of a layer passes",
+        "health.loss_checks",
+        "if (share < limits.gradient_layer_share).any():",
+        "if (share < 0).any():",
+    ),
+    Mutant(
+        "health: an exploding gradient of a layer passes",
+        "health.loss_checks",
+        "if extreme.max() > limits.gradient_layer_range:",
+        "if False:",
+    ),
+    Mutant(
+        "health: an exploding branch passes",
+        "health.branch_checks",
+        "(largest > limits.branch_range,",
+        "(largest > 1e12,",
+    ),
+    Mutant(
+        "health: a disabled branch counts",
+        "health.branch_checks",
+        "if branch not in history.config.model.silent]",
+        "]",
+    ),
+    Mutant(
+        "health: only the last reading of the selection counts",
+        "health.selection_checks",
+        "affected = violates[-1] | is_lasting",
+        "affected = violates[-1]",
+    ),
+    Mutant(
+        "health: one layer fails a selection that answers need",
+        "health.selection_checks",
+        "elif finds is not None and finds.ok:",
+        "elif False:",
+    ),
+    Mutant(
+        "health: a leak of the host passes",
+        "health.throughput_checks",
+        "relative <= limits.memory_trend or",
+        "True or",
+    ),
+    Mutant(
+        "health: a leak of the device passes",
+        "health.throughput_checks",
+        "growth <= limits.peak_growth or",
+        "True or",
+    ),
+    Mutant(
+        "health: a damaged record is a warning",
+        "health.log_integrity",
+        "return verdict if is_damage else verdict.to_warning()",
+        "return verdict.to_warning()",
+    ),
+    Mutant("health: a warning is a failure", "health.verdict", "replace(self, ok=True, level=WARNING)", "replace(self)"),
+    Mutant(
+        "health: the verdict of another record",
+        "health.verdict_file",
+        'return record if record["digest"] == directory.compute_record_digest(run_dir) else None',
+        "return record",
+    ),
+    Mutant(
+        "health: a verdict of wrong types",
+        "health.verdict_file",
+        "if problem := find_problem(record):",
+        "if problem := None:",
     ),
     Mutant("health: the status of another run", "health.log_integrity", "status_run == event_runs[0], len", "True, len"),
     Mutant("health: a clock that goes back", "health.log_integrity", "ok = back <= limits.clock_back_s", "ok = back >= 0"),
@@ -255,7 +405,12 @@ MUTANTS = [
         "if beats.count(attempt.number) < n_required:",
         "if beats.count(attempt.number) < 0:",
     ),
-    Mutant("health: missing entries pass", "health.log_integrity", "count, missing = due.find_missing(recorded)", "count, missing = 0, []"),
+    Mutant(
+        "health: missing entries pass",
+        "health.log_integrity",
+        "count, missing = due.find_missing(recorded)",
+        "count, missing = 0, []",
+    ),
     Mutant(
         "health: a gate of zeros passes",
         "health.branch_checks",
@@ -277,14 +432,14 @@ MUTANTS = [
     Mutant(
         "health: one selection for all queries passes",
         "health.selection_checks",
-        "if (fixed := reuse > limits.reuse_constant).any():",
-        "if (fixed := reuse > 2).any():",
+        "fixed, noisy = reuse > limits.reuse_constant,",
+        "fixed, noisy = reuse > 2,",
     ),
     Mutant(
         "health: selection of the nearest blocks passes",
         "health.selection_checks",
-        "if (is_near := distance < near).any():",
-        "if (is_near := distance < 0).any():",
+        "is_near, is_old = distance < near[:, None],",
+        "is_near, is_old = distance < 0 * near[:, None],",
     ),
     Mutant(
         "paired: neighboring pairs count as independent",

@@ -14,8 +14,8 @@ MUTANTS = [
     Mutant(
         "events: an attempt ends only where the next one starts",
         "runs.events",
-        "lowest = min(lowest, from_step)",
-        "lowest = from_step",
+        "lowest = min(lowest, resumed_at.get(attempt, math.inf))",
+        "lowest = resumed_at.get(attempt, math.inf)",
     ),
     Mutant(
         "history: the best validation is the worst",
@@ -96,7 +96,7 @@ MUTANTS = [
     Mutant(
         "events: a repeated step counts twice",
         "runs.events",
-        "lowest = min(lowest, from_step)",
+        "lowest = min(lowest, resumed_at.get(attempt, math.inf))",
         "lowest = math.inf",
     ),
     Mutant(
@@ -108,8 +108,8 @@ MUTANTS = [
     Mutant(
         "export: a repeated step",
         "runs.csv_export",
-        "for event in history.steps:",
-        'for event in history.events_of_kind("step")[::-1]:',
+        "for event in history.steps)",
+        'for event in history.events_of_kind("step")[::-1])',
     ),
     Mutant(
         "checkpoint: sizes checked, contents not",
@@ -176,7 +176,7 @@ MUTANTS = [
     Mutant(
         "table: events are in the order of their kinds",
         "runs.event_table",
-        "ids = np.argsort(np.concatenate(lines), kind=\"stable\") if lines",
+        'ids = np.argsort(np.concatenate(lines), kind="stable") if lines',
         "ids = np.arange(sum(map(len, lines))) if lines",
     ),
     Mutant(

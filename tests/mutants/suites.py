@@ -125,14 +125,26 @@ OTHERS = {
     **{
         f"health.{part}": [f"tests/health/test_{name}.py" for name in ("stage_verdicts", "verdicts", "edited_records")]
         for part in (
+            "step_accounting",
+            "verdict",
+        )
+    },
+    **{
+        f"health.{part}": [
+            f"tests/health/test_{name}.py" for name in ("stage_verdicts", "verdicts", "fault_classes", "edited_records")
+        ]
+        for part in (
+            "attempt_checks",
             "branch_checks",
+            "consistency_checks",
             "loss_checks",
+            "loss_course",
             "run_checks",
             "selection_checks",
-            "step_accounting",
             "throughput_checks",
         )
     },
+    "health.verdict_file": ["tests/health/test_references.py"],
     "health.due_steps": ["tests/health/test_due_steps.py", "tests/health/test_verdicts.py"],
     "health.log_integrity": [
         "tests/health/test_attempts.py",

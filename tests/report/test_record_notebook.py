@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import nbformat
@@ -15,19 +15,11 @@ from nbformat.v4 import new_code_cell, new_notebook
 from unpainted import unpainted
 
 from nsa_lab import report
-from nsa_lab.health import examine
-from nsa_lab.health.verdict import Verdict
-from nsa_lab.report import header, record_notebook, summary_sentence, write_report
+from nsa_lab.health import examine, summary_sentence
+from nsa_lab.report import header, record_notebook, write_report
 from nsa_lab.report.glossary import link_terms, read_glossary, render_glossary
 from nsa_lab.runs import directory
 from nsa_lab.runs.history import History
-
-
-@dataclass(frozen=True)
-class LeveledVerdict(Verdict):
-    """A result with a level, as a warning has."""
-
-    level: str = "passed"
 
 
 @unpainted()
@@ -46,7 +38,7 @@ def test_record_notebook_shows_every_part_and_is_rebuilt_equally(attention: str,
         assert part in prose
     assert ("### Gates" in prose) == (attention == "nsa")
     for verdict in examine(run_dir).verdicts:
-        assert f"| {verdict.name} | {summary_sentence.get_level(verdict)} |" in prose
+        assert f"| {verdict.name} | {verdict.level} |" in prose
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     assert all(output.metadata["image/png"]["alt"] for cell in code[1:] for output in cell.outputs)
@@ -108,7 +100,7 @@ def test_verdict_of_a_recorded_run_stays_as_it_is(tmp_path: Path) -> None:
 def test_sentence_states_progress_loss_facts_and_checks(tmp_path: Path) -> None:
     done = write_run(tmp_path / "done")
     history, health = History.read(done), examine(done)
-    sentence = summary_sentence.describe_outcome(history, health)
+    sentence = summary_sentence.describe_outcome(history, health.verdicts)
     assert re.fullmatch(
         r"This NSA model of [\d.]+ M parameters finished its 200 steps, has 2\.140 bits per byte on held-out text "
         r"\(untrained: 8\.000\), and passed its checks(?: \(\d+ unknown\))?\.",
@@ -116,15 +108,17 @@ def test_sentence_states_progress_loss_facts_and_checks(tmp_path: Path) -> None:
     )
     first, *others = health.verdicts
     failed = replace(health, verdicts=[replace(first, ok=False), *others])
-    assert summary_sentence.describe_outcome(history, failed).endswith(f"and failed 1 check: {first.name}.")
-    warned = replace(health, verdicts=[LeveledVerdict(**{**vars(first), "level": "warning"}), *others])
-    assert "with 1 warning" in summary_sentence.describe_outcome(history, warned)
+    assert summary_sentence.describe_outcome(history, failed.verdicts).endswith(f"and failed 1 check: {first.name}.")
+    warned = replace(health, verdicts=[replace(first, ok=True, level="warning"), *others])
+    assert "with 1 warning" in summary_sentence.describe_outcome(history, warned.verdicts)
     halted = write_run(tmp_path / "halted", status={"status": directory.HALTED, "reason": "nan"})
-    assert "was halted at step 200 of 200" in summary_sentence.describe_outcome(History.read(halted), examine(halted))
+    assert "was halted at step 200 of 200" in summary_sentence.describe_outcome(
+        History.read(halted), examine(halted).verdicts
+    )
     evaluated = make_run_factory(tmp_path)("long", 0)
     assert re.search(
         r"retrieves 6 of 21 single facts from 4,096 bytes",
-        summary_sentence.describe_outcome(History.read(evaluated), examine(evaluated)),
+        summary_sentence.describe_outcome(History.read(evaluated), examine(evaluated).verdicts),
     )
 
 
@@ -134,12 +128,12 @@ def test_levels_have_their_own_colour(tmp_path: Path) -> None:
     first, *others = health.verdicts
     assert header.get_status_class(health, history) == "ok"
     for level, ok, expected in (("warning", True, "warn"), ("failed", False, "bad")):
-        changed = replace(health, verdicts=[LeveledVerdict(**{**vars(first), "ok": ok, "level": level}), *others])
+        changed = replace(health, verdicts=[replace(first, ok=ok, level=level), *others])
         assert header.get_status_class(changed, history) == expected
         assert header._make_row(changed.verdicts[0])["status_class"] == expected
         assert f"| {first.name} | {level} |" in "\n".join(record_notebook._format_checks(changed))
-    unknown = LeveledVerdict(**{**vars(first), "ok": None, "level": "passed"})
-    assert summary_sentence.get_level(unknown) == "unknown"
+    unknown = replace(first, ok=None, level="passed")
+    assert unknown.level == "unknown"
 
 
 def test_terms_are_linked_once_and_defined() -> None:

@@ -133,6 +133,7 @@ def test_events_are_read_as_they_were_written(tmp_path: Path) -> None:
         assert Events.from_list(written) == written and copy.deepcopy(Events.from_list(written)) == written
 
 
+@pytest.mark.slow
 def test_fields_are_read_as_arrays() -> None:
     rng = random.Random(1)
     written = make_random_events(rng, 1500)

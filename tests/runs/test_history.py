@@ -87,7 +87,7 @@ def test_run_time_includes_all_attempts(tmp_path: Path) -> None:
         facts.wall_s == first.ended_at - first.started_at + 7
         and facts.elapsed_s == first.ended_at - first.started_at + 1007
     )
-    assert dict(format_facts(run))["training time"] == "41 s over 2 attempts; 17 min 21 s from start to end"
+    assert dict(format_facts(run))["training time"] == "43 s over 2 attempts; 17 min 23 s from start to end"
 
 
 def test_nonfatal_error_is_not_a_failed_attempt(tmp_path: Path) -> None:

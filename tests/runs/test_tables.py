@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from nsa_lab.runs.tables import Column, Styled, Table, write_csv
+from nsa_lab.runs.tables import Styled, Table, TableColumn, write_csv
 
 ROWS = [
     ["[red]a[/red]", 1234, Styled("ok", "green")],
@@ -16,7 +16,7 @@ ROWS = [
 
 
 def make_table() -> Table:
-    return Table(("name", Column("number", "right"), Column("mark", is_whole=True)), ROWS, styles={1: "bold"})
+    return Table(("name", TableColumn("number", "right"), TableColumn("mark", is_whole=True)), ROWS, styles={1: "bold"})
 
 
 def test_markup_in_a_value_is_shown() -> None:

@@ -26,7 +26,7 @@ from nsa_lab.train.launcher import write_crash_record
 from nsa_lab.train.step import make_optimizer
 from nsa_lab.train.telemetry import phases, recorder
 from nsa_lab.train.telemetry.tensorboard_writer import TensorBoardWriter
-from nsa_lab.train.validation import GateMovement, get_layer_name, measure_xz_reference
+from nsa_lab.train.validation import GateMovement, compute_entropies, get_layer_name, measure_references
 
 Make, Train = Callable[..., Path], Callable[..., int]
 
@@ -138,8 +138,8 @@ def test_a_halted_run_has_the_status_of_its_last_good_step(
     assert halt["step"] == 2
 
 
-def test_the_xz_reference_is_in_bits_per_byte() -> None:
-    text = np.frombuffer(random.Random(0).randbytes(4096), dtype=np.uint8)
+def test_references_are_in_bits_per_byte() -> None:
+    text = np.frombuffer(random.Random(0).randbytes(1 << 18), dtype=np.uint8)
 
     class HeldOut:
         def __len__(self) -> int:
@@ -149,8 +149,21 @@ def test_the_xz_reference_is_in_bits_per_byte() -> None:
             return text[start : start + count]
 
     context = SimpleNamespace(config=RunConfig(), dataset=SimpleNamespace(validation=HeldOut()))
-    result = measure_xz_reference(context)
-    assert result is not None and 8.0 <= result["bpb"] < 8.3, "what is random takes all its bits"
+    values = {reference["name"]: reference["bpb"] for reference in measure_references(context)}
+    assert 8.0 <= values["xz"] < 8.3, "what is random takes all its bits"
+    assert values["order-0 entropy"] == pytest.approx(8.0, abs=0.01)
+    assert values["order-1 entropy"] == pytest.approx(8.0, abs=0.15), "as a byte alone, although few pairs occur"
+
+
+def test_entropies_equal_those_of_the_distributions() -> None:
+    rng = np.random.default_rng(0)
+    shares = np.array([0.5, 0.25, 0.125, 0.125])
+    independent = rng.choice(4, size=1 << 17, p=shares).astype(np.uint8)
+    assert compute_entropies(independent) == pytest.approx((1.75, 1.75), abs=0.01)
+    # Each byte follows from the previous one.
+    cycle = np.tile(np.arange(8, dtype=np.uint8), 1 << 12)
+    assert compute_entropies(cycle) == pytest.approx((3.0, 0.0), abs=0.01)
+    assert compute_entropies(np.zeros(1, dtype=np.uint8)) == (0.0, 0.0)
 
 
 def test_layer_names_come_from_parameter_names() -> None:

@@ -360,8 +360,12 @@ def test_a_stop_while_statistics_are_computed_loses_no_event(
 def test_every_evaluation_records_the_selection_benefit(new_run: Make, train: Train) -> None:
     run_dir = new_run(steps=4, seq_len=256, eval_every=2, save_every=0, nsa={"n_sel": 4})
     assert train(run_dir) == 0
-    (xz,) = kinds(run_dir, "reference")
-    assert xz["name"] == "xz" and xz["bytes"] > 0 and 0 < xz["bpb"] < 16, "once, before the first step"
+    references = kinds(run_dir, "reference")
+    assert [event["name"] for event in references] == ["xz", "order-0 entropy", "order-1 entropy"], "once"
+    assert all(event["bytes"] > 0 and event["step"] == 0 for event in references)
+    xz, order_0, order_1 = (event["bpb"] for event in references)
+    assert 0 < xz < 16 and order_1 < order_0 < 8
+    assert events.read_events(run_dir).violations.count == 0, "the trainer writes what the schema says"
     recorded = kinds(run_dir, "reach")
     assert [event["step"] for event in recorded] == [0, 2, 4]
     for event in recorded:

@@ -49,7 +49,7 @@ def test_selection_benefit_plot(tmp_path: Path) -> None:
     figure = plot_selection_benefit(write_run(tmp_path, make_config()))
     labels = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
     assert set(labels) == {"selected blocks", "random blocks", "nearest blocks", "no selected branch"}
-    assert labels["selected blocks"] == [0.2] * 4 and labels["no selected branch"] == [4.0] * 4
+    assert labels["selected blocks"] == pytest.approx([0.2] * 4, rel=1e-5) and labels["no selected branch"] == [4.0] * 4
 
 
 def test_selection_benefit_of_an_older_run(tmp_path: Path) -> None:

@@ -108,9 +108,9 @@ class Recorder:
             values = self.log.step, split, numbers["loss"], numbers["bpb"]
             logger.info("step %d  %s loss %.4f  %.4f bits per byte", *values)
 
-    def record_reference(self, reference: dict[str, Any] | None) -> None:
-        """Record a reference value for the held-out text: its `name`, the text's size in `bytes`, and `bpb`."""
-        if self._is_first and reference:
+    def record_references(self, references: Sequence[dict[str, Any]]) -> None:
+        """Record reference values for the held-out text: `name`, size of the text in `bytes`, and `bpb`."""
+        for reference in references if self._is_first else ():
             self.log.append("reference", **reference)
             logger.info("%s of the held-out text: %.4f bits per byte", reference["name"], reference["bpb"])
 

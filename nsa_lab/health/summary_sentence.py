@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from nsa_lab.health import Health
 from nsa_lab.health.verdict import Verdict
 from nsa_lab.runs import directory
 from nsa_lab.runs.evaluation import read_evaluation
 from nsa_lab.runs.history import History, RunFacts, collect_facts
 
-# Verdicts of older versions have no level: then a failed check is a failure.
-LEVELS = {True: "passed", False: "failed", None: "unknown"}
 KINDS = {"nsa": "NSA model", "dense": "model with dense attention"}
 
 
-def get_level(verdict: Verdict) -> str:
-    """Return "failed", "warning", "passed" or "unknown"."""
-    level = getattr(verdict, "level", None)
-    return level if isinstance(level, str) and verdict.ok is not None else LEVELS[verdict.ok]
-
-
-def describe_outcome(history: History, health: Health) -> str:
+def describe_outcome(history: History, verdicts: Sequence[Verdict]) -> str:
     """Return the sentence, for example `This NSA model of 78.6 M parameters finished its 50,000 steps, has ...`."""
     facts = collect_facts(history)
     size = f" of {facts.parameters / 1e6:,.1f} M parameters" if facts.parameters else ""
@@ -29,7 +21,7 @@ def describe_outcome(history: History, health: Health) -> str:
         f"This {KINDS[facts.attention]}{size} {_describe_progress(history, facts)}",
         _describe_loss(history, facts),
         _describe_facts(read_evaluation(history.run_dir)),
-        _describe_checks(health),
+        _describe_checks(verdicts),
     ]
     known = [part for part in parts if part]
     return f"{', '.join(known[:-1])}, and {known[-1]}."
@@ -60,8 +52,8 @@ def _describe_facts(evaluation: dict[str, Any] | None) -> str | None:
     return f"retrieves {n_right:,} of {n_answers:,} single facts from {longest:,} bytes"
 
 
-def _describe_checks(health: Health) -> str:
-    by_level = {level: [v for v in health.verdicts if get_level(v) == level] for level in ("failed", "warning", "unknown")}
+def _describe_checks(verdicts: Sequence[Verdict]) -> str:
+    by_level = {level: [v for v in verdicts if v.level == level] for level in ("failed", "warning", "unknown")}
     names = {level: ", ".join(verdict.name for verdict in verdicts) for level, verdicts in by_level.items()}
     unknown = f" ({len(by_level['unknown'])} unknown)" if by_level["unknown"] else ""
     if by_level["failed"]:

@@ -1,0 +1,89 @@
+"""Checks that all attempts of a run trained one model with one code on one text, and were evaluated alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nsa_lab.health.verdict import Limits, Verdict
+from nsa_lab.runs.event_schema import AttemptEvent
+from nsa_lab.runs.history import History, find_stages
+
+# Packages whose version changes results.
+COMPARED_PACKAGES = ("torch", "triton", "flash-attn")
+
+
+def check_attempts_agree(history: History, limits: Limits) -> Verdict:
+    """Check that every later attempt has the code, the text, the model and the probe of the first one.
+
+    Another version of a package is a warning: the trainer has compared the probe.
+    """
+    name = "attempts agree"
+    if not history.first_events:
+        return Verdict(name, None, None, 0, "no attempt has started")
+    first, *others = history.first_events
+    if not others:
+        return Verdict(name, True, 0, 0, "one attempt")
+    for other in others:
+        for subject, get_value in FACTS.items():
+            values = get_value(first), get_value(other)
+            if None not in values and values[0] != values[1]:
+                shown = " and ".join(str(value)[:16] for value in values)
+                text = f"attempts {first['attempt']} and {other['attempt']} differ in {subject}: {shown}"
+                return Verdict(name, False, 1, 0, text)
+        difference, limit = other.get("probe_difference"), limits.probe_difference
+        if difference is not None and difference > limit:
+            text = f"attempt {other['attempt']} computes other logits for the probe: {difference:.3g} of the largest"
+            return Verdict(name, False, difference, limit, text)
+    versions = [_get_versions(event) for event in history.first_events]
+    changed = {package for own in versions for package in own if own[package] != versions[0].get(package, own[package])}
+    text = f"{len(others) + 1} attempts with the same code, text and model"
+    if changed:
+        return Verdict(
+            name, False, len(changed), 0, f"{text}, but other versions of {', '.join(sorted(changed))}"
+        ).to_warning()
+    return Verdict(name, True, 0, 0, text)
+
+
+FACTS: dict[str, Any] = {
+    "code": lambda event: (event.get("code") or {}).get("source"),
+    "text": lambda event: event.get("data_identity"),
+    "parameters": lambda event: event.get("params"),
+    "steps": lambda event: event.get("steps"),
+}
+"""What two attempts must share -> its value in their first events; None if it was not recorded."""
+
+
+def _get_versions(event: AttemptEvent) -> dict[str, Any]:
+    versions = event.get("versions") or {}
+    return {package: versions[package] for package in COMPARED_PACKAGES if package in versions}
+
+
+def check_evaluated_text(history: History, limits: Limits) -> Verdict:
+    """Check that all evaluations of a stage are of the same text and the same number of windows.
+
+    `train.eval_batches` may change when a run is resumed. Losses before and after cannot be compared, which is a warning.
+    """
+    name, evaluations = "evaluated text", history.evaluations
+    recorded = evaluations.select(evaluations.has("text"))
+    if len(recorded) < 2:
+        return Verdict(name, None, None, 0, "fewer than two evaluations record their text")
+    stages = find_stages(recorded.ints("step"), history.config.train)
+    lengths = np.array([stage.seq_len for stage in history.config.train.plan])[stages]
+    sizes = list(zip(recorded.values("text"), recorded.values("windows"), recorded.values("seq_len"), strict=True))
+    steps, attempts = recorded.ints("step"), recorded.ints("attempt")
+    for index in range(len(recorded)):
+        if sizes[index][2] not in (None, lengths[index]):
+            text = f"sequences of {sizes[index][2]:,} tokens at step {steps[index]:,}, configured: {lengths[index]:,}"
+            return Verdict(name, False, 1, 0, text)
+    warning = None
+    for index in range(1, len(recorded)):
+        if lengths[index] == lengths[index - 1] and sizes[index] != sizes[index - 1]:
+            text = f"changes at step {steps[index]:,}, so losses before and after cannot be compared"
+            verdict = Verdict(name, False, 1, 0, text)
+            is_setting = attempts[index] != attempts[index - 1] and sizes[index][1] != sizes[index - 1][1]
+            if not is_setting:
+                return verdict
+            warning = verdict.to_warning()
+    return warning or Verdict(name, True, 0, 0, f"the same in all {len(recorded)} evaluations of a length")

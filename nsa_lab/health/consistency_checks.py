@@ -1,0 +1,286 @@
+"""Checks that the recorded numbers are possible together: relations between fields, repeated values, identical layers.
+
+Every relation holds by definition of the fields, so its tolerance is rounding. A violation means that the record, or what
+wrote it, is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from nsa_lab.config import BRANCHES
+from nsa_lab.health.log_integrity import find_longest_constant
+from nsa_lab.health.verdict import Limits, Verdict
+from nsa_lab.runs import directory
+from nsa_lab.runs.event_table import NUMBERS, Events
+from nsa_lab.runs.history import History, find_stages
+
+ROUNDING = 1e-3
+RATE_ERROR = 0.01
+# Bounds of the median of step time / time between events (0.9 to 1.0 measured).
+LEAST_TIME_RATIO, LARGEST_TIME_RATIO, MIN_INTERVALS = 0.05, 3.0, 5
+# Fields that are measured in every reading.
+VARYING_FIELDS = (
+    *("first_loss", "marked_loss", "selection_loss", "grad_norm", "dt_s", "data_s", "tokens_per_s", "grad_norm_layers"),
+    *(f"norm_{branch}" for branch in BRANCHES),
+)
+
+
+class Problem(NamedTuple):
+    """Steps at which a relation does not hold, ascending, and a text about the first of them."""
+
+    steps: np.ndarray
+    text: str
+
+
+def check_consistent(history: History, limits: Limits) -> Verdict:
+    """Check relations between numbers: shares, entropies, losses, rates, times, memory, gradients and keys."""
+    name = "consistent numbers"
+    if not len(history.steps) and not len(history.evaluations):
+        return Verdict(name, None, 0, 0, "no numbers were recorded")
+    for find_problem in RELATIONS:
+        problem = find_problem(history)
+        if problem is not None and len(problem.steps):
+            count = len(problem.steps)
+            text = f"{problem.text} at step {problem.steps[0]:,}, which is impossible ({count} such readings)"
+            return Verdict(name, False, count, 0, text)
+    return Verdict(name, True, 0, 0, "shares, losses, rates, times, memory and gradients agree with each other")
+
+
+def _check_gate_shares(history: History) -> Problem | None:
+    series = [history.layer_series(f"gate_share_{branch}") for branch in BRANCHES]
+    steps, _ = series[0]
+    if not len(steps) or any(not np.array_equal(steps, own) for own, _ in series):
+        return None
+    total = np.sum([values for _, values in series], axis=0)
+    is_wrong = (np.abs(total - 1) > ROUNDING).any(axis=1)
+    return Problem(steps[is_wrong], f"the gate shares of a layer add up to {_get_worst(total[is_wrong], 1.0):.3f}")
+
+
+def _check_gate_entropy(history: History) -> Problem | None:
+    """The mean of entropies is at most the entropy of the mean shares."""
+    steps, entropy = history.layer_series("gate_entropy")
+    series = [history.layer_series(f"gate_share_{branch}") for branch in BRANCHES]
+    if not len(steps) or any(not np.array_equal(steps, own) for own, _ in series):
+        return None
+    highest = -sum(values * np.log(np.maximum(values, 1e-12)) for _, values in series)
+    is_wrong = (entropy > highest + ROUNDING).any(axis=1)
+    worst = _get_worst((entropy - highest)[is_wrong], 0.0)
+    return Problem(steps[is_wrong], f"the gate entropy of a layer is {worst:.3f} nats above that of its mean shares")
+
+
+def _get_worst(values: np.ndarray, reference: float) -> float:
+    return float(values.flat[np.abs(values - reference).argmax()]) if values.size else reference
+
+
+def _check_training_bits(history: History) -> Problem | None:
+    """`bpb` is `loss` in bits per byte; with marked tokens `loss` is between the losses of text and of marked tokens."""
+    loss, marked = history.steps.numbers("loss"), history.steps.numbers("marked_loss")
+    text = history.steps.numbers("bpb") * math.log(2) * _estimate_bytes_per_token(history)
+    lowest, highest = np.fmin(text, marked), np.fmax(text, marked)
+    is_wrong = (loss < lowest * (1 - ROUNDING)) | (loss > highest * (1 + ROUNDING))
+    return _make_bits_problem(history.steps, is_wrong, "training")
+
+
+def _check_validation_bits(history: History) -> Problem | None:
+    loss = history.evaluations.numbers("loss")
+    text = history.evaluations.numbers("bpb") * math.log(2) * _estimate_bytes_per_token(history)
+    return _make_bits_problem(history.evaluations, np.abs(loss - text) > ROUNDING * np.abs(text), "validation")
+
+
+def _make_bits_problem(events: Events, is_wrong: np.ndarray, subject: str) -> Problem:
+    wrong = events.select(is_wrong)
+    values = f"{wrong.numbers('loss')[0]:.4f} nats, {wrong.numbers('bpb')[0]:.4f} bits" if len(wrong) else ""
+    return Problem(wrong.ints("step"), f"the {subject} loss per token and per byte disagree: {values},")
+
+
+def _estimate_bytes_per_token(history: History) -> float:
+    """Return 1 for bytes. For another tokenizer, which the record does not have, the median ratio of all losses."""
+    if history.config.data.tokenizer == "byte":
+        return 1.0
+    plain = history.steps.select(~history.steps.has("marked_loss"))
+    ratios = np.concatenate(
+        [events.numbers("loss") / (events.numbers("bpb") * math.log(2)) for events in (plain, history.evaluations)]
+    )
+    finite = ratios[np.isfinite(ratios)]
+    return float(np.median(finite)) if len(finite) else 1.0
+
+
+def _check_rate(history: History) -> Problem | None:
+    """Seconds per step times tokens per second is the number of tokens of a step.
+
+    The interval of the first step of a stage may include steps of the stage before it.
+    """
+    train, steps = history.config.train, history.steps.ints("step")
+    per_stage = np.array([stage.tokens_per_step for stage in train.plan], dtype=np.float64)
+    stages = find_stages(steps, train)
+    current = per_stage[stages]
+    before = np.where(np.isin(steps, train.first_steps), per_stage[np.maximum(stages - 1, 0)], current)
+    lowest, highest = np.minimum(before, current), np.maximum(before, current)
+    product = history.steps.numbers("dt_s") * history.steps.numbers("tokens_per_s")
+    is_wrong = (product < lowest * (1 - RATE_ERROR)) | (product > highest * (1 + RATE_ERROR))
+    first = f"{product[is_wrong][0]:,.0f} tokens per step, not {current[is_wrong][0]:,.0f}," if is_wrong.any() else ""
+    return Problem(steps[is_wrong], f"dt_s and tokens_per_s give {first}")
+
+
+def _check_step_time(history: History) -> Problem | None:
+    """The time of the steps between two readings is about the time between these events.
+
+    Evaluations, saves and statistics make it longer, so the lower limit of the ratio is loose.
+    """
+    steps, attempts = history.steps.ints("step"), history.steps.ints("attempt")
+    elapsed = np.diff(history.steps.numbers("t"))
+    ratio = np.diff(steps) * history.steps.numbers("dt_s")[1:] / np.where(elapsed > 0, elapsed, np.nan)
+    ratio = ratio[(np.diff(attempts) == 0) & np.isfinite(ratio)]
+    if len(ratio) < MIN_INTERVALS or LEAST_TIME_RATIO < np.median(ratio) < LARGEST_TIME_RATIO:
+        return None
+    return Problem(steps[-1:], f"the steps take {np.median(ratio):.3g} times the time between their events,")
+
+
+def _check_waits(history: History) -> Problem | None:
+    steps, wait, step_s = history.steps.ints("step"), history.steps.numbers("data_s"), history.steps.numbers("dt_s")
+    median, high = history.steps.numbers("data_s_p50"), history.steps.numbers("data_s_p95")
+    is_wrong = (wait > step_s * 1.05) | (median > high)
+    return Problem(steps[is_wrong], "the wait for data is longer than the step, or its median above its 95th percentile,")
+
+
+def _check_peak_memory(history: History) -> Problem | None:
+    """The peak so far never falls within an attempt."""
+    steps, attempts = history.steps.ints("step"), history.steps.ints("attempt")
+    peak = history.steps.numbers("mem_peak_bytes")
+    is_wrong = np.concatenate([[False], (np.diff(peak) < 0) & (np.diff(attempts) == 0)])[: len(steps)]
+    return Problem(steps[is_wrong], "the peak memory so far falls")
+
+
+def _check_gradient_sum(history: History) -> Problem | None:
+    """The gradient norms of the layers are parts of the whole."""
+    steps, layers = history.layer_series("grad_norm_layers")
+    all_steps, norms = history.series("grad_norm")
+    whole = norms[np.searchsorted(all_steps, steps)] if len(all_steps) else np.zeros(0)
+    if not len(steps) or not len(whole):
+        return None
+    is_wrong = np.sqrt((layers**2).sum(axis=1)) > whole * 1.02
+    return Problem(steps[is_wrong], "the gradient of the layers is larger than that of the model")
+
+
+def _check_window_losses(history: History) -> Problem | None:
+    positions, lists = history.evaluations.lists("window_losses")
+    losses = history.evaluations.numbers("loss")[positions]
+    means = np.array([values.mean() for values in lists])
+    is_wrong = np.abs(means - losses) > ROUNDING * np.abs(losses)
+    return Problem(
+        history.evaluations.ints("step")[positions][is_wrong], "the validation loss is not the mean over its windows"
+    )
+
+
+def _check_selected_keys(history: History) -> Problem | None:
+    nsa = history.config.model.nsa
+    steps, most = history.layer_series("sel_keys_most")
+    mean_steps, mean = history.layer_series("sel_keys")
+    if not len(steps) or not np.array_equal(steps, mean_steps):
+        return None
+    is_wrong = ((most > nsa.n_sel * nsa.l_sel) | (mean > most * (1 + ROUNDING))).any(axis=1)
+    return Problem(
+        steps[is_wrong], f"a query reads more than nsa.n_sel * nsa.l_sel = {nsa.n_sel * nsa.l_sel:,} selected keys"
+    )
+
+
+RELATIONS: tuple[Callable[[History], Problem | None], ...] = (
+    _check_gate_shares,
+    _check_gate_entropy,
+    _check_training_bits,
+    _check_validation_bits,
+    _check_rate,
+    _check_step_time,
+    _check_waits,
+    _check_peak_memory,
+    _check_gradient_sum,
+    _check_window_losses,
+    _check_selected_keys,
+)
+
+
+def check_repeated_values(history: History, limits: Limits) -> Verdict:
+    """Check that no measured value is bitwise equal in many readings in a row.
+
+    The training loss, gates and selection statistics have other checks.
+    """
+    longest = (0, "", 0, limits.equal_losses)
+    for name, steps, values, limit in _iterate_varying(history, limits):
+        if not len(values):
+            continue
+        streak, end = find_longest_constant(values, (values.reshape(len(values), -1) != 0).any(axis=1))
+        if streak >= limit:
+            text = f"{name} is bitwise equal in {streak} readings in a row, up to step {steps[end]:,}"
+            return Verdict("repeated values", False, streak, limit, text)
+        longest = max(longest, (streak, name, int(steps[end]), limit))
+    if not longest[0]:
+        return Verdict("repeated values", None, None, limits.equal_losses, "no readings yet")
+    return Verdict("repeated values", True, longest[0], longest[3], "losses, gradients and times differ between readings")
+
+
+def _iterate_varying(history: History, limits: Limits) -> Iterator[tuple[str, np.ndarray, np.ndarray, int]]:
+    """Yield name, steps, values [n, ...] and the limit of the streak of everything that varies."""
+    forms = history.steps.list_fields()
+    for name in (name for name in VARYING_FIELDS if name in forms):
+        if forms[name] == NUMBERS:
+            steps, values = history.layer_series(name)
+            for layer in range(values.shape[1]):
+                yield f"{name} of layer {layer}", steps, values[:, layer], limits.equal_losses
+        else:
+            yield name, *history.series(name), limits.equal_losses
+    steps = history.evaluations.ints("step")
+    is_trained = steps > 0
+    for name in ("loss", "bpb"):
+        values = history.evaluations.numbers(name)
+        yield f"validation {name}", steps[is_trained], values[is_trained], limits.equal_evaluations
+    benefits = history.current_events("reach")
+    losses = [list(value.values()) for value in benefits.values("answer_loss") if isinstance(value, dict)]
+    if losses and len({len(values) for values in losses}) == 1:
+        measured = benefits.ints("step")[benefits.has("answer_loss")]
+        rows = np.array([[np.nan if value is None else value for value in values] for values in losses], dtype=np.float64)
+        yield "the loss of the ablations of selection", measured, rows, limits.equal_evaluations
+
+
+def check_layers_differ(history: History, limits: Limits) -> Verdict:
+    """Check that no two layers are identical in every statistic: the same layer, or the same numbers, recorded twice."""
+    n_layers = history.config.model.n_layers
+    series = [history.layer_series(name)[1] for name, form in history.steps.list_fields().items() if form == NUMBERS]
+    readings = [values for values in series if values.shape[1] == n_layers and len(values)]
+    if n_layers < 2 or not readings:
+        return Verdict("layers differ", None, None, 0, "one layer" if n_layers < 2 else "no layer statistics were recorded")
+    columns = np.concatenate(readings)
+    first_with: dict[bytes, int] = {}
+    for layer in range(n_layers):
+        first = first_with.setdefault(np.ascontiguousarray(columns[:, layer]).tobytes(), layer)
+        if first != layer:
+            text = f"layers {first} and {layer} are bitwise equal in all {len(columns):,} statistics"
+            return Verdict("layers differ", False, 1, 0, text)
+    return Verdict("layers differ", True, 0, 0, f"{n_layers} layers, no two with equal statistics")
+
+
+def check_status_agrees(history: History, limits: Limits) -> Verdict:
+    """Check that `status.json` and the last event of the last attempt tell the same end."""
+    name = "status agrees"
+    attempt = history.last_attempt
+    endings = [event for event in history.events_of_kind("end", "halt") if event["attempt"] == attempt]
+    status = history.status
+    if history.is_alive or not endings:
+        return Verdict(name, None, None, 0, "no attempt has ended" if not endings else "a trainer is at work")
+    ending = endings[-1]
+    recorded_status = ending.get("status") or (directory.HALTED if ending["kind"] == "halt" else directory.DONE)
+    recorded = {"status": recorded_status, "attempt": attempt, "step": ending["step"], "tokens": ending.get("tokens")}
+    recorded["exit_code"] = ending.get("exit_code")
+    different = [
+        f"{key} {status[key]}, event {value}"
+        for key, value in recorded.items()
+        if value is not None and status.get(key) is not None and status[key] != value
+    ]
+    # A run that was resumed and has not recorded anything yet has the state RUNNING or PREEMPTED.
+    if different:
+        return Verdict(name, False, len(different), 0, f"status.json and the last event disagree: {'; '.join(different)}")
+    return Verdict(name, True, 0, 0, f"status.json and the last event: {recorded_status} at step {ending['step']:,}")

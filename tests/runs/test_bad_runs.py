@@ -1,0 +1,182 @@
+"""One bad run does not hide the others: `nsa-lab status` reads each run separately, with bounds on time and memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import fake_run
+import pytest
+from typer.testing import CliRunner
+
+from nsa_lab import cli
+from nsa_lab.cli import status_table
+from nsa_lab.config import ConfigError
+from nsa_lab.health.verdict_file import write_verdict
+from nsa_lab.runs import directory, events
+from nsa_lab.runs.history import History
+
+Break = Callable[[Path], None]
+ENVELOPE = {"v": 1, "t": 5000.0, "run": "x", "attempt": 1, "tokens": 9}
+
+
+def append_event(run_dir: Path, **fields: object) -> None:
+    with open(run_dir / directory.EVENTS, "a", encoding="utf-8") as file:
+        file.write(json.dumps({**ENVELOPE, **fields}) + "\n")
+
+
+def lower_steps(run_dir: Path) -> None:
+    path = run_dir / directory.CONFIG
+    path.write_text(path.read_text().replace("steps: 200", "steps: 50"))
+
+
+def add_late_step(run_dir: Path) -> None:
+    append_event(run_dir, **{**fake_run.make_step_event(200, fake_run.make_config()), "step": 2_000_000_000})
+
+
+def add_long_integer(run_dir: Path) -> None:
+    append_event(run_dir, kind="step", step=10**400)
+
+
+def set_long_status(run_dir: Path) -> None:
+    path = run_dir / directory.STATUS
+    path.write_text(json.dumps({**json.loads(path.read_text()), "step": 10**400}))
+
+
+def write_wrong_verdict(run_dir: Path) -> None:
+    path = write_verdict(run_dir)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "headline": [1], "facts": 7, "verdicts": "x"}))
+
+
+def put_fifo(name: str) -> Break:
+    def put(run_dir: Path) -> None:
+        (run_dir / name).unlink(missing_ok=True)
+        os.mkfifo(run_dir / name)
+
+    return put
+
+
+def put_markup(run_dir: Path) -> None:
+    path = run_dir / directory.STATUS
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "status": "[red]HALTED[/red] [/]", "reason": "[/b] [link=x]"})
+    )
+
+
+def write_merge_bomb(run_dir: Path) -> None:
+    levels = ["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, 20))]
+    (run_dir / directory.CONFIG).write_text("\n".join(levels))
+
+
+def link_to_zeros(run_dir: Path) -> None:
+    (run_dir / directory.EVENTS).unlink()
+    (run_dir / directory.EVENTS).symlink_to("/dev/zero")
+
+
+def write_deep_json(run_dir: Path) -> None:
+    (run_dir / directory.VERDICT).write_text('{"digest": ' + "[" * 200_000)
+
+
+# Name -> how to break a run, and what its line or its reason says.
+BREAKS: dict[str, tuple[Break, str]] = {
+    "steps lowered": (lower_steps, "config.yaml has 50 steps, but a later step is recorded"),
+    "late step": (add_late_step, "a later step is recorded"),
+    "long integer": (add_long_integer, "DONE"),
+    "long status": (set_long_status, "DONE"),
+    "wrong verdict": (write_wrong_verdict, "not checked yet"),
+    "fifo events": (put_fifo(directory.EVENTS), "expected a regular file"),
+    "fifo status": (put_fifo(directory.STATUS), "DONE"),
+    "fifo verdict": (put_fifo(directory.VERDICT), "not checked yet"),
+    "fifo config": (put_fifo(directory.CONFIG), "not a run directory"),
+    "fifo lock": (put_fifo(directory.LOCK), "DONE"),
+    "markup": (put_markup, "[red]HALTED[/red] [/]"),
+    "merge bomb": (write_merge_bomb, "keys after merges"),
+    "endless events": (link_to_zeros, "expected a regular file"),
+    "deep verdict": (write_deep_json, "not checked yet"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_each_bad_run_has_a_line_with_its_reason(tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    outputs.mkdir()
+    good = fake_run.write_run(tmp_path / "new")
+    names = {}
+    for number, (name, (break_run, _)) in enumerate(BREAKS.items()):
+        run_dir = outputs / f"bad-202601{number + 1:02d}T000000Z-abcd"
+        shutil.copytree(good, run_dir)
+        for file in (directory.STATUS, directory.EVENTS):
+            path = run_dir / file
+            path.write_text(path.read_text().replace(good.name, run_dir.name))
+        break_run(run_dir)
+        names[name] = run_dir.name
+    good.rename(outputs / good.name)
+    result = CliRunner().invoke(cli.app, ["status", "--outputs", str(outputs)], env={"COLUMNS": "200"})
+    assert result.exception is None, result.exception
+    lines = result.output.splitlines()
+    assert [line.split()[1:4] for line in lines if line.startswith(good.name)] == [["DONE", "200", "2.140"]]
+    for name, (_, text) in BREAKS.items():
+        own = [line for line in lines if line.startswith(names[name])]
+        assert own and text in " ".join(own), (name, own)
+        assert all(len(line) < 600 for line in own), name
+    summaries = CliRunner().invoke(cli.app, ["status", "--outputs", str(outputs), "--json"])
+    assert len(json.loads(summaries.output)) == len(BREAKS) + 1
+
+
+def test_events_outside_the_run_are_reported_by_health(tmp_path: Path) -> None:
+    for name, break_run in (("lowered", lower_steps), ("late", add_late_step)):
+        run_dir = fake_run.write_run(tmp_path / name)
+        break_run(run_dir)
+        result = CliRunner().invoke(cli.app, ["health", str(run_dir)], env={"COLUMNS": "300"})
+        assert result.exit_code == 3 and "step: expected 0 to" in result.output
+
+
+def test_stale_verdict_is_not_shown(tmp_path: Path) -> None:
+    run_dir = fake_run.write_run(tmp_path)
+    write_verdict(run_dir)
+
+    def read_line() -> str:
+        return CliRunner().invoke(cli.app, ["status", "--outputs", str(tmp_path)], env={"COLUMNS": "200"}).output
+
+    assert "healthy" in read_line()
+    text = (run_dir / directory.EVENTS).read_text()
+    (run_dir / directory.EVENTS).write_text(text.replace('"grad_norm": 0.8', '"grad_norm": 0.9', 1))
+    assert "healthy" not in read_line() and "not checked yet" in read_line()
+
+
+def test_unreadable_record_is_a_usage_error(tmp_path: Path) -> None:
+    run_dir = fake_run.write_run(tmp_path)
+    put_fifo(directory.EVENTS)(run_dir)
+    with pytest.raises(directory.RunDirectoryError, match="expected a regular file"):
+        History.read(run_dir)
+    write_merge_bomb(run_dir)
+    with pytest.raises(ConfigError, match="merges"):
+        History.read(run_dir)
+
+
+def test_numbers_from_the_end_of_a_record_equal_those_of_all(tmp_path: Path) -> None:
+    """Also where the last attempt repeats steps of an earlier one, or has not logged a step yet."""
+    config = fake_run.make_config()
+    healthy = fake_run.make_healthy_events(config)
+    first = [event for event in healthy if event["step"] <= 130 and event["kind"] != "end"]
+    resume = {"kind": "resume", "attempt": 2, "step": 100, "from_step": 100, "steps": 200}
+    later = [{**event, "attempt": 2} for event in healthy if event["step"] > 100]
+    for number, count in enumerate(range(0, len(later) + 1, 4)):
+        run_dir = fake_run.write_run(tmp_path / str(number), spoil=lambda _, count=count: [*first, resume, *later[:count]])
+        (run_dir / directory.STATUS).unlink()
+        history = History.read(run_dir)
+        quick = status_table._read_quick_facts(run_dir)
+        assert quick["step"] == history.last_step
+        assert quick["validation_bpb"] == history.validation()[1][-1]
+    # Blocks that end within a line.
+    for size in (1, 7, 100, 5000):
+        lines = [b"a" * 30, b"", b"b" * 3, b"c"]
+        (tmp_path / "lines").write_bytes(b"\n".join(lines))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(events, "TAIL_BYTES", size)
+            assert list(events._read_lines_backwards(tmp_path / "lines", 1000)) == [b"c", b"b" * 3, b"a" * 30]
+            assert list(events._read_lines_backwards(tmp_path / "lines", 6)) == [b"c", b"b" * 3]

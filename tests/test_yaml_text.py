@@ -1,0 +1,63 @@
+"""Both parsers of PyYAML give the same value, or the error of the slower one; small texts cannot become large values."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nsa_lab.config import ConfigError, RunConfig, yaml_text
+
+ROOT = Path(__file__).parents[1]
+
+
+def parse_slowly(text: str) -> object:
+    return yaml.load(text, Loader=yaml_text._Loader)
+
+
+def test_fast_parser_equals_the_other() -> None:
+    if yaml_text._FastLoader is None:
+        pytest.skip("PyYAML without libyaml")
+    files = [*(ROOT / "params").rglob("*.yaml"), *(ROOT / "outputs").glob("*/config.yaml")]
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    assert sum(map(yaml_text._is_simple, texts)) >= 6
+    rng, characters, n_compared = random.Random(0), list(" \n:-#'\"[]{},abc10.e~?\\*"), 0
+    for number in range(6000):
+        text = list(rng.choice(texts)[: rng.randrange(1, 200)] if number % 2 else "")
+        for _ in range(rng.randrange(20)):
+            text.insert(rng.randrange(len(text) + 1), rng.choice(characters))
+        edited = "".join(text)
+        if not yaml_text._is_simple(edited):
+            continue
+        try:
+            value = yaml_text._parse_simple(edited)
+        except (yaml.YAMLError, yaml_text.YAMLTextError):
+            continue  # the other parser decides
+        n_compared += 1
+        assert repr(value) == repr(parse_slowly(edited)), edited
+    assert n_compared > 1000
+    for text in texts:
+        assert yaml_text.parse(text) == parse_slowly(text)
+
+
+def test_merges_cannot_multiply_a_small_text(tmp_path: Path) -> None:
+    levels = ["a0: &a0 {x: 1, y: 2}"]
+    levels += [f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, 16)]
+    path = tmp_path / "config.yaml"
+    path.write_text("\n".join(levels))
+    with pytest.raises(ConfigError, match="keys after merges"):
+        RunConfig.from_yaml(path)
+
+
+@pytest.mark.timeout(30)
+def test_only_regular_files_of_bounded_size_are_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.yaml")
+    (tmp_path / "large.yaml").write_bytes(b"# \n" * (1 << 20))
+    for name, problem in (("fifo", "expected a regular file"), ("large", "larger than"), ("missing", "no such")):
+        with pytest.raises(ConfigError, match=problem):
+            RunConfig.from_yaml(tmp_path / f"{name}.yaml")
+    with pytest.raises(ConfigError, match="no such"):
+        RunConfig.from_yaml(tmp_path)
