@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,7 @@ class RunConfig(Section):
 
 
 KNOWN_KEYS += list_keys(RunConfig)
+MAX_FILE_BYTES = 1 << 20
 
 # Keys added after runs existed without them, with the value that those runs used. This value is not written, so the hashes
 # of the older configurations stay the same.
@@ -167,7 +170,7 @@ def _drop_defaults(section: dict[str, Any], defaults: dict[str, Any]) -> dict[st
 def read_mapping(path: Path) -> dict[str, Any]:
     """Return the mapping in the YAML file at `path`. Raise `ConfigError` with one line if it is unreadable or not one."""
     try:
-        sections = _parse_yaml(path.read_bytes().decode("utf-8-sig"))
+        sections = _parse_yaml(_read_bounded(path).decode("utf-8-sig"))
     except (FileNotFoundError, IsADirectoryError):
         raise ConfigError(f"{path}: no such configuration file") from None
     except UnicodeDecodeError as error:
@@ -186,6 +189,21 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(sections, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, found {type(sections).__name__}")
     return sections
+
+
+def _read_bounded(path: Path) -> bytes:
+    """Return the content of a file. Raise ValueError if it is large, or not regular: its reader could wait forever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(path)
+        if not stat.S_ISREG(mode):
+            raise ValueError("expected a regular file")
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise ValueError(f"larger than {MAX_FILE_BYTES:,} bytes")
+    return content
 
 
 def _parse_yaml(text: str) -> Any:
