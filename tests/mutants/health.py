@@ -178,7 +178,12 @@ MUTANTS = [
         "health: unknown settings of an attempt are ignored", "health.log_integrity", "    if not unknown:", "    if True:"
     ),
     Mutant("health: a run without preflight is unknown", "health.run_checks", "False if is_trained else None", "None"),
-    Mutant("health: an unlisted null passes", "health.run_checks", "is_null = has & ~np.isfinite(events.numbers(name))", "is_null = has & False"),
+    Mutant(
+        "health: an unlisted null passes",
+        "health.run_checks",
+        "is_null = has & ~np.isfinite(events.numbers(name))",
+        "is_null = has & False",
+    ),
     Mutant("health: a null learning rate passes", "health.loss_checks", "errors[~np.isfinite(errors)] = np.inf", "pass"),
     Mutant(
         "health: a constant loss passes",
@@ -255,7 +260,12 @@ MUTANTS = [
         "if beats.count(attempt.number) < n_required:",
         "if beats.count(attempt.number) < 0:",
     ),
-    Mutant("health: missing entries pass", "health.log_integrity", "count, missing = due.find_missing(recorded)", "count, missing = 0, []"),
+    Mutant(
+        "health: missing entries pass",
+        "health.log_integrity",
+        "count, missing = due.find_missing(recorded)",
+        "count, missing = 0, []",
+    ),
     Mutant(
         "health: a gate of zeros passes",
         "health.branch_checks",

@@ -187,8 +187,8 @@ MUTANTS = [
     Mutant(
         "n-grams: a model does not say where documents begin",
         "model.transformer",
-        "self.embed(tokens, positions)",
-        "self.embed(tokens)",
+        "self.embed(tokens, positions, embeddings=embeddings)",
+        "self.embed(tokens, embeddings=embeddings)",
     ),
     Mutant(
         "n-grams: tables are counted as products",

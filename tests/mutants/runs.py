@@ -108,8 +108,8 @@ MUTANTS = [
     Mutant(
         "export: a repeated step",
         "runs.csv_export",
-        "for event in history.steps:",
-        'for event in history.events_of_kind("step")[::-1]:',
+        "for event in history.steps)",
+        'for event in history.events_of_kind("step"))',
     ),
     Mutant(
         "checkpoint: sizes checked, contents not",
@@ -176,7 +176,7 @@ MUTANTS = [
     Mutant(
         "table: events are in the order of their kinds",
         "runs.event_table",
-        "ids = np.argsort(np.concatenate(lines), kind=\"stable\") if lines",
+        'ids = np.argsort(np.concatenate(lines), kind="stable") if lines',
         "ids = np.arange(sum(map(len, lines))) if lines",
     ),
     Mutant(
