@@ -45,6 +45,7 @@
 
 # %% tags=["parameters"]
 name: str = "production_50k"  # base configuration, params/NAME.yaml
+description: str = ""  # purpose of the run in a sentence, for its report; empty: that of the base configuration
 model: dict = {}  # new values for its section model, for example {"dim": 256}
 nsa: dict = {}  # of its section nsa: l, d, l_sel, n_sel, w, phi, gate
 runtime: dict = {}  # of its section runtime: device, precision, backend, compile
@@ -66,6 +67,7 @@ training = configure_training(
     run_dir=run_dir,
     outputs=outputs,
     new_run=new_run,
+    description=description,
     prompt=prompt,
     sample_tokens=sample_tokens,
     reference=reference,

@@ -20,7 +20,7 @@ from nsa_lab.bench import attention_parity as parity
 from nsa_lab.bench import baselines, roofline
 from nsa_lab.bench.attention_parts import Part, make_parts
 from nsa_lab.bench.attention_rows import CPU_SHAPES, GPU_SHAPES, AttentionRow, Shape
-from nsa_lab.bench.harness import Benchmark, Column, Output, Setup, format_number, make_record, measure_if_correct
+from nsa_lab.bench.harness import Benchmark, Output, RowColumn, Setup, format_number, make_record, measure_if_correct
 from nsa_lab.bench.timing import describe_refusal, make_forward_backward, measure_peak_mib, time_eager_ms, time_ms
 from nsa_lab.config import NSAConfig
 from nsa_lab.runs.tables import Table
@@ -119,19 +119,19 @@ def _format_parity(row: AttentionRow) -> str:
 BENCHMARK = Benchmark[AttentionRow](
     title="NSA attention: ms, useful TFLOP/s, fraction of dense attention (forward + backward)",
     columns=(
-        Column("shape", align="left"),
-        Column("part", align="left"),
-        Column("by", align="left"),
-        Column("parity (error/limit)", _format_parity),
-        Column("forward", lambda row: row.note or format_number(row.forward_ms)),
-        Column("backward", "backward_ms"),
-        Column("fwd TF/s", "tflops_forward"),
-        Column("bwd TF/s", "tflops_backward"),
-        Column("peak MiB", "peak_mib"),
-        Column("of flash", "share"),
-        Column("target", "bar"),
-        Column("of fastest", "share_fastest"),
-        Column(
+        RowColumn("shape", align="left"),
+        RowColumn("part", align="left"),
+        RowColumn("by", align="left"),
+        RowColumn("parity (error/limit)", _format_parity),
+        RowColumn("forward", lambda row: row.note or format_number(row.forward_ms)),
+        RowColumn("backward", "backward_ms"),
+        RowColumn("fwd TF/s", "tflops_forward"),
+        RowColumn("bwd TF/s", "tflops_backward"),
+        RowColumn("peak MiB", "peak_mib"),
+        RowColumn("of flash", "share"),
+        RowColumn("target", "bar"),
+        RowColumn("of fastest", "share_fastest"),
+        RowColumn(
             "eager, of flash",
             lambda row: format_number(row.eager_share) + (f" ({row.eager_bar})" if row.eager_bar else ""),
         ),

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from nsa_lab.bench.decode_attention import HeadSizes, QueryStep, check_decode_parity, time_contenders
-from nsa_lab.bench.harness import PARITY_FAILED, Benchmark, Column, Output, Setup, format_number, make_record
+from nsa_lab.bench.harness import PARITY_FAILED, Benchmark, Output, RowColumn, Setup, format_number, make_record
 from nsa_lab.bench.timing import N_ROUNDS, N_TIMED, N_WARMUP, get_memory_bytes_per_s, time_interleaved_ms
 from nsa_lab.config import ModelConfig
 from nsa_lab.inference import Decoder, kv_cache_size
@@ -222,17 +222,17 @@ def _to_json(row: StepTime) -> Mapping[str, object]:
 BENCHMARK = Benchmark[StepTime](
     title="Decode step: ms, tokens/s",
     columns=(
-        Column("level", align="left"),
-        Column("by", lambda row: f"{row.by}, {row.kernel}" if row.kernel else row.by, "left"),
-        Column("tokens", lambda row: f"{row.tokens:,}"),
-        Column("batch"),
-        Column("ms", lambda row: format_number(row.ms) or PARITY_FAILED),
-        Column("tokens/s", "tokens_per_s"),
-        Column("MB read", lambda row: format_number(row.read_bytes / 1e6)),
-        Column("GB/s", "gb_per_s"),
-        Column("of memory", lambda row: "" if row.of_memory is None else f"{row.of_memory:.0%}"),
-        Column("of dense", "of_dense"),
-        Column("of the shortest", "of_shortest"),
+        RowColumn("level", align="left"),
+        RowColumn("by", lambda row: f"{row.by}, {row.kernel}" if row.kernel else row.by, "left"),
+        RowColumn("tokens", lambda row: f"{row.tokens:,}"),
+        RowColumn("batch"),
+        RowColumn("ms", lambda row: format_number(row.ms) or PARITY_FAILED),
+        RowColumn("tokens/s", "tokens_per_s"),
+        RowColumn("MB read", lambda row: format_number(row.read_bytes / 1e6)),
+        RowColumn("GB/s", "gb_per_s"),
+        RowColumn("of memory", lambda row: "" if row.of_memory is None else f"{row.of_memory:.0%}"),
+        RowColumn("of dense", "of_dense"),
+        RowColumn("of the shortest", "of_shortest"),
     ),
     is_bold=lambda row, rows: row.by == "nsa",
     plot=plot_speeds,

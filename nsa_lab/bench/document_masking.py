@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from nsa_lab.bench.harness import Benchmark, Column, Output, Setup, make_record
+from nsa_lab.bench.harness import Benchmark, Output, RowColumn, Setup, make_record
 from nsa_lab.bench.training_speed import (
     CPU_MODEL,
     CPU_SHAPES,
@@ -110,16 +110,16 @@ def _measure_shape(
 BENCHMARK = Benchmark[MaskingRow](
     title="Training with document masking: tokens per second",
     columns=(
-        Column("T x micro", lambda row: format_shape((row.seq_len, row.micro_batch))),
-        Column("graph", lambda row: "yes" if row.cuda_graph else ""),
-        Column("documents per row", lambda row: f"{row.documents_per_row:.1f}"),
-        Column("one text", lambda row: f"{row.cross:,.0f}"),
-        Column("masked", lambda row: f"{row.mask:,.0f}"),
-        Column("ratio", lambda row: f"{row.ratio:.3f}"),
-        Column("target", lambda row: "" if row.bar is None else f"{row.bar}"),
-        Column("GB", lambda row: f"{row.cross_peak_bytes / 1e9:.2f}"),
-        Column("GB masked", lambda row: f"{row.mask_peak_bytes / 1e9:.2f}"),
-        Column("backends", lambda row: ", ".join(sorted(set(row.backends.values())))),
+        RowColumn("T x micro", lambda row: format_shape((row.seq_len, row.micro_batch))),
+        RowColumn("graph", lambda row: "yes" if row.cuda_graph else ""),
+        RowColumn("documents per row", lambda row: f"{row.documents_per_row:.1f}"),
+        RowColumn("one text", lambda row: f"{row.cross:,.0f}"),
+        RowColumn("masked", lambda row: f"{row.mask:,.0f}"),
+        RowColumn("ratio", lambda row: f"{row.ratio:.3f}"),
+        RowColumn("target", lambda row: "" if row.bar is None else f"{row.bar}"),
+        RowColumn("GB", lambda row: f"{row.cross_peak_bytes / 1e9:.2f}"),
+        RowColumn("GB masked", lambda row: f"{row.mask_peak_bytes / 1e9:.2f}"),
+        RowColumn("backends", lambda row: ", ".join(sorted(set(row.backends.values())))),
     ),
     has_table_per_case=False,
 )

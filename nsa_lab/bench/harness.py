@@ -114,7 +114,7 @@ def measure_if_correct(row: HasNote, is_correct: bool, measure: Callable[[], obj
 
 
 @dataclass(frozen=True)
-class Column:
+class RowColumn:
     """A table column. `content`: a field of the row (default: named as the column), or a function that formats the cell."""
 
     name: str
@@ -134,7 +134,7 @@ def format_number(x: float | None) -> str:
 
 def make_table(
     title: str,
-    columns: Sequence[Column],
+    columns: Sequence[RowColumn],
     rows: Sequence[Row],
     is_bold: Callable[[Row, Sequence[Row]], bool] = lambda row, rows: False,
 ) -> Table:
@@ -203,7 +203,7 @@ class Benchmark(Generic[Row]):
     """A benchmark whose results are rows: table columns, figure, and JSON key."""
 
     title: str
-    columns: Sequence[Column]
+    columns: Sequence[RowColumn]
     is_bold: Callable[[Any, Sequence[Any]], bool] = lambda line, lines: False
     plot: Callable[[list[Row], Path], None] | None = None
     has_table_per_case: bool = True

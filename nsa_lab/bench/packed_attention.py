@@ -25,9 +25,9 @@ from nsa_lab.attention.dispatch import ResolvedBackend, nsa_attention, resolve_b
 from nsa_lab.bench.attention_parity import GRADIENT_FACTOR, OUTPUT_FACTOR, compute_relative_error
 from nsa_lab.bench.harness import (
     Benchmark,
-    Column,
     Output,
     RandomInputs,
+    RowColumn,
     Setup,
     format_number,
     make_leaves,
@@ -96,15 +96,15 @@ class PackingRow:
 BENCHMARK = Benchmark[PackingRow](
     title="Packed documents: forward + backward of the whole operator, ms",
     columns=(
-        Column("packing", "name", "left"),
-        Column("tokens"),
-        Column("documents"),
-        Column("parity (error/limit)", "worst"),
-        Column("packed", lambda row: row.note or format_number(row.packed_ms)),
-        Column("reference", "beside_ms"),
-        Column("ratio"),
-        Column("target", "bar"),
-        Column("peak MiB", "peak_mib"),
+        RowColumn("packing", "name", "left"),
+        RowColumn("tokens"),
+        RowColumn("documents"),
+        RowColumn("parity (error/limit)", "worst"),
+        RowColumn("packed", lambda row: row.note or format_number(row.packed_ms)),
+        RowColumn("reference", "beside_ms"),
+        RowColumn("ratio"),
+        RowColumn("target", "bar"),
+        RowColumn("peak MiB", "peak_mib"),
     ),
     has_table_per_case=False,
     rows_key="lines",
@@ -268,10 +268,10 @@ class _PackingTimer:
 def _make_kernel_table(kernels: Mapping[str, tuple[float, float]]) -> Table:
     """Return a table of {kernel: (packed us, batched us)}, largest difference first."""
     columns = (
-        Column("kernel", lambda line: line[0][:60], "left"),
-        Column("packed", lambda line: f"{line[1]:.1f}"),
-        Column("batched", lambda line: f"{line[2]:.1f}"),
-        Column("difference", lambda line: f"{line[1] - line[2]:.1f}"),
+        RowColumn("kernel", lambda line: line[0][:60], "left"),
+        RowColumn("packed", lambda line: f"{line[1]:.1f}"),
+        RowColumn("batched", lambda line: f"{line[2]:.1f}"),
+        RowColumn("difference", lambda line: f"{line[1] - line[2]:.1f}"),
     )
     lines = sorted(((name, *us) for name, us in kernels.items()), key=lambda line: line[2] - line[1])
     return make_table("Row even by kernel, us", columns, lines)

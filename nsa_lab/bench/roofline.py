@@ -17,7 +17,7 @@ import torch
 
 from nsa_lab.attention import geometry
 from nsa_lab.bench.attention_rows import AttentionRow, Shape, parse_shape_label
-from nsa_lab.bench.harness import Column, format_number, make_table
+from nsa_lab.bench.harness import RowColumn, format_number, make_table
 from nsa_lab.bench.timing import get_memory_bytes_per_s, measure_matmul_flops_per_s
 from nsa_lab.config import ConfigError, NSAConfig
 from nsa_lab.runs.tables import Table
@@ -124,19 +124,19 @@ def add_limits(
     return limited
 
 
-def _make_pass_columns(name: str) -> tuple[Column, ...]:
+def _make_pass_columns(name: str) -> tuple[RowColumn, ...]:
     """Return the columns of a pass: measured time, minimum time, minimum / measured, and what sets the minimum."""
 
     def format_limit(text: str) -> Callable[[AttentionRow], str]:
         return lambda row: text.format(**row.limits[name]) if name in row.limits else ""
 
-    minimum = Column("minimum", lambda row: format_number(row.limits[name]["least_ms"]) if name in row.limits else "")
-    share, set_by = Column("share", format_limit("{share:.0%}")), Column("set by", format_limit("{by}"), "left")
-    return Column(name, f"{name}_ms"), minimum, share, set_by
+    minimum = RowColumn("minimum", lambda row: format_number(row.limits[name]["least_ms"]) if name in row.limits else "")
+    share, set_by = RowColumn("share", format_limit("{share:.0%}")), RowColumn("set by", format_limit("{by}"), "left")
+    return RowColumn(name, f"{name}_ms"), minimum, share, set_by
 
 
 COLUMNS = (
-    *(Column(name, align="left") for name in ("shape", "part", "by")),
+    *(RowColumn(name, align="left") for name in ("shape", "part", "by")),
     *_make_pass_columns("forward"),
     *_make_pass_columns("backward"),
 )

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 
 from nsa_lab.attention.kernels.kernel_names import get_kernel_part
-from nsa_lab.bench.harness import Benchmark, Column, Output, Setup, make_record, make_table
+from nsa_lab.bench.harness import Benchmark, Output, RowColumn, Setup, make_record, make_table
 from nsa_lab.bench.timing import measure_matmul_flops_per_s, record_kernels
 from nsa_lab.config import DataConfig, ModelConfig, NSAConfig, RunConfig, RuntimeConfig, TrainConfig
 from nsa_lab.data import Batch, prepare
@@ -279,13 +279,13 @@ def _format_target(row: dict[str, Any]) -> str:
     return f"{row['bar']}" if row["bar"] else ""
 
 
-def _measurement_column(name: str, format_cell: Callable[[dict[str, Any]], str]) -> Column:
-    return Column(name, lambda line: format_cell(line[1]))
+def _measurement_column(name: str, format_cell: Callable[[dict[str, Any]], str]) -> RowColumn:
+    return RowColumn(name, lambda line: format_cell(line[1]))
 
 
-def _ratio_column(name: str, format_cell: Callable[[dict[str, Any]], str]) -> Column:
+def _ratio_column(name: str, format_cell: Callable[[dict[str, Any]], str]) -> RowColumn:
     """Return a column that is shown in the NSA line of a row."""
-    return Column(name, lambda line: format_cell(line[0]) if line[1]["kind"] == "nsa" else "")
+    return RowColumn(name, lambda line: format_cell(line[0]) if line[1]["kind"] == "nsa" else "")
 
 
 SHAPE_COLUMN = _measurement_column("T x micro", lambda m: format_shape((m["seq_len"], m["micro_batch"])))

@@ -25,7 +25,7 @@ from nsa_lab.attention.kernels.launch_table import RowTile, Tile
 from nsa_lab.bench import attention_parity as parity
 from nsa_lab.bench.attention_parts import Part, make_parts
 from nsa_lab.bench.attention_rows import GPU_SHAPES, Shape
-from nsa_lab.bench.harness import Benchmark, Column, Output, Setup, make_record, measure_if_correct
+from nsa_lab.bench.harness import Benchmark, Output, RowColumn, Setup, make_record, measure_if_correct
 from nsa_lab.bench.timing import make_forward_backward, time_ms
 from nsa_lab.config import NSAConfig
 
@@ -86,12 +86,12 @@ def parse_kernel(text: str) -> str:
 BENCHMARK = Benchmark[TileTiming](
     title="Kernel tiles, the launch table's first: ms of the part that uses them",
     columns=(
-        Column("shape", align="left"),
-        Column("kernel", align="left"),
-        Column("tile", align="left"),
-        Column("ms"),
-        Column("of the table's", "of_table"),
-        Column("note", align="left"),
+        RowColumn("shape", align="left"),
+        RowColumn("kernel", align="left"),
+        RowColumn("tile", align="left"),
+        RowColumn("ms"),
+        RowColumn("of the table's", "of_table"),
+        RowColumn("note", align="left"),
     ),
     is_bold=lambda row, rows: row.ms is not None and row.ms == min(other.ms for other in rows if other.ms is not None),
 )

@@ -51,7 +51,7 @@ def find_hidden_question(task: TinyRecall, nsa: NSAConfig, seed: int = 0) -> tup
         for question in range(task.n_far):
             _, query, answer = _locate_question(task, sequence, question, seed)
             own_block, block = query // nsa.l_sel, answer // nsa.l_sel
-            if nsa.sink_blocks <= block <= own_block - nsa.local_blocks and answer <= query - nsa.w:
+            if block not in (0, own_block - 1, own_block) and answer <= query - nsa.w:
                 return sequence, question
     raise ValueError(
         f"{task} with window w = {nsa.w}: no answer is outside the window and the forced blocks; "

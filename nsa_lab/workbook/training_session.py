@@ -147,6 +147,7 @@ def configure_training(
     prompt: str,
     sample_tokens: int,
     reference: str = "",
+    description: str = "",
 ) -> TrainingSession:
     """Return the session for the parameters of a training notebook. Raises `Stop`.
 
@@ -154,4 +155,6 @@ def configure_training(
     notebook explains the other parameters.
     """
     config = notebook.load_configuration(name, sections, run_dir)
+    if description:
+        config = config.model_copy(update={"description": description})
     return TrainingSession(config, run_dir, outputs, new_run, prompt, sample_tokens, reference)

@@ -14,7 +14,7 @@ from rich.console import Console
 from nsa_lab.bench import harness
 from nsa_lab.bench.attention_rows import AttentionRow
 from nsa_lab.bench.attention_speed import _compute_shares
-from nsa_lab.bench.harness import Benchmark, Column, Output, Setup, make_record
+from nsa_lab.bench.harness import Benchmark, Output, RowColumn, Setup, make_record
 from nsa_lab.config import ConfigError
 from nsa_lab.runs import environment
 
@@ -32,7 +32,7 @@ class Row:
 
 def run(tmp_path: Path, measure, cases=("a", "b", "c"), **options):
     file = io.StringIO()
-    benchmark = Benchmark[Row]("Title", (Column("name"), Column("ms"), Column("note")), **options)
+    benchmark = Benchmark[Row]("Title", (RowColumn("name"), RowColumn("ms"), RowColumn("note")), **options)
     output = Output(tmp_path / "bench.json", tmp_path / "bench.png", Console(file=file, width=100))
     return benchmark.run(cases, measure, output, make_record(CPU, what="test")), file.getvalue()
 
@@ -115,7 +115,7 @@ def test_an_interrupted_benchmark_records_its_results_and_the_remaining_cases(tm
 
 
 def test_a_column_formats_its_cell() -> None:
-    table = harness.make_table("", (Column("upper", lambda row: row.name.upper()), Column("time", "ms")), [Row("a")])
+    table = harness.make_table("", (RowColumn("upper", lambda row: row.name.upper()), RowColumn("time", "ms")), [Row("a")])
     assert table.rows == [["A", ""]]
     assert [harness.format_number(x) for x in (None, 1.23456, 12.3456)] == ["", "1.235", "12.3"]
 

@@ -40,8 +40,8 @@ MUTANTS = [
     Mutant(
         "data: characters counted for bytes",
         "data.build_shards",
-        'counts["text_bytes"] += len(_to_bytes(text))',
-        'counts["text_bytes"] += len(text)',
+        'counts["text_bytes"] += len(_to_bytes(part))',
+        'counts["text_bytes"] += len(part)',
     ),
     Mutant(
         "data: a filling that goes on begins again",

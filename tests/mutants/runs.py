@@ -14,8 +14,8 @@ MUTANTS = [
     Mutant(
         "events: an attempt ends only where the next one starts",
         "runs.events",
-        "lowest = min(lowest, resumed_at.get(attempt, math.inf))",
-        "lowest = resumed_at.get(attempt, math.inf)",
+        "lowest = min(lowest, from_step)",
+        "lowest = from_step",
     ),
     Mutant(
         "history: the best validation is the worst",
@@ -96,7 +96,7 @@ MUTANTS = [
     Mutant(
         "events: a repeated step counts twice",
         "runs.events",
-        "lowest = min(lowest, resumed_at.get(attempt, math.inf))",
+        "lowest = min(lowest, from_step)",
         "lowest = math.inf",
     ),
     Mutant(
@@ -109,13 +109,13 @@ MUTANTS = [
         "export: a repeated step",
         "runs.csv_export",
         "for event in history.steps)",
-        'for event in history.events_of_kind("step")[::-1])',
+        'for event in history.events_of_kind("step"))',
     ),
     Mutant(
         "checkpoint: sizes checked, contents not",
         "runs.checkpoint_files",
-        'if not check_hashes or read_manifest_entry(path)["sha256"] == entry["sha256"]:',
-        "if True:",
+        'return None if sha256 == entry["sha256"] else',
+        "return None if sha256 else",
     ),
     # Ranks, a full disk, damage, stalls.
     Mutant(

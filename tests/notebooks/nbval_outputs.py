@@ -14,7 +14,7 @@ from forker import Forker
 from nbval.plugin import IPyNbCell
 
 PICTURES = {
-    "01_branches": 9,
+    "01_branches": 8,
     "02_in_practice": 4,
     "03_kernel_parity": 3,
     "07_does_selection_find": 4,

@@ -34,7 +34,12 @@ def test_the_dense_preset_is_the_matched_baseline() -> None:
     counts = [build_meta_model(config.model).parameter_count() for config in (NSA, DENSE)]
     assert counts == [78_397_184, 78_447_872] and counts[1] / counts[0] - 1 < 0.001
     model = {"attention": "dense", "mlp_hidden": DENSE.model.hidden_width}
-    assert NSA.model_copy(update={"name": DENSE.name, "model": NSA.model.model_copy(update=model)}) == DENSE
+    assert (
+        NSA.model_copy(
+            update={"name": DENSE.name, "description": DENSE.description, "model": NSA.model.model_copy(update=model)}
+        )
+        == DENSE
+    )
 
 
 def test_the_presets_grow_to_64k_with_masking_and_end_on_long_documents() -> None:

@@ -641,7 +641,8 @@ def test_data_preparation_reports_progress_and_is_not_a_stall(
 
     slow, fast = new_run(runtime={"heartbeat_s": 0.05}), new_run(runtime={"heartbeat_s": 0.05})
     assert train(fast, builders=replace(builders, data=data)) == 0
-    recorded = kinds(fast, "fill")
+    # The reports of `data` above; the build that follows may add its own on a slow machine.
+    recorded = [event for event in kinds(fast, "fill") if event["tokens_wanted"] == 100_000]
     assert len(recorded) > 5 and not kinds(fast, "stall")
     assert (
         recorded[-1]["documents"] > recorded[0]["documents"]
