@@ -416,6 +416,10 @@ def test_hidden_states_and_embeddings(model: hf.NSALabForCausalLM) -> None:
     for handle in handles:
         handle.remove()
     assert len(output.hidden_states) == 3
+    for hidden in output.hidden_states:
+        hidden.retain_grad()
+    output.logits.sum().backward(retain_graph=True)
+    assert all(hidden.grad.abs().sum() > 0 for hidden in output.hidden_states)
     for hidden, expected in zip(output.hidden_states, [*caught, model.base_model(tokens).last_hidden_state], strict=True):
         torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-10)
     first = model(tokens[:, :17], output_hidden_states=True, use_cache=True)
@@ -511,7 +515,7 @@ tokenizer.save_pretrained(target)
 
 
 def test_model_saved_without_a_tokenizer_can_be_imported(tmp_path: Path) -> None:
-    """As in a checkpoint of a Trainer: every file that auto_map names is there, and none of the library's source files."""
+    """A Trainer checkpoint has every file that auto_map names, and no source file of the library."""
     make_model().save_pretrained(tmp_path)
     auto_map = transformers.AutoConfig.from_pretrained(tmp_path).auto_map
     assert {name.split(".")[0] for name in auto_map.values()} == {"nsa_lab_in_transformers"}

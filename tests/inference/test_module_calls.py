@@ -7,10 +7,12 @@ import re
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from looping import looped
 from tiny_models import TINY_NSA, build_model, tiny_config
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -108,7 +110,7 @@ class ChangedLinear(nn.Linear):
 
 
 class ChangedWeight(Tensor):
-    """A tensor whose matrix products differ from those of its data, as those of a quantized tensor do."""
+    """A tensor whose matrix products differ from the products of its data, as with quantized tensors."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -199,6 +201,8 @@ def list_linears(model: nn.Module) -> list[str]:
     return [name for name in names if not name.startswith("blocks.") or name.startswith("blocks.0.")]
 
 
+@pytest.mark.slow
+@looped
 @pytest.mark.parametrize("kind", LINEAR_KINDS)
 @pytest.mark.parametrize("variant", [NSA_MODEL, DENSE_MODEL], ids=["nsa", "dense"])
 def test_changed_linear_layer(kind: str, variant: dict, graph: list[object]) -> None:
@@ -216,6 +220,8 @@ def test_changed_linear_layer(kind: str, variant: dict, graph: list[object]) -> 
         assert not graph and not is_plain(model, plain_logits), name
 
 
+@pytest.mark.slow
+@looped
 @pytest.mark.parametrize("variant", [NSA_MODEL, DENSE_MODEL], ids=["nsa", "dense"])
 @pytest.mark.parametrize("how", ["forward hook", "forward pre-hook", "replaced forward"])
 def test_hook_on_any_module(how: str, variant: dict, graph: list[object]) -> None:
@@ -254,7 +260,7 @@ def test_change_between_steps_takes_effect(graph: list[object]) -> None:
     graphs = [decoder._decode_graph]
 
     def check_next_step(changed: NSATransformer) -> None:
-        """The keys of earlier tokens are those of the original model, so compare with a copy of its cache."""
+        """The original model computed the keys of earlier tokens, so compare with a copy of its cache."""
         expected = Decoder(original, 40)
         expected.append(tokens[:, :30])
         expected._model = changed
@@ -310,7 +316,7 @@ def test_dynamically_quantized_linear_layers() -> None:
         warnings.simplefilter("ignore")  # torch.ao is deprecated
         quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
     assert not isinstance(quantized.head, nn.Linear)
-    # The scale of quantized activations is that of all tokens of a call.
+    # All tokens of a call share the scale of quantized activations.
     tokens = sample_tokens(1, 40)
     decoder = Decoder(quantized, 40)
     torch.testing.assert_close(decoder.append(tokens), quantized(tokens), rtol=0, atol=1e-5)
@@ -325,6 +331,27 @@ def test_layers_in_other_dtypes(graph: list[object]) -> None:
             module.float()
     check_steps_equal_forward(model, tolerance=0.1)
     assert not graph
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [NSA_MODEL, DENSE_MODEL], ids=["nsa", "dense"])
+def test_fully_sharded_weights(variant: dict, tmp_path: Path) -> None:
+    """FSDP2 on one rank: parameters are DTensors between calls, and hooks gather them in a call."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        model = build_model(tiny_config(**variant))
+        expected = model(sample_tokens(2, 40)).detach()
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        assert all(type(weight).__name__ == "DTensor" for weight in model.parameters())
+        torch.testing.assert_close(model(sample_tokens(2, 40)).detach(), expected)
+        check_steps_equal_forward(model)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_weights_on_the_meta_device_are_named() -> None:

@@ -40,7 +40,7 @@ class NSALabConfig(SavedWithImport, PreTrainedConfig):
     """Configuration. `architecture`: a `ModelConfig` as a mapping, including `nsa`; `backend`: as in `NSATransformer`.
 
     `max_position_embeddings`: the longest sequence in training. Longer inputs are accepted; evaluation harnesses cut
-    prompts to it. None: unknown.
+    prompts to it. None: unknown. The ids of special tokens equal the tokenizer's.
     """
 
     model_type = "nsa_lab"
@@ -51,6 +51,9 @@ class NSALabConfig(SavedWithImport, PreTrainedConfig):
         architecture: Mapping[str, Any] | None = None,
         backend: str = "auto",
         max_position_embeddings: int | None = None,
+        bos_token_id: int | None = None,
+        eos_token_id: int | None = None,
+        pad_token_id: int | None = None,
         **kwargs: Any,
     ) -> None:
         config = ModelConfig(**(architecture or {}))
@@ -61,6 +64,7 @@ class NSALabConfig(SavedWithImport, PreTrainedConfig):
         self.intermediate_size = config.hidden_width
         if max_position_embeddings is not None:
             self.max_position_embeddings = max_position_embeddings
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
         super().__init__(**{"tie_word_embeddings": False, **kwargs})
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:

@@ -32,9 +32,11 @@ def export(run_dir: str | Path, folder: str | Path, *, step: int | None = None, 
     model, tokenizer = load_model(checkpoint), load_tokenizer(run.data.tokenizer)
     trained_step = checkpoint_files.parse_step(checkpoint)
     trained_length = max(stage.seq_len for stage in run.train.plan[: run.train.locate_step(trained_step)[0] + 1])
-    exported = NSALabForCausalLM(NSALabConfig(model.config.model_dump(), max_position_embeddings=trained_length))
-    exported.model.load_state_dict(model.state_dict())
     special_token_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.separator)
+    architecture = model.config.model_dump()
+    config = NSALabConfig(architecture, max_position_embeddings=trained_length, **special_token_ids)
+    exported = NSALabForCausalLM(config)
+    exported.model.load_state_dict(model.state_dict())
     exported.generation_config = GenerationConfig(**special_token_ids)
     exported.save_pretrained(folder, max_shard_size=max_shard_size)
     if isinstance(tokenizer, ByteTokenizer):

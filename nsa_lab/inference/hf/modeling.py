@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -150,7 +151,7 @@ class NSALabModel(SavedWithImport, PreTrainedModel):
         return self.model._selection_loss
 
     def _get_flag(self, value: bool | None, name: str, *, default: bool = False) -> bool:
-        """Return an argument of `forward`, or if it is None that of the configuration."""
+        """Return an argument of `forward`; None: the value of the configuration."""
         return bool(getattr(self.config, name, default) if value is None else value)
 
     def _run(self, arguments: Mapping[str, Any], output: str, columns: Tensor | slice | None = None) -> Outputs:
@@ -257,6 +258,16 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
         if generation_config.use_cache is not False and all(model_kwargs.get(name) is None for name in names):
             model_kwargs[CACHE_ARGUMENT] = NSALabCache(self.model)
         return result
+
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` reads its signature
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Pass the cache as `past_key_values`: under its name since transformers 5.24, PEFT 0.21 does not find it, and adds
+        the virtual tokens of prompt tuning again in every step.
+        """
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        if "cache" in inputs:
+            inputs["past_key_values"] = inputs.pop("cache")
+        return inputs
 
     @property
     def base_model(self) -> NSALabModel:
