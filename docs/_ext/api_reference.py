@@ -59,7 +59,7 @@ def list_public_names(module: str) -> list[str]:
         if found == ["__all__"]:
             exported = ast.literal_eval(statement.value)  # type: ignore[attr-defined]
             # Submodules have their own entries. A function may have the name of the submodule that defines it.
-            return [name for name in exported if name != "__version__" and list_imports(module).get(name) != module]
+            return [name for name in exported if list_imports(module).get(name) != module]
         if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             found = [statement.name]
         names += found
@@ -90,7 +90,7 @@ def find_definition(module: str, name: str) -> str:
 
 def find_home(module: str, name: str) -> str:
     """Return the full name under which `name` is documented: names of `nsa_lab` are documented in its packages."""
-    return f"{list_imports(module)[name]}.{name}" if module == "nsa_lab" else f"{module}.{name}"
+    return f"{list_imports(module).get(name, module)}.{name}" if module == "nsa_lab" else f"{module}.{name}"
 
 
 def describe_constant(module: str, name: str) -> str:
