@@ -19,6 +19,7 @@ from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
 from nsa_lab.attention import fp32_selection, geometry, input_checks, kernels, reference, torch_backend
 from nsa_lab.attention.dispatch import resolve_backend
+from nsa_lab.attention.key_storage import decode_keys
 from nsa_lab.attention.layer_cache import LayerCache
 from nsa_lab.attention.layout import Span
 from nsa_lab.attention.reference import get_definition_dtype
@@ -249,6 +250,11 @@ def _attend_branches(
     blocks: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `attend_and_select` for sequences that all have `start` earlier tokens, in chunks of queries."""
+    k_index = cache.k_index
+    if index_q is not None and k_index is not None:
+        k_index = k_index[:, : geometry.num_compressed(start + q.shape[1], selection_nsa)]
+        if k_index.dtype.itemsize == 1:
+            k_index = decode_keys(k_index, index_q.shape[3], index_q.dtype)
     outs: dict[str, list[Tensor]] = {"cmp": [], "sel": [], "win": []}
     selections: list[Tensor] = []
     for rows in _split_queries(q, start, nsa, selection_nsa):
@@ -257,8 +263,8 @@ def _attend_branches(
             p, out = _attend_compressed(chunk_q, cache.k_cmp, cache.v_cmp, chunk_start, nsa)
             outs["cmp"].append(out)
             scoring = chunk_q, cache.k_cmp
-        if index_q is not None and cache.k_index is not None:
-            scoring = index_q[:, rows], cache.k_index
+        if index_q is not None and k_index is not None:
+            scoring = index_q[:, rows], k_index
             p = _compute_probabilities(*scoring, chunk_start, selection_nsa)
         if cache.k_sel is not None and blocks is None:
             assert scoring is not None and p is not None, "_check_cache requires scores"

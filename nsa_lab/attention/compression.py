@@ -50,6 +50,16 @@ def compress(
     return zero_absent_rows(phi(gather_rows(unfold_blocks(text, nsa), blocks, inverse)), blocks)
 
 
+def find_first_rows(n_blocks: int, nsa: NSAConfig, layout: Layout | None, device: torch.device) -> Tensor:
+    """Return the row of the first token of each of the `n_blocks` blocks of `compress`, int64 [N]; arbitrary for padding.
+
+    `layout`: of a packed span; None: a single document.
+    """
+    if layout is None or layout.token_indices is None or layout.block_indices is None:
+        return geometry.positions(0, n_blocks, device) * nsa.d
+    return layout.token_indices[layout.block_indices.clamp_min(0) * nsa.d].clamp_min(0)
+
+
 def check_phi(nsa: NSAConfig, phi: nn.Module | None) -> None:
     """Raise ValueError unless `phi` is the kind of module that `nsa.phi` needs."""
     if (phi is None) != (nsa.phi == "avg"):

@@ -1,8 +1,9 @@
-"""NSA as one operator of a program that torch.export traced, valid for every length.
+"""NSA as operators of a program that torch.export traced, valid for every length.
 
 The backends choose loops and shapes by the length, which would make it a constant of the program. In the program, all of
-attention is therefore one call of `nsa_lab::exported_attention`, which selects its backend when it runs. Compressed blocks
-are computed outside of it, because phi is a module, for a padded text; the operator drops blocks that are not complete.
+attention is therefore one call of `nsa_lab::exported_attention`, which selects its backend when it runs. Block selection by
+other keys than the compressed branch's is a call of `nsa_lab::exported_selection` before it. Compressed blocks are computed
+outside of them, because phi is a module, for a padded text; the operators drop blocks that are not complete.
 
 A saved program needs `import nsa_lab.model` where it is loaded. The operators have no backward pass.
 """
@@ -20,31 +21,44 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from nsa_lab.attention import geometry
+from nsa_lab.attention.compression import compress
 from nsa_lab.attention.dispatch import nsa_attention, score_and_select_blocks
+from nsa_lab.attention.layout import Layout, Span
 from nsa_lab.config import NSAConfig
 
 torch.library.define(
     "nsa_lab::exported_attention",
-    "(Tensor q, Tensor?[] keys_and_values, Tensor? gates, str nsa, Tensor? index_q, Tensor? index_k, str index_nsa)"
-    " -> Tensor",
+    "(Tensor q, Tensor?[] keys_and_values, Tensor? gates, Tensor? blocks, str nsa) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.define(
+    "nsa_lab::exported_selection", "(Tensor q, Tensor k, str nsa) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
 )
 torch.library.define("nsa_lab::unfold_padded", "(Tensor x, int l, int d) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def exported_attention(
-    inputs: Sequence[Tensor | None], selection_inputs: Sequence[Any] | None, geometries: tuple[str, str]
-) -> Tensor:
-    """Return `nsa_attention` of its eight inputs, [B, T, H, Dv]; None for those of a branch that does not exist.
+def exported_attention(inputs: Sequence[Tensor | None], blocks: Tensor | None, nsa: str) -> Tensor:
+    """Return `nsa_attention` of its eight inputs, [B, T, H, Dv]; None for the inputs of a missing branch.
 
-    Compressed keys and values are results of `compress_padded`, also those of an indexer, in `selection_inputs` (queries,
-    keys, ...). `geometries`: JSON of the configurations of the branches and of the indexer's keys, which tracing cannot
-    write.
+    Compressed keys and values are results of `compress_padded`. `blocks`: the selected blocks; None: select them by the
+    compressed branch. `nsa`: JSON of the configuration; tracing cannot write it.
     """
     q, *keys_and_values, gates = inputs
-    index_q, index_k = (None, None) if selection_inputs is None else selection_inputs[:2]
-    nsa, index_nsa = geometries
-    return torch.ops.nsa_lab.exported_attention.default(q, keys_and_values, gates, nsa, index_q, index_k, index_nsa)
+    return torch.ops.nsa_lab.exported_attention.default(q, keys_and_values, gates, blocks, nsa)
+
+
+def exported_selection(q: Tensor, k: Tensor, nsa: str) -> Tensor:
+    """Return `score_and_select_blocks` of queries and a result of `compress_padded`; `nsa`: JSON of their configuration."""
+    return torch.ops.nsa_lab.exported_selection.default(q, k, nsa)
+
+
+def compress_traceable(
+    x: Tensor, nsa: NSAConfig, phi: nn.Module | None, *, span: Span | None = None, layout: Layout | None = None
+) -> Tensor:
+    """Return `compress` of x [B, T, G, D]; `compress_padded` while torch.export traces."""
+    if torch.compiler.is_exporting():
+        return compress_padded(x, nsa, phi)
+    return compress(x, nsa, phi, span=span, layout=layout)
 
 
 def compress_padded(x: Tensor, nsa: NSAConfig, phi: nn.Module | None) -> Tensor:
@@ -63,31 +77,30 @@ def _(x: Tensor, l: int, d: int) -> Tensor:
 
 @torch.library.register_fake("nsa_lab::unfold_padded")
 def _(x: Tensor, l: int, d: int) -> Tensor:
-    # Their number is a new symbol: tracing cannot prove what it asks about an expression such as T // d + 2.
+    # Their number is a new symbol: about an expression such as T // d + 2, tracing cannot prove its conditions.
     n_blocks = torch.library.get_ctx().new_dynamic_size(min=2)
     return x.new_empty(x.shape[0], n_blocks, *x.shape[2:], l)
 
 
+@torch.library.impl("nsa_lab::exported_selection", ("cpu", "cuda"))
+def _(q: Tensor, k: Tensor, nsa: str) -> Tensor:
+    config = NSAConfig.model_validate_json(nsa)
+    return score_and_select_blocks(q, k[:, : geometry.num_compressed(q.shape[1], config)], config)
+
+
+@torch.library.register_fake("nsa_lab::exported_selection")
+def _(q: Tensor, k: Tensor, nsa: str) -> Tensor:
+    n_sel = NSAConfig.model_validate_json(nsa).n_sel
+    return q.new_empty(*q.shape[:2], k.shape[2], n_sel, dtype=torch.int32)
+
+
 @torch.library.impl("nsa_lab::exported_attention", ("cpu", "cuda"))
-def _(
-    q: Tensor,
-    keys_and_values: list[Tensor | None],
-    gates: Tensor | None,
-    nsa: str,
-    index_q: Tensor | None,
-    index_k: Tensor | None,
-    index_nsa: str,
-) -> Tensor:
-    config, index_config = NSAConfig.model_validate_json(nsa), NSAConfig.model_validate_json(index_nsa)
+def _(q: Tensor, keys_and_values: list[Tensor | None], gates: Tensor | None, blocks: Tensor | None, nsa: str) -> Tensor:
+    config = NSAConfig.model_validate_json(nsa)
     k_cmp, v_cmp, *rest = keys_and_values
     n_complete = geometry.num_compressed(q.shape[1], config)
-    blocks = None
-    if index_q is not None and index_k is not None:
-        complete = index_k[:, : geometry.num_compressed(q.shape[1], index_config)]
-        blocks = score_and_select_blocks(index_q, complete, index_config)
     k_cmp, v_cmp = (None if x is None else x[:, :n_complete] for x in (k_cmp, v_cmp))
-    k_sel, v_sel, k_win, v_win = rest
-    inputs: Any = q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, config
+    inputs: Any = q, k_cmp, v_cmp, *rest, gates, config
     return nsa_attention(*inputs, blocks=blocks)
 
 

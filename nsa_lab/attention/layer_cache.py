@@ -43,7 +43,7 @@ class LayerCache(NamedTuple):
     v_win: Tensor | None = None
     """[B, R, G, d_v]"""
     k_index: Tensor | None = None
-    """[B, N_index_max, G, index width], compressed keys that only select blocks."""
+    """[B, N_index_max, G, .], compressed keys that only select blocks, in a format of `key_storage`."""
 
     def slice_batch(self, rows: slice) -> LayerCache:
         """Return views of the sequences in `rows`."""

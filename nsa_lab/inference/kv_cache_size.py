@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from nsa_lab.attention import geometry
+from nsa_lab.attention.key_storage import count_row_bytes
 from nsa_lab.config import ConfigError, ModelConfig, NSAConfig
 from nsa_lab.runs.summary import format_size
 
@@ -37,34 +38,46 @@ def count_ngram_slots(max_ngram: int) -> int:
     return max_ngram - 1 + MAX_STEP_TOKENS
 
 
+def count_ring_slots(nsa: NSAConfig, branches: Sequence[str]) -> int | None:
+    """Return the slots of the ring of keys and values that `branches` share; None if all tokens are stored."""
+    if "sel" in branches or "dense" in branches:
+        return None
+    needed = {"cmp": count_raw_slots(nsa), "win": count_window_slots(nsa)}
+    return max(needed[branch] for branch in branches)
+
+
 def compute_sequence_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
     """Return the bytes that a `Cache` allocates per sequence of `capacity` tokens, with `itemsize` bytes per element."""
-    rows = capacity * _count_kv_elements(config) + _count_previous_key_elements(config)
-    if config.attention == "nsa":
-        rows += (count_window_slots(config.nsa) + _count_compressed_rows(capacity, config.nsa)) * _count_kv_elements(config)
-        if config.has_indexer:
-            rows += _count_compressed_rows(capacity, config.selection_nsa) * config.n_kv_groups * config.index_width
-    tokens = count_ngram_slots(config.ngrams) if config.ngrams else 0
-    return config.n_layers * rows * itemsize + tokens * TOKEN_ID_BYTES
+    c = config
+    slots = (count_ring_slots(c.nsa, branches) for branches in c.kv_sets)
+    n_rows = sum(capacity if n is None else n for n in slots) + _count_compressed(c, capacity)
+    keys_and_values = c.n_layers * n_rows * _count_kv_elements(c) * itemsize
+    tokens = count_ngram_slots(c.ngrams) if c.ngrams else 0
+    selection = geometry.num_compressed(capacity, c.selection_nsa) * _count_selection_bytes(c, itemsize)
+    rings = _count_previous_key_elements(c) * itemsize + tokens * TOKEN_ID_BYTES
+    if c.has_indexer:
+        rings += c.n_scoring_layers * count_raw_slots(c.selection_nsa) * c.index_groups * c.index_width * itemsize
+    return keys_and_values + selection + rings
 
 
 def compute_token_bytes(config: ModelConfig, itemsize: int) -> float:
-    """Return the bytes of a `Cache` per additional token, including 1/d of a compressed block."""
-    per_token = float(_count_kv_elements(config))
-    if config.attention == "nsa":
-        per_token += _count_kv_elements(config) / config.nsa.d
-        per_token += config.n_kv_groups * config.index_width / config.selection_nsa.d if config.has_indexer else 0
-    return config.n_layers * per_token * itemsize
+    """Return the bytes of a `Cache` per additional token, including its shares of compressed blocks."""
+    c = config
+    n_rows = float(sum(count_ring_slots(c.nsa, branches) is None for branches in c.kv_sets))
+    n_rows += 1 / c.nsa.d if c.attention == "nsa" and "cmp" in c.branches else 0
+    per_token = c.n_layers * n_rows * _count_kv_elements(c) * itemsize
+    return per_token + _count_selection_bytes(c, itemsize) / c.selection_nsa.d
 
 
 def compute_read_bytes(config: ModelConfig, length: int, itemsize: int) -> int:
-    """Return the bytes of keys and values that the last of `length` tokens reads, summed over layers."""
-    if config.attention == "dense":
-        return config.n_layers * length * _count_kv_elements(config) * itemsize
-    n_elements = sum(geometry.decode_reads(length, config.nsa).values()) * _count_kv_elements(config)
-    if config.has_indexer:
-        n_elements += geometry.num_compressed(length, config.selection_nsa) * config.n_kv_groups * config.index_width
-    return config.n_layers * n_elements * itemsize
+    """Return the bytes of keys and values that the last of `length` tokens reads, summed over branches and layers.
+
+    A token that two branches read counts twice, also if they share its key and value.
+    """
+    c, reads = config, geometry.decode_reads(length, config.nsa)
+    n_rows = length if c.attention == "dense" else sum(reads[branch] for branch in c.branches)
+    selection = geometry.num_compressed(length, c.selection_nsa) * _count_selection_bytes(c, itemsize)
+    return c.n_layers * n_rows * _count_kv_elements(c) * itemsize + selection
 
 
 def check_cache_fits(config: ModelConfig, capacity: int, batch: int, device: torch.device, itemsize: int) -> None:
@@ -112,10 +125,22 @@ def _count_kv_elements(config: ModelConfig) -> int:
 
 
 def _count_previous_key_elements(config: ModelConfig) -> int:
-    """Return the elements of the keys before the short convolution, in all branches and the indexer; 0 without it."""
-    widths = (3 if config.attention == "nsa" else 1) * config.d_k + config.has_indexer * config.index_width
-    return count_previous_key_slots() * config.n_kv_groups * widths if config.matching_heads else 0
+    """Return the elements of the keys before the short convolution, in all layers and indexers; 0 without it."""
+    c = config
+    widths = c.n_layers * len(c.kv_sets) * c.n_kv_groups * c.d_k
+    widths += c.n_scoring_layers * c.index_groups * c.index_width if c.has_indexer else 0
+    return count_previous_key_slots() * widths if c.matching_heads else 0
 
 
-def _count_compressed_rows(capacity: int, nsa: NSAConfig) -> int:
-    return geometry.num_compressed(capacity, nsa) + count_raw_slots(nsa)
+def _count_compressed(config: ModelConfig, capacity: int) -> int:
+    """Return the number of blocks that the compressed branch caches for `capacity` tokens; 0 without it."""
+    has_compression = config.attention == "nsa" and "cmp" in config.branches
+    return geometry.num_compressed(capacity, config.nsa) if has_compression else 0
+
+
+def _count_selection_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Return the bytes of one key that only selects blocks, of an indexer or a mean key, summed over groups and layers."""
+    c = config
+    if c.has_indexer:
+        return c.n_scoring_layers * c.index_groups * count_row_bytes(c.indexer_dtype, c.index_width, itemsize)
+    return c.n_scoring_layers * c.n_kv_groups * c.d_k * itemsize if c.scores == "mean_key" else 0

@@ -1,4 +1,4 @@
-"""Whether the weights of a module may be read directly, by fused kernels and CUDA graphs, instead of calling the module.
+"""The decision to read weights directly, for fused kernels and CUDA graphs, instead of calling their module.
 
 A call of a module may do more than its class does with its weights: hooks, parametrizations, adapters, quantization,
 sharding, offloading. `is_plain` is the only place that decides this, for every map and every backend. If it returns False,
@@ -39,9 +39,9 @@ _FORWARD_METHODS: dict[type[nn.Module], Callable[..., Any]] = {cls: cls.forward 
 def is_plain(module: nn.Module, like: Tensor) -> bool:
     """Return True if a call of `module` only applies the weights of its class and of the classes of its submodules.
 
-    All classes are exactly those of this library and of PyTorch, without hooks, parametrizations or replaced methods. Every
-    weight is a dense, contiguous `nn.Parameter` with the dtype and device of `like`, and linear layers have no bias.
-    Autocast and global module hooks also change what a call computes; under them the result is False.
+    All classes belong to this library or PyTorch and are not subclassed; there are no hooks, parametrizations or replaced
+    methods. Every weight is a dense, contiguous `nn.Parameter` with the dtype and device of `like`; linear layers have no
+    bias. Autocast and global module hooks also change what a call computes; under them the result is False.
     """
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return False

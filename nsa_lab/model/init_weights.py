@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -48,29 +50,31 @@ def initialize_weights(
 
 
 def _init_induction_heads(layer: SparseAttention | DenseAttention) -> None:
-    """Copy the first branch's keys to all branches, and the first group's keys to its first query heads."""
+    """Copy the first set of keys to all sets, and the first group's keys to its first query heads."""
     queries, keys = _get_qk_weights(layer)
     keys[1:] = keys[0].clone()
     queries[: layer.config.matching_heads] = keys[0, 0]
 
 
 def _init_indexer(layer: SparseAttention, indexer: Indexer) -> None:
-    """Copy each group's first query head to the indexer's queries, and the selected branch's keys to its keys.
+    """Copy each group's first query heads to the indexer's queries, and the selected branch's keys to its keys.
 
-    If the indexer is n times narrower than a head, copy every nth RoPE pair and every nth unrotated channel.
+    Queries of the indexer beyond the number of heads are copied again; a shared key is the first group's. If the indexer is
+    n times narrower than a head, copy every nth RoPE pair and every nth unrotated channel.
     """
     c, half = layer.config, layer.config.rotary_width // 2
     queries, keys = _get_qk_weights(layer)
-    index_queries, index_keys = indexer.qk.weight.view(2, c.n_kv_groups, c.index_width, c.dim)
+    index_queries, index_keys = indexer.qk.weight.view(-1, c.index_width, c.dim).split([c.n_index_queries, c.index_groups])
     stride = c.d_k // c.index_width
     pairs = torch.arange(0, half, stride)
     channels = torch.cat([pairs, half + pairs, torch.arange(2 * half, c.d_k, stride)])
-    index_queries.copy_(queries[:: c.heads_per_group, channels])
-    index_keys.copy_(keys[1][:, channels])
+    heads = torch.arange(c.n_kv_groups)[:, None] * c.heads_per_group + torch.arange(c.indexer_heads) % c.heads_per_group
+    index_queries.copy_(queries[heads.flatten()][:, channels])
+    index_keys.copy_(keys[cast(int, c.get_kv_set("sel"))][: c.index_groups, channels])
 
 
 def _get_qk_weights(layer: SparseAttention | DenseAttention) -> tuple[Tensor, Tensor]:
-    """Return views of the query weights, [H, d_k, C], and of the key weights, [branches, G, d_k, C]."""
-    c, n_keys = layer.config, layer.N_BRANCHES * layer.config.n_kv_groups
+    """Return views of the query weights, [H, d_k, C], and of the key weights, [sets, G, d_k, C]."""
+    c, n_keys = layer.config, len(layer.config.kv_sets) * layer.config.n_kv_groups
     queries, keys, _ = layer.qkv.weight.split([c.n_heads * c.d_k, n_keys * c.d_k, n_keys * c.d_v])
-    return queries.view(c.n_heads, c.d_k, c.dim), keys.view(layer.N_BRANCHES, c.n_kv_groups, c.d_k, c.dim)
+    return queries.view(c.n_heads, c.d_k, c.dim), keys.view(-1, c.n_kv_groups, c.d_k, c.dim)

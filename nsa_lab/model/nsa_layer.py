@@ -99,7 +99,8 @@ class NSAttention(nn.Module):
             raise ValueError(f"NSAttention: expected x [B, T, {c.dim}], B and T at least 1; got {tuple(x.shape)}")
         self._check_dtype(x)
         check_span(span, x.shape[1])
-        out, self._selection_loss = self.attention(x, self.compute_rotary(x, span), span)
+        out, selection = self.attention(x, self.compute_rotary(x, span), span)
+        self._selection_loss = selection.loss
         return out
 
     def _check_dtype(self, x: Tensor) -> None:

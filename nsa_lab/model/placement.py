@@ -20,9 +20,9 @@ class Placement(NamedTuple):
 
 
 def find_placement(module: nn.Module) -> Placement:
-    """Return where and in which dtype `module` computes; float32 on the CPU for a module without weights.
+    """Return the device and dtype in which `module` computes; float32 on the CPU for a module without weights.
 
-    The device is that of the first weight in memory. If a hook of `accelerate` loads the weights for each call, it is the
+    This is the device of the first weight in memory. If a hook of `accelerate` loads the weights for each call, it is the
     device that they are loaded to. Quantized weights do not have the dtype of the activations and are skipped.
     """
     device = dtype = hook_device = None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa_lab.attention import Span, geometry
-from nsa_lab.config import BRANCHES, ModelConfig
+from nsa_lab.config import ModelConfig
 
 SATURATION_MARGIN = 0.01  # gates this close to 0 or 1 have almost no gradient
 
@@ -27,14 +27,27 @@ def compute_branch_statistics(
     * sel_window_overlap: fraction of the selected keys that are also in the window
     * sel_keys, sel_keys_most: selected keys per query, mean and maximum
     * norm_*: root mean square of a branch's output
-    """
-    nsa = config.nsa
-    gates, blocks = observed["gates"].float(), observed["blocks"].long()
-    share = gates / gates.sum(-1, keepdim=True)
-    stats = {f"gate_share_{name}": share[..., i].mean() for i, name in enumerate(BRANCHES)}
-    stats["gate_entropy"] = -(share * share.clamp_min(1e-9).log()).sum(-1).mean()
-    stats["gate_saturation"] = ((gates < SATURATION_MARGIN) | (gates > 1 - SATURATION_MARGIN)).float().mean()
 
+    Only of branches that exist. A single branch has no gates, and without a window there is no overlap with it.
+    """
+    stats: dict[str, Tensor] = {}
+    if "gates" in observed:
+        gates = observed["gates"].float()
+        share = gates / gates.sum(-1, keepdim=True)
+        stats |= {f"gate_share_{name}": share[..., i].mean() for i, name in enumerate(config.branches)}
+        stats["gate_entropy"] = -(share * share.clamp_min(1e-9).log()).sum(-1).mean()
+        stats["gate_saturation"] = ((gates < SATURATION_MARGIN) | (gates > 1 - SATURATION_MARGIN)).float().mean()
+    if "blocks" in observed:
+        stats |= _compute_selection_statistics(observed, config, span)
+    for name in config.branches:
+        stats[f"norm_{name}"] = observed[f"out_{name}"].float().pow(2).mean().sqrt()
+    return stats
+
+
+def _compute_selection_statistics(
+    observed: Mapping[str, Tensor], config: ModelConfig, span: Span | None
+) -> dict[str, Tensor]:
+    nsa, blocks, stats = config.nsa, observed["blocks"].long(), dict[str, Tensor]()
     span = span or Span.full(blocks.shape[1])
     positions = span.positions()
     t = positions.to(blocks.device)[:, None, None]
@@ -49,11 +62,10 @@ def compute_branch_statistics(
     stats["sel_sink_share"] = _average_rows((observed["lse_sink"] - observed["lse_sel"]).float().exp(), is_past_first)
 
     keys, in_window = geometry.keys_of_blocks(blocks, t, nsa)
-    stats["sel_window_overlap"] = in_window.sum() / keys.sum()
+    if "win" in config.branches:
+        stats["sel_window_overlap"] = in_window.sum() / keys.sum()
     per_query = keys.sum(-1).float()
     stats["sel_keys"], stats["sel_keys_most"] = per_query.mean(), per_query.max()
-    for name in BRANCHES:
-        stats[f"norm_{name}"] = observed[f"out_{name}"].float().pow(2).mean().sqrt()
     return stats
 
 

@@ -14,7 +14,13 @@ from nsa_lab.attention.dispatch import ResolvedBackend
 from nsa_lab.attention.layout import Layout
 from nsa_lab.attention.transforms import check_not_traced
 from nsa_lab.config import ModelConfig
-from nsa_lab.model.attention_layers import DenseAttention, SparseAttention, get_layouts, scale_selection_loss
+from nsa_lab.model.attention_layers import (
+    DenseAttention,
+    Selection,
+    SparseAttention,
+    get_layouts,
+    scale_selection_loss,
+)
 from nsa_lab.model.cached_pass import CachedLayer, CachedPass
 from nsa_lab.model.init_weights import initialize_weights
 from nsa_lab.model.layers import MLP, RMSNorm, Rotary, check_span, get_rotary_table, rms_normalize
@@ -27,11 +33,13 @@ BACKWARD_FLOPS = 2.0  # relative to the forward pass: two matrix products for ea
 class Block(nn.Module):
     """Pre-norm transformer block: x + attention(norm x), then x + MLP(norm x)."""
 
-    def __init__(self, config: ModelConfig, backends: Mapping[str, ResolvedBackend]) -> None:
+    def __init__(self, config: ModelConfig, backends: Mapping[str, ResolvedBackend], layer_index: int = 0) -> None:
         super().__init__()
-        attention_class = SparseAttention if config.attention == "nsa" else DenseAttention
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
-        self.attention = attention_class(config, backends)
+        if config.attention == "nsa":
+            self.attention = SparseAttention(config, backends, layer_index=layer_index)
+        else:
+            self.attention = DenseAttention(config, backends)
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
         self.mlp = MLP(config)
 
@@ -42,17 +50,18 @@ class Block(nn.Module):
         span: Span | None = None,
         layouts: tuple[Layout, ...] | None = None,
         cache: CachedLayer | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the output and the selection loss of the attention, or None; `layouts`: the result of `get_layouts`.
+        blocks: Tensor | None = None,
+    ) -> tuple[Tensor, Selection]:
+        """Return the output and the result of block selection; `layouts`: the result of `get_layouts`.
 
-        With a `cache`, x are new tokens, and there is no loss.
+        `blocks`: as in `SparseAttention.forward`. With a `cache`, x are new tokens, and the selection is empty.
         """
         if cache is not None:
-            return cache.run_block(self, x), None
+            return cache.run_block(self, x), Selection()
         # The loss is returned, not stored: FSDP and activation checkpointing handle only the outputs of a block.
-        attended, selection_loss = self.attention(self.attention_norm(x), rotary, span, layouts)
+        attended, selection = self.attention(self.attention_norm(x), rotary, span, layouts, None, blocks)
         x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), selection_loss
+        return x + self.mlp(self.mlp_norm(x)), selection
 
 
 class NSATransformer(nn.Module):
@@ -79,7 +88,7 @@ class NSATransformer(nn.Module):
         self._selection_loss: Tensor | None = None
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.ngrams = NgramEmbedding(config) if config.ngrams else None
-        self.blocks = nn.ModuleList(Block(config, self.backends) for _ in range(config.n_layers))
+        self.blocks = nn.ModuleList(Block(config, self.backends, index) for index in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.reset_parameters(seed)
@@ -139,18 +148,22 @@ class NSATransformer(nn.Module):
             x, rotary, layouts = cache.embed(self, tokens, embeddings), None, None
         losses: list[Tensor] = []
         hidden_states: list[Tensor] = []
+        selected: Tensor | None = None
         for index, block in enumerate(self.blocks):
             if output == "all":
                 hidden_states.append(x)
             if cache is not None:
                 layer = cache.get_layer(index)
-                x, selection_loss = block(x, layer.rotary, cache=layer)
-            elif self.gradient_checkpointing and self.training:
-                x, selection_loss = checkpoint(block, x, rotary, span, layouts, use_reentrant=False)
+                x, _ = block(x, layer.rotary, cache=layer)
+                continue
+            blocks = None if self.config.has_indexer_in(index) else selected
+            if self.gradient_checkpointing and self.training:
+                x, selection = checkpoint(block, x, rotary, span, layouts, None, blocks, use_reentrant=False)
             else:
-                x, selection_loss = block(x, rotary, span, layouts)
-            if selection_loss is not None:
-                losses.append(selection_loss)
+                x, selection = block(x, rotary, span, layouts, None, blocks)
+            selected = selection.blocks
+            if selection.loss is not None:
+                losses.append(selection.loss)
         self._selection_loss = torch.stack(losses).sum() if losses else None
         if output == "hidden":
             return self.norm(x)
@@ -198,11 +211,14 @@ class NSATransformer(nn.Module):
         if self.config.attention != "nsa":
             raise ValueError("observe: a dense model has no branches to observe; use model.attention: nsa")
         x, rotary = self.prepare_inputs(tokens, span)
-        observed = []
-        for block in cast("list[Block]", self.blocks):
+        observed: list[dict[str, Tensor]] = []
+        selected: Tensor | None = None
+        for index, block in enumerate(cast("list[Block]", self.blocks)):
             layer = cast(SparseAttention, block.attention)
-            observed.append(layer.observe(block.attention_norm(x), rotary, span))
-            x, _ = block(x, rotary, span)
+            blocks = None if self.config.has_indexer_in(index) else selected
+            observed.append(layer.observe(block.attention_norm(x), rotary, span, blocks))
+            x, selection = block(x, rotary, span, blocks=blocks)
+            selected = selection.blocks
         return observed
 
     def statistics(self, tokens: Tensor, span: Span | None = None) -> dict[str, Tensor]:
@@ -223,22 +239,22 @@ class NSATransformer(nn.Module):
         """Return training FLOPs per token, forward and backward, with NSA ("nsa") and with dense attention ("dense").
 
         `lengths`: the length of a document, or a mapping from length to number of documents. The result is the mean over
-        tokens. Both entries use this model's weights; they differ in the number of keys. An indexer scores its keys once,
-        forward only, with one query per group. Not counted: lookups, norms, recomputation inside kernels, and the selection
-        loss, which has few queries.
+        tokens. Both entries use this model's weights; they differ in the number of keys. Keys that only select blocks, of
+        an indexer or mean keys, are scored once, forward only. Not counted: lookups, norms, recomputation inside kernels,
+        and the selection loss, which has few queries.
         """
         c = self.config
         matmul = 2 * (self.parameter_count() - self.embedding_parameter_count())
         per_key = 2 * c.n_layers * c.n_heads * (c.d_k + c.d_v)
         reads = geometry.mean_reads(lengths, c.nsa)
-        sparse = reads["cmp"] + reads["sel"] + reads["win"]
+        sparse = sum(reads[name] for name in c.branches)
         flops = {
             kind: (1 + BACKWARD_FLOPS) * (matmul + per_key * keys)
             for kind, keys in (("nsa", sparse), ("dense", reads["dense"]))
         }
-        if c.has_indexer:
-            keys = geometry.mean_reads(lengths, c.selection_nsa)["cmp"]
-            flops["nsa"] += 2 * c.n_layers * c.n_kv_groups * c.index_width * keys
+        if c.scores in ("indexer", "mean_key"):
+            per_index_key = 2 * (c.n_index_queries * c.index_width if c.has_indexer else c.n_heads * c.d_k)
+            flops["nsa"] += c.n_scoring_layers * per_index_key * geometry.mean_reads(lengths, c.selection_nsa)["cmp"]
         return flops
 
     def describe(self, length: int) -> str:

@@ -247,13 +247,17 @@ def nsa_attention(
     return sum(gates[..., i, None] * branch for i, branch in enumerate(branches))
 
 
-def rotate(x: Array, theta: float) -> Array:
-    """Rotate every head separately: pair (i, i + D/2) is a complex number, multiplied by exp(1j * t * theta**(-2i/D))."""
+def rotate(x: Array, theta: float, positions: list[int] | None = None) -> Array:
+    """Rotate every head separately: pair (i, i + D/2) is a complex number, multiplied by exp(1j * t * theta**(-2i/D)).
+
+    `positions`: t of every row; None: 0, 1, ...
+    """
     half = x.shape[-1] // 2
     rotated = x[..., :half] + 1j * x[..., half:]
-    for t in range(x.shape[1]):
+    for row in range(x.shape[1]):
+        t = positions[row] if positions else row
         for i in range(half):
-            rotated[:, t, :, i] *= np.exp(1j * t * theta ** (-2 * i / (2 * half)))
+            rotated[:, row, :, i] *= np.exp(1j * t * theta ** (-2 * i / (2 * half)))
     return np.concatenate([rotated.real, rotated.imag], axis=-1)
 
 
@@ -284,39 +288,64 @@ class Model(NamedTuple):
     indexer: int = 0  # tokens per index key; 0: no indexer
     indexer_width: int | None = None  # None: d_k
     ngrams: tuple[int, int] = (0, 0)  # longest n-gram, and rows of each table
+    branches: tuple[str, ...] = ("cmp", "sel", "win")
+    shared_kv: bool = False
+    mean_keys: bool = False  # they select the blocks
+    index_heads: int = 1  # query heads per group of the indexer
+    index_groups: int | None = None  # index keys per token; None: one per group
+    index_order: tuple[str, ...] = ("rotate", "pool")
+    indexer_every: int = 1
+    index_format: str = "bf16"  # no rounding; fp8; mxfp4
 
 
-def attention_layer(x: Array, model: Model, prefix: str) -> Array:
-    """Compute an attention layer. Rows of `qkv`: q, then the keys of cmp, sel and win, then their values."""
+def attention_layer(
+    x: Array, model: Model, prefix: str, selects: bool = True, blocks: list | None = None
+) -> tuple[Array, list | None]:
+    """Compute an attention layer, and return the selected blocks as well.
+
+    Rows of `qkv`: q, then the keys of every branch in the order cmp, sel, win, then their values; with `shared_kv`, one key
+    and one value. `selects`: the layer selects its own blocks, otherwise `blocks` are those of an earlier layer.
+    """
     B, T, _ = x.shape
     H, G, d_k, d_v = model.heads, model.groups, model.d_k, model.d_v
-    rows, start = {}, 0
-    for name, heads, width in [
-        ("q", H, d_k),
-        ("k_cmp", G, d_k),
-        ("k_sel", G, d_k),
-        ("k_win", G, d_k),
-        ("v_cmp", G, d_v),
-        ("v_sel", G, d_v),
-        ("v_win", G, d_v),
-    ]:
-        weight = model.weights[f"{prefix}.qkv.weight"][start : start + heads * width]
+    sets = [model.branches] if model.shared_kv else [(branch,) for branch in model.branches]
+    weight, start, rows = model.weights[f"{prefix}.qkv.weight"], 0, []
+    for heads, width in [(H, d_k)] + [(G, d_k)] * len(sets) + [(G, d_v)] * len(sets):
+        rows.append((x @ weight[start : start + heads * width].T).reshape(B, T, heads, width))
         start += heads * width
-        rows[name] = (x @ weight.T).reshape(B, T, heads, width)
-        if name[0] == "k" and f"{prefix}.convolution.weight" in model.weights:
-            branch = ["k_cmp", "k_sel", "k_win"].index(name)
-            rows[name] = short_convolution(rows[name], model.weights[f"{prefix}.convolution.weight"][:, branch])
-        if name[0] in "qk":
-            R = model.rotary_width or d_k
-            rows[name] = np.concatenate([rotate(rows[name][..., :R], model.theta), rows[name][..., R:]], axis=-1)
-    k_cmp = compress(rows["k_cmp"], model.geometry, get_phi(model, f"{prefix}.phi_k"))
-    v_cmp = compress(rows["v_cmp"], model.geometry, get_phi(model, f"{prefix}.phi_v"))
-    logits = (x @ model.weights[f"{prefix}.gate.weight"].T).reshape(B, T, H, 3)
-    gates = sigmoid(logits) if model.gate == "sigmoid" else np.apply_along_axis(softmax, -1, logits)
-    selection_inputs = index_queries_and_keys(x, model, f"{prefix}.indexer") if model.indexer else None
-    branches = k_cmp, v_cmp, rows["k_sel"], rows["v_sel"], rows["k_win"], rows["v_win"]
-    attended = nsa_attention(rows["q"], *branches, gates, model.geometry, selection_inputs)
-    return attended.reshape(B, T, H * d_v) @ model.weights[f"{prefix}.out.weight"].T
+    assert start == len(weight)
+    keys, values = {}, {}
+    for i, branches in enumerate(sets):
+        key = rows[1 + i]
+        if f"{prefix}.convolution.weight" in model.weights:
+            key = short_convolution(key, model.weights[f"{prefix}.convolution.weight"][:, i])
+        for branch in branches:
+            keys[branch], values[branch] = rotate_some(key, model.rotary_width, model.theta), rows[1 + len(sets) + i]
+    q = rotate_some(rows[0], model.rotary_width, model.theta)
+    raw_keys = dict(keys)
+    if "cmp" in keys:
+        keys["cmp"] = compress(keys["cmp"], model.geometry, get_phi(model, f"{prefix}.phi_k"))
+        values["cmp"] = compress(values["cmp"], model.geometry, get_phi(model, f"{prefix}.phi_v"))
+    gates = None
+    if len(model.branches) > 1:
+        logits = (x @ model.weights[f"{prefix}.gate.weight"].T).reshape(B, T, H, len(model.branches))
+        gates = sigmoid(logits) if model.gate == "sigmoid" else np.apply_along_axis(softmax, -1, logits)
+    if "sel" in keys and selects:
+        if model.indexer:
+            scoring = index_queries_and_keys(x, model, f"{prefix}.indexer")
+        elif model.mean_keys:
+            scoring = q, *mean_keys(raw_keys["sel"], model.geometry)
+        else:
+            scoring = q, keys["cmp"], model.geometry
+        blocks = select_blocks(*scoring)
+    inputs = [x.get(branch) for branch in ("cmp", "sel", "win") for x in (keys, values)]
+    attended = nsa_attention(q, *inputs, gates, model.geometry, blocks=blocks)
+    return attended.reshape(B, T, H * d_v) @ model.weights[f"{prefix}.out.weight"].T, blocks
+
+
+def rotate_some(x: Array, width: int | None, theta: float, positions: list[int] | None = None) -> Array:
+    """Rotate the first `width` channels of every head; None: all."""
+    return np.concatenate([rotate(x[..., :width], theta, positions), x[..., width or x.shape[-1] :]], axis=-1)
 
 
 def compute_ngram_rows(tokens: Array, max_n: int, rows: int, table: Array) -> Array:
@@ -352,18 +381,53 @@ def short_convolution(x: Array, weight: Array) -> Array:
 
 
 def index_queries_and_keys(x: Array, model: Model, prefix: str) -> tuple[Array, Array, Geometry]:
-    """Return the indexer's queries [B, T, G, width], compressed keys [B, N, G, width], and their geometry."""
+    """Return the indexer's queries [B, T, G * heads, width], keys [B, N, G, width], and their geometry."""
     B, T, _ = x.shape
-    G, width = model.groups, model.indexer_width or model.d_k
+    G, width, groups = model.groups, model.indexer_width or model.d_k, model.index_groups or model.groups
     geometry = model.geometry._replace(l=model.indexer, d=model.indexer)
-    q, k = (rows.reshape(B, T, G, width) for rows in np.split(x @ model.weights[f"{prefix}.qk.weight"].T, 2, axis=-1))
+    n_queries = G * model.index_heads
+    rows = (x @ model.weights[f"{prefix}.qk.weight"].T).reshape(B, T, n_queries + groups, width)
+    q, k = rows[:, :, :n_queries], rows[:, :, n_queries:]
     if f"{prefix}.convolution.weight" in model.weights:
         k = short_convolution(k, model.weights[f"{prefix}.convolution.weight"][:, 0])
     R = (model.rotary_width or model.d_k) * width // model.d_k
-    q, k = (np.concatenate([rotate(rows[..., :R], model.theta), rows[..., R:]], axis=-1) for rows in (q, k))
     has_weights = model.indexer > 1  # a single token needs no weights
     phi = pool(model.weights[f"{prefix}.phi.score"], model.weights[f"{prefix}.phi.place"]) if has_weights else mean
-    return q, compress(k, geometry, phi), geometry
+    positions = list(range(T))
+    for step in model.index_order:
+        if step == "rotate":
+            k = rotate_some(k, R, model.theta, positions)
+        elif step == "norm":
+            k = rms_norm(k, model.weights[f"{prefix}.norm.weight"], model.eps)
+        else:
+            k, positions = compress(k, geometry, phi), [block[0] for block in compressed_blocks(T, geometry)]
+    k = np.apply_along_axis({"bf16": lambda key: key, "fp8": round_to_fp8, "mxfp4": round_to_mxfp4}[model.index_format], -1, k)
+    return rotate_some(q, R, model.theta), np.concatenate([k] * (G // groups), 2), geometry
+
+
+# Magnitudes by code: e4m3 has four bits of exponent and three of mantissa, e2m1 two and one. 0 has two codes, with a sign.
+E4M3 = [m / 512 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)][:-1]
+E2M1 = [m / 2 if e == 0 else (1 + m / 2) * 2.0 ** (e - 1) for e in range(4) for m in range(2)]
+
+
+def round_to_code(x: float, magnitudes: list[float]) -> float:
+    """Return the nearest value with a code, for a tie the one with the even code."""
+    code = min(range(len(magnitudes)), key=lambda code: (abs(magnitudes[code] - abs(x)), code % 2))
+    return np.copysign(magnitudes[code], x)
+
+
+def round_to_fp8(key: Array) -> Array:
+    return np.array([round_to_code(x, E4M3) for x in key.astype(np.float32).tolist()])
+
+
+def round_to_mxfp4(key: Array) -> Array:
+    """Round groups of 32 channels to e2m1 times a power of two, by which the largest magnitude is between 4 and 8."""
+    out = []
+    for group in np.split(key.astype(np.float32).astype(float), range(32, len(key), 32)):
+        largest = np.abs(group).max()
+        scale = 2.0 ** (np.floor(np.log2(largest)) - 2) if largest else 1.0
+        out += [scale * round_to_code(x / scale, E2M1) for x in group]
+    return np.array(out)
 
 
 def get_phi(model: Model, prefix: str) -> Callable[[Array], Array]:
@@ -377,17 +441,21 @@ def get_phi(model: Model, prefix: str) -> Callable[[Array], Array]:
     return mlp(position, model.weights[f"{prefix}.map.0.weight"], model.weights[f"{prefix}.map.2.weight"])
 
 
-def logits(tokens: Array, model: Model, layers: int) -> Array:
-    """Return the logits of the transformer, tokens [B, T] -> [B, T, V]."""
+def logits(tokens: Array, model: Model, layers: int, selections: list | None = None) -> Array:
+    """Return the logits of the transformer, tokens [B, T] -> [B, T, V]. The blocks of each layer are added to `selections`."""
     w = model.weights
     x = w["embedding.weight"][tokens]
     if model.ngrams[0]:
         x = x + compute_ngram_rows(tokens, *model.ngrams, w["ngrams.table.weight"]) @ w["ngrams.out.weight"].T
     if model.embedding_norm:
         x = rms_norm(x, np.ones(x.shape[-1]), model.eps)
+    blocks = None
     for i in range(layers):
         mixed = rms_norm(x, w[f"blocks.{i}.attention_norm.weight"], model.eps)
-        x = x + attention_layer(mixed, model, f"blocks.{i}.attention")
+        attended, blocks = attention_layer(mixed, model, f"blocks.{i}.attention", i % model.indexer_every == 0, blocks)
+        x = x + attended
+        if selections is not None:
+            selections.append(blocks)
         hidden = rms_norm(x, w[f"blocks.{i}.mlp_norm.weight"], model.eps) @ w[f"blocks.{i}.mlp.up.weight"].T
         if model.gated_mlp:
             gate, hidden = np.split(hidden, 2, axis=-1)

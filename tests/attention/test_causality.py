@@ -82,6 +82,7 @@ NONFINITE_VALUES = {
 }
 
 
+@pytest.mark.slow
 @looped
 @every_variant
 @shapes

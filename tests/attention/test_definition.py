@@ -78,6 +78,7 @@ def test_every_function_equals_brute_force_in_the_corners(shape: Shape, variant:
     check_all(shape, variant)
 
 
+@pytest.mark.slow
 @every_variant
 @given(shape=random_shapes())
 def test_every_function_equals_brute_force_for_any_shape(variant: str, shape: Shape) -> None:
@@ -105,6 +106,7 @@ def test_importance_of_a_row_sums_to_its_overlap(shape: Shape) -> None:
     torch.testing.assert_close(total, expected[None, :, None].expand_as(total), rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", [reference.compress, compress], ids=["reference", "fast"])
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @given(shape=random_shapes(max_tokens=25))

@@ -50,6 +50,7 @@ def test_compressed_branch(variant: str) -> None:
         )
 
 
+@pytest.mark.slow
 @every_variant
 def test_selected_branch(variant: str) -> None:
     x, blocks = make_leaves(), make_blocks()

@@ -232,6 +232,7 @@ def test_rows_of_a_chunk_equal_rows_of_the_full_call(variant: str, start: int, l
         torch.testing.assert_close(rows[name], expected[:, start:], rtol=limit, atol=limit, msg=f"{name}: {case}")
 
 
+@pytest.mark.slow
 @looped
 @every_variant
 @dtypes

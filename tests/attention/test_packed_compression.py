@@ -74,6 +74,7 @@ def test_gathered_rows_and_their_gradients() -> None:
     assert nothing.shape == (1, 2, 2, 5) and not nothing.any()
 
 
+@pytest.mark.slow
 @looped
 @every_geometry
 @every_row

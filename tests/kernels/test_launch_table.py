@@ -1,4 +1,4 @@
-"""The launch table: what every tile must satisfy, for all supported widths, dtypes and GPUs. Its numbers were measured."""
+"""Limits that every tile of the launch table satisfies, for all supported widths, dtypes and GPUs."""
 
 from __future__ import annotations
 

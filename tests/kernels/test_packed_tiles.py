@@ -55,6 +55,7 @@ def _find(bounds_ptr, other_bounds_ptr, found_ptr, row_ptr, n_documents, ROWS_PE
 FEW = (0, 5, 0, 0, 1, 8, 3, 4, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lengths",
     [(6,), FEW, FEW * 7, *(pytest.param(many, marks=pytest.mark.slow) for many in (FEW * 8, (0, 0, 1, 0) * 520))],

@@ -54,6 +54,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", CASES)
 def test_second_derivatives_are_refused(compute: Callable[[dict[str, Tensor], str], Tensor]) -> None:
     names, first = CASES[compute], {}

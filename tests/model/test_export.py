@@ -1,4 +1,4 @@
-"""Programs of torch.export are valid for every length; what cannot be traced is refused with the way out."""
+"""Programs of torch.export are valid for every length; other traces are refused with the way out."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_dynamically_quantized_layers_run() -> None:
             quantized = torch.ao.quantization.quantize_dynamic(module, {nn.Linear}, dtype=torch.qint8)
             assert not any(type(part) is nn.Linear for part in quantized.modules())
             exact = module(inputs)
-            assert 0 < (quantized(inputs) - exact).norm() / exact.norm() < 0.05
+            assert 0 < (quantized(inputs) - exact).norm() / exact.norm() < 0.1
 
 
 def test_jit_trace_is_refused_with_the_reason() -> None:

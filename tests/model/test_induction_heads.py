@@ -43,8 +43,9 @@ def test_induction_heads_attend_to_the_token_after_a_match_at_initialization(att
     for head in (0, 1):
         assert (q[0, 30, head] @ k[0, :31, 0].T).argmax() == 8
     assert (q[0, 30, 3] @ k[0, :31, 1].T).argmax() != 8
-    weights = layer.qkv.weight[: (4 + layer.N_BRANCHES * 2) * 32].view(-1, 32, 64)
-    keys = weights[4:].view(layer.N_BRANCHES, 2, 32, 64)
+    n_sets = 3 if attention == "nsa" else 1
+    weights = layer.qkv.weight[: (4 + n_sets * 2) * 32].view(-1, 32, 64)
+    keys = weights[4:].view(n_sets, 2, 32, 64)
     unshifted = (model.blocks[0].attention_norm(x) @ keys[0, 1].T)[..., 2:]
     torch.testing.assert_close(k[0, :, 1, 2:], unshifted[0])  # the second group's keys are not shifted
     assert torch.equal(weights[0], keys[0, 0]) and torch.equal(weights[1], keys[0, 0])

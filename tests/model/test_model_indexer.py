@@ -203,7 +203,7 @@ def test_the_target_is_the_attention_of_the_heads() -> None:
     torch.nn.init.normal_(layer.indexer.qk.weight)
     x, rotary = model.prepare_inputs(tokens)
     x = 50 * x
-    _, loss = layer(x, rotary)
+    loss = layer(x, rotary)[1].loss
     inputs = layer.project(x, rotary)
     q, k, nsa = layer.project_selection_inputs(x, inputs, rotary)
     torch.testing.assert_close(loss, selection_loss(q, k, inputs[3], nsa, attention_q=inputs[0]))

@@ -256,7 +256,7 @@ def test_every_argument_reaches_the_layer() -> None:
     rotary = compute_rotary(torch.arange(29), 4, 50.0)
     torch.testing.assert_close(layer(x), inner(x, rotary)[0], rtol=0, atol=0)
     q, k, *_ = inner.project(x, rotary)
-    torch.testing.assert_close(layer.auxiliary_loss(), 0.25 * inner(x, rotary)[1], rtol=1e-12, atol=0)
+    torch.testing.assert_close(layer.auxiliary_loss(), 0.25 * inner(x, rotary)[1].loss, rtol=1e-12, atol=0)
     assert (
         q.shape[3] == k.shape[3] == 8
         and inner.project_selection_inputs(x, inner.project(x, rotary), rotary)[0].shape[3] == 4

@@ -180,7 +180,9 @@ MUTANTS = [
         "(positions[..., None] >= offsets)",
         "torch.ones_like(offsets)",
     ),
-    Mutant("n-grams: a token 0 is none", "model.ngrams", "(context + 1)", "context"),
+    Mutant(
+        "n-grams: a token 0 is none", "model.ngrams", "torch.stack(shifted, dim=-1) + 1", "torch.stack(shifted, dim=-1)"
+    ),
     Mutant("n-grams: all lengths share a table", "model.ngrams", " + self.rows_per_length * offsets[:-1]", ""),
     Mutant("n-grams: the order of tokens does not count", "model.ngrams", ".cumprod(0)", ".cumprod(0)[-1:]"),
     Mutant("n-grams: high bits do not count", "model.ngrams", "0x2545F4914F6CDD1D, 32", "0x2545F4914F6CDD1D, 63"),

@@ -111,6 +111,15 @@ class Step:
 
         return self._memoize(("blocks", nsa.l, nsa.d, n_blocks, capacity), compute)
 
+    def get_block_positions(self, nsa: NSAConfig, n_blocks: int) -> Tensor:
+        """Return the positions of the first tokens of `n_blocks` blocks from the first incomplete one, int64 [B, n]."""
+
+        def compute() -> Tensor:
+            first = self._get_first_block(nsa)
+            return (first + torch.arange(n_blocks, device=first.device)) * nsa.d
+
+        return self._memoize(("starts", nsa.l, nsa.d, n_blocks), compute)
+
     def _get_first_block(self, nsa: NSAConfig) -> Tensor:
         """Return the first block that was incomplete before this step, int64 [B, 1]."""
         last_position = self.positions[:, :1] - 1

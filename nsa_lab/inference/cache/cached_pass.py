@@ -27,6 +27,7 @@ class ModelPass(CachedPass):
     def __init__(self, cache: Cache, step: Step, get_rotary: Callable[[torch.device], Rotary]) -> None:
         self._cache, self._step, self._get_rotary = cache, step, get_rotary
         self._use_kernels = cache.backend == "triton" and not step.is_prefill
+        self.selected_blocks: Tensor | None = None  # of the last layer that has been computed
 
     def embed(self, model: NSATransformer, tokens: Tensor | None, embeddings: Tensor | None) -> Tensor:
         """Return the embedding [B, S, C] of new tokens int64 [B, S], and cache the tokens that later n-grams need."""
@@ -40,7 +41,7 @@ class ModelPass(CachedPass):
     def get_layer(self, index: int) -> LayerPass:
         layer = self._cache.layers[index]
         device = layer.like.device
-        return LayerPass(layer, self._step.to(device), self._get_rotary(device), self._use_kernels)
+        return LayerPass(self, layer, self._step.to(device), self._get_rotary(device), self._use_kernels)
 
     def compute_logits(self, model: NSATransformer, x: Tensor) -> Tensor:
         """Return the logits [B, n, V] of outputs x [B, n, C] of the last block."""
@@ -52,8 +53,16 @@ class ModelPass(CachedPass):
 class LayerPass:
     """A pass of one layer over the tokens of `step`. `rotary_table`: RoPE tables of all positions, [capacity, R/2]."""
 
-    def __init__(self, layer: NSACache | DenseCache, step: Step, rotary_table: Rotary, use_kernels: bool) -> None:
-        self._layer, self._step, self._rotary_table, self._use_kernels = layer, step, rotary_table, use_kernels
+    def __init__(
+        self,
+        model_pass: ModelPass,
+        layer: NSACache | DenseCache,
+        step: Step,
+        rotary_table: Rotary,
+        use_kernels: bool,
+    ) -> None:
+        self._model_pass, self._layer = model_pass, layer
+        self._step, self._rotary_table, self._use_kernels = step, rotary_table, use_kernels
 
     @property
     def rotary(self) -> Rotary:
@@ -64,7 +73,10 @@ class LayerPass:
         """Return the output of the block for new tokens x [B, S, C]."""
         if self._can_fuse(x, block.attention_norm, block.attention):
             attention = cast(Any, block.attention)  # of the class of the cache
-            x = self._layer.add_fused_attention(attention, block.attention_norm, x, self._rotary_table, self._step)
+            arguments = attention, block.attention_norm, x, self._rotary_table, self._step
+            x, self._model_pass.selected_blocks = self._layer.add_fused_attention(
+                *arguments, self._model_pass.selected_blocks
+            )
         else:
             x = x + block.attention(block.attention_norm(x), self.rotary, cache=self)[0]
         if self._can_fuse(x, block.mlp_norm, block.mlp):
@@ -74,7 +86,10 @@ class LayerPass:
     def attend(self, attention: SparseAttention | DenseAttention, x: Tensor) -> Tensor:
         """Cache the keys and values of x [B, S, C] and return the attention output of all heads, [B, S, H d_v]."""
         layer = cast(Any, self._layer)  # of the class of the attention
-        return layer.attend(attention, x, self.rotary, self._step)
+        attended, self._model_pass.selected_blocks = layer.attend(
+            attention, x, self._rotary_table, self._step, self._model_pass.selected_blocks
+        )
+        return attended
 
     def _can_fuse(self, x: Tensor, *modules: nn.Module) -> bool:
         """Return True if kernels may read the weights of `modules` for an input x."""

@@ -1,9 +1,11 @@
-"""Compressed blocks of the cached tokens, and the raw tokens that later blocks need.
+"""Compressed blocks of the cached tokens.
 
 Shape suffixes: B batch, S new tokens, G key/value groups, D head width.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -12,38 +14,58 @@ from nsa_lab.attention import compress, geometry
 from nsa_lab.attention.compression import BlockPool
 from nsa_lab.attention.layer_cache import PoolWeights
 from nsa_lab.config import NSAConfig
-from nsa_lab.inference import kv_cache_size
 from nsa_lab.inference.cache.cache_step import Step
-from nsa_lab.inference.cache.storage import Ring, TokenRows
+from nsa_lab.inference.cache.storage import TokenRows, TokenStorage
+
+FinishBlocks = Callable[[Tensor, Tensor], Tensor]
+"""(compressed blocks [B, n, G, D], positions of their first tokens int64 [B, n]) -> the rows that are stored."""
 
 
 class CompressedCache:
-    """Blocks compressed with the settings `nsa`, and a ring of the raw tokens that incomplete blocks need."""
+    """Blocks of `raw` tokens, compressed with the settings `nsa`. The owner of `raw` writes new tokens there first.
+
+    `row_format`: width and dtype of a stored block; None: like the tokens.
+    """
 
     KERNEL_PHI = ("avg", "pool")
     """Values of phi that `kernels.update_compressed` supports."""
 
-    def __init__(self, nsa: NSAConfig, capacity: int, groups: int, width: int, batch: int, like: Tensor) -> None:
-        self.nsa, self.dtype = nsa, like.dtype
-        self.blocks = TokenRows(geometry.num_compressed(capacity, nsa), groups, width, batch, like)
-        self.raw_tokens = Ring(kv_cache_size.count_raw_slots(nsa), groups, width, batch, like)
+    def __init__(
+        self,
+        nsa: NSAConfig,
+        capacity: int,
+        raw: TokenStorage,
+        like: Tensor,
+        row_format: tuple[int, torch.dtype] | None = None,
+    ) -> None:
+        batch, _, groups, token_width = raw.rows.shape
+        width, dtype = row_format or (token_width, like.dtype)
+        self.nsa, self.raw = nsa, raw
+        self.blocks = TokenRows(geometry.num_compressed(capacity, nsa), groups, width, batch, like, dtype)
 
-    def put(self, x: Tensor, phi: nn.Module | None, step: Step) -> None:
-        """Write new tokens [B, S, G, D] and the blocks that they complete, compressed by `phi`."""
-        self.raw_tokens.put(x, step)
+    def put(self, x: Tensor, phi: nn.Module | None, step: Step, finish: FinishBlocks | None = None) -> None:
+        """Write the blocks that new tokens x [B, S, G, D] complete, compressed by `phi`. `raw` has the tokens already.
+
+        `finish`: converts the compressed blocks to what is stored.
+        """
         if step.is_prefill:
-            self._put_blocks(compress(x, self.nsa, phi), step)
+            self._put_blocks(compress(x, self.nsa, phi), step, finish)
         else:
-            self.complete_blocks(phi, step, x.dtype)
+            self.complete_blocks(phi, step, x.dtype, finish)
 
-    def complete_blocks(self, phi: nn.Module | None, step: Step, dtype: torch.dtype) -> None:
-        """Compress, in `dtype`, and write the blocks completed by new tokens, which must already be in the ring."""
+    def complete_blocks(
+        self, phi: nn.Module | None, step: Step, dtype: torch.dtype, finish: FinishBlocks | None = None
+    ) -> None:
+        """Compress, in `dtype`, and write the blocks completed by new tokens, which must already be in `raw`."""
         if n_new := self._count_completed_blocks(step):
-            tokens = self.raw_tokens.read(step.get_block_token_indices(self.nsa, n_new, self.raw_tokens.n_slots))
-            self._put_blocks(compress(tokens.to(dtype), self.nsa, phi), step)
+            tokens = self.raw.read(step.get_block_token_indices(self.nsa, n_new, self.raw.n_slots))
+            self._put_blocks(compress(tokens.to(dtype), self.nsa, phi), step, finish)
 
-    def _put_blocks(self, blocks: Tensor, step: Step) -> None:
-        self.blocks.put(blocks, step.get_block_indices(self.nsa, blocks.shape[1], self.blocks.capacity))
+    def _put_blocks(self, blocks: Tensor, step: Step, finish: FinishBlocks | None) -> None:
+        n_blocks = blocks.shape[1]
+        if finish is not None:
+            blocks = finish(blocks, step.get_block_positions(self.nsa, n_blocks))
+        self.blocks.put_rows(blocks, step.get_block_indices(self.nsa, n_blocks, self.blocks.capacity))
 
     def grow(self, capacity: int) -> None:
         self.blocks.grow(self._count_blocks(capacity))

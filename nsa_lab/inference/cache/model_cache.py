@@ -43,8 +43,10 @@ class Cache:
         cache_class = NSACache if model.config.attention == "nsa" else DenseCache
         # Layers may be on different devices.
         self.layers = [
-            cache_class(model.config, capacity, batch, torch.empty(0, device=placed.device, dtype=placed.dtype), backend)
-            for placed in map(find_placement, model.blocks)
+            cache_class(
+                model.config, capacity, batch, torch.empty(0, device=placed.device, dtype=placed.dtype), backend, index
+            )
+            for index, placed in enumerate(map(find_placement, model.blocks))
         ]
 
     def make_step(self, width: int, counts: Sequence[int]) -> Step:
@@ -111,12 +113,14 @@ class Cache:
         self.starts, self._written = (tuple(counts[row] for row in rows) for counts in (self.starts, self._written))
         index = torch.tensor(rows)
         for tensor in (self.lengths, *self.tensors()):
-            tensor.copy_(tensor[index.to(tensor.device)])
+            # fp8 cannot be indexed on every device.
+            stored = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+            stored.copy_(stored[index.to(tensor.device)])
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield all cached tensors; dimension 0 is the sequence."""
         if self.latest_tokens:
-            yield self.latest_tokens.ring.data
+            yield self.latest_tokens.ring.rows
         for layer in self.layers:
             yield from layer.tensors()
 

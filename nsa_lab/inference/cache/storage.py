@@ -5,6 +5,7 @@ Shape suffixes: B batch, S new tokens, R slots of a ring, G key/value groups, D 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from nsa_lab.inference import kv_cache_size
@@ -12,10 +13,20 @@ from nsa_lab.inference.cache.cache_step import Step
 
 
 class TokenRows:
-    """Storage [B, capacity, G, D], with one extra row for padding beyond the capacity. It has no gradients."""
+    """Storage [B, capacity, G, D], with one extra row for padding beyond the capacity. It has no gradients.
 
-    def __init__(self, capacity: int, groups: int, width: int, batch: int, like: Tensor) -> None:
-        self._set_storage(capacity, like.new_zeros(batch * capacity + 1, groups, width), batch)
+    `dtype`: of the stored values; None: the dtype of `like`.
+    """
+
+    def __init__(
+        self, capacity: int, groups: int, width: int, batch: int, like: Tensor, dtype: torch.dtype | None = None
+    ) -> None:
+        self._set_storage(capacity, like.new_zeros(batch * capacity + 1, groups, width, dtype=dtype or like.dtype), batch)
+
+    @property
+    def n_slots(self) -> int:
+        """Slots of the same storage as a ring, which never wraps."""
+        return self.capacity
 
     def _set_storage(self, capacity: int, flat: Tensor, batch: int) -> None:
         self.capacity, self._flat = capacity, flat
@@ -27,9 +38,20 @@ class TokenRows:
         self._set_storage(capacity, old.new_zeros(batch * capacity + 1, *old.shape[2:]), batch)
         self.rows[:, : old.shape[1]] = old
 
-    def put(self, x: Tensor, indices: Tensor) -> None:
+    def put(self, x: Tensor, step: Step) -> None:
+        """Write the new tokens x [B, S, G, D]."""
+        self.put_rows(x, step.get_row_indices(self.capacity))
+
+    def put_rows(self, x: Tensor, indices: Tensor) -> None:
         """Write x [B, S, G, D] at `indices` from `Step`."""
-        self._flat.index_copy_(0, indices, x.flatten(0, 1).to(self._flat.dtype))
+        rows, flat = x.flatten(0, 1).to(self._flat.dtype), self._flat
+        if flat.dtype.itemsize == 1:  # index_copy_ does not support fp8
+            rows, flat = rows.view(torch.uint8), flat.view(torch.uint8)
+        flat.index_copy_(0, indices, rows)
+
+    def read(self, indices: Tensor) -> Tensor:
+        """Return the tokens at `indices`, int64 [B * n] from `Step`: [B, n, G, D]."""
+        return self._flat.index_select(0, indices).unflatten(0, (len(self.rows), -1))
 
 
 class Ring:
@@ -37,11 +59,14 @@ class Ring:
 
     def __init__(self, n_slots: int, groups: int, width: int, batch: int, like: Tensor) -> None:
         self._flat = like.new_zeros(batch * n_slots, groups, width)
-        self.data = self._flat.unflatten(0, (batch, n_slots))
+        self.rows = self._flat.unflatten(0, (batch, n_slots))
 
     @property
     def n_slots(self) -> int:
-        return self.data.shape[1]
+        return self.rows.shape[1]
+
+    def grow(self, capacity: int) -> None:
+        """Do nothing: the size of a ring does not depend on the capacity."""
 
     def put(self, x: Tensor, step: Step) -> None:
         """Append x [B, S, G, D]. S <= `kv_cache_size.MAX_STEP_TOKENS`, except at prefill."""
@@ -53,7 +78,11 @@ class Ring:
 
     def read(self, indices: Tensor) -> Tensor:
         """Return the tokens at `indices`, int64 [B * n] from `Step`: [B, n, G, D]."""
-        return self._flat.index_select(0, indices).unflatten(0, (len(self.data), -1))
+        return self._flat.index_select(0, indices).unflatten(0, (len(self.rows), -1))
+
+
+TokenStorage = TokenRows | Ring
+"""Storage of new tokens; as a ring, a token at position p is in slot p % n_slots of `rows`."""
 
 
 class LatestTokens:
@@ -77,20 +106,20 @@ class LatestTokens:
 class PreviousKeys:
     """Ring of the latest keys before the short convolution, which combines each key with the previous one."""
 
-    def __init__(self, n_branches: int, groups: int, width: int, batch: int, like: Tensor) -> None:
-        self._branches, self._groups = n_branches, groups
-        self.ring = Ring(kv_cache_size.count_previous_key_slots(), n_branches * groups, width, batch, like)
+    def __init__(self, n_sets: int, groups: int, width: int, batch: int, like: Tensor) -> None:
+        self._sets, self._groups = n_sets, groups
+        self.ring = Ring(kv_cache_size.count_previous_key_slots(), n_sets * groups, width, batch, like)
 
     def read_previous(self, step: Step) -> Tensor | None:
-        """Return the previous token's keys, [B, 1, branches, G, D]; 0 for an empty sequence, None at prefill."""
+        """Return the previous token's keys, [B, 1, sets, G, D]; 0 for an empty sequence, None at prefill."""
         if step.is_prefill:
             return None
         previous = self.ring.read(step.get_previous_ring_indices(1, self.ring.n_slots)).unflatten(
-            2, (self._branches, self._groups)
+            2, (self._sets, self._groups)
         )
         return previous.masked_fill((step.lengths == 0).view(-1, 1, 1, 1, 1), 0)
 
     def put(self, k_before_conv: Tensor | None, step: Step) -> None:
-        """Append keys [B, S, branches, G, D], as returned by the layer; None does nothing."""
+        """Append keys [B, S, sets, G, D], as returned by the layer; None does nothing."""
         if k_before_conv is not None:
             self.ring.put(k_before_conv.flatten(2, 3), step)

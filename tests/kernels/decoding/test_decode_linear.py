@@ -36,6 +36,7 @@ def assert_close(actual: Tensor, plain: Tensor, true: Tensor) -> None:
     assert (actual.double() - true).abs().max().item() <= 2 * (plain.double() - true).abs().max().item() + floor
 
 
+@pytest.mark.slow
 @looped
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("case", CASES)

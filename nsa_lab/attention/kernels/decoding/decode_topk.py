@@ -112,8 +112,8 @@ def nsa_block_logsumexp(
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg,
     T, N, B, G, row_tiles, n_blocks, scale_log2,
     STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, LOCAL: tl.constexpr, BLOCK_MAX: tl.constexpr,
-    STRIDES: tl.constexpr, STRIDES_AT_ONCE: tl.constexpr,
-    DK: tl.constexpr, DK_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, USE_PDL: tl.constexpr,
+    STRIDES: tl.constexpr, STRIDES_AT_ONCE: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr, FORMAT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, USE_PDL: tl.constexpr,
 ):
     """Compute the indexer score of BLOCKS blocks: the log2 of sum(exp(score)) over the index keys of a block.
 
@@ -135,7 +135,7 @@ def nsa_block_logsumexp(
     position = before + tl.minimum(t, T - 1)
     logsumexp = compute_block_logsumexp(
         q, k_ptr + b * stride_kb + g * stride_kg, stride_kn, position, part * BLOCKS, N, scale_log2,
-        STRIDE, STRIDE, STRIDES, STRIDES_AT_ONCE, DK, DK_PAD, ROWS, BLOCKS, BLOCK_MAX,
+        STRIDE, STRIDE, STRIDES, STRIDES_AT_ONCE, DK, DK_PAD, ROWS, BLOCKS, BLOCK_MAX, FORMAT,
     )
     offsets = ((b * T + t) * G + g)[:, None] * n_blocks + j[None, :]
     pdl_wait(USE_PDL)

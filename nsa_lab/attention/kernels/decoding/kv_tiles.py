@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_lab.attention.kernels.stored_keys import load_stored_rows
 from nsa_lab.attention.kernels.tiles import load_rows_masked
 
 NO_PEAK = tl.constexpr(-3.0e38)
@@ -126,17 +127,23 @@ def attend_range(
     q, k_base, v_base, stride_kn, stride_vn, position, start, stop, slots, stride, key_end, window,
     scores_ptr, score_rows, store_rows, N, scale_log2,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """Return acc, peak and total of attention to the keys [start, stop).
 
     Key n ends at position n * stride + key_end. A query attends to keys that end at or before its position, and to no keys
     before its `window` latest. If `scores_ptr` is given, the scores of rows in the mask `store_rows` are stored there.
+    FORMAT: how the keys are stored. Without `v_base`, the keys are the values.
     """
     acc, peak, total = init_sums(ROWS, DV_PAD)
     for first in range(start, stop, KEYS):
         n = first + tl.arange(0, KEYS)
-        k = load_rows_masked(k_base, get_slot_offsets(n, stride_kn, slots), tl.arange(0, DK_PAD), n < stop, DK, DK_PAD)
-        v = load_rows_masked(v_base, get_slot_offsets(n, stride_vn, slots), tl.arange(0, DV_PAD), n < stop, DV, DV_PAD)
+        k_rows = get_slot_offsets(n, stride_kn, slots)
+        k = load_stored_rows(k_base, k_rows, tl.arange(0, DK_PAD), n < stop, DK, DK_PAD, FORMAT, q.dtype)
+        v = k
+        if v_base is not None:
+            v_rows = get_slot_offsets(n, stride_vn, slots)
+            v = load_rows_masked(v_base, v_rows, tl.arange(0, DV_PAD), n < stop, DV, DV_PAD)
         scores = compute_scores(q, k) * scale_log2
         if scores_ptr is not None:
             store_scores(scores_ptr, score_rows, n, scores, store_rows, stop, N)

@@ -30,6 +30,7 @@ from nsa_lab.attention.kernels.decoding.split_kv_attention import (
 from nsa_lab.attention.kernels.kernel_names import LOG2E
 from nsa_lab.attention.kernels.launch_table import Tile
 from nsa_lab.attention.kernels.launch_utils import ceil_div, get_strides, padded_width
+from nsa_lab.attention.kernels.stored_keys import get_format
 from nsa_lab.attention.layer_cache import CacheWriteBuffers, PoolWeights
 
 _KEYS_AND_VALUES = ", ".join(f"Tensor {kind}_{branch}" for branch in ("cmp", "sel", "win") for kind in "kv")
@@ -151,9 +152,10 @@ def _score_blocks(
     if q.shape[2] == G and l == d:
         # The probabilities of a single head have the same denominator, so the scores need no sum over all keys.
         return compute_block_logsumexp(q, keys, lengths, n_blocks, d, l_sel, rule, is_first=is_first)
-    parts, scores = allocate_parts(q, keys, None, None, 0, 0), _allocate_scores(q, keys)
-    # The output is not used, so the keys are their own values.
-    launch_compressed_and_window(q, keys, keys, None, None, lengths, scores, parts, l, d, 0)
+    decoded = keys[..., :1].expand(*keys.shape[:3], q.shape[3])  # has the shape of keys that are not stored in fewer bits
+    parts, scores = allocate_parts(q, decoded, None, None, 0, 0), _allocate_scores(q, keys)
+    # The output is not used, so no values are read.
+    _launch_token_parts(q, keys, None, keys, None, lengths, scores, parts, l, d, 0)
     selection = SelectionScores(scores, parts.sums, parts.cmp_parts, l, d)
     return compute_importance(T, G, selection, lengths, n_blocks, l_sel, rule)
 
@@ -273,19 +275,28 @@ def launch_compressed_and_window(
     if k is None or v is None:
         return
     # The kernel reads no key of a branch without parts.
-    k_cmp, v_cmp, k_win, v_win = k, v, *((k, v) if k_win is None or v_win is None else (k_win, v_win))
+    windows = (k, v) if k_win is None or v_win is None else (k_win, v_win)
+    _launch_token_parts(q, k, v, *windows, lengths, scores, parts, l, d, w)
+
+
+def _launch_token_parts(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor | None, k_win: Tensor, v_win: Tensor | None, lengths: Tensor,
+    scores: Tensor | None, parts: PartialOutputs, l: int, d: int, w: int,
+) -> None:
+    """See `launch_compressed_and_window`. Without values, the keys take their place."""
     B, T, H, Dk = q.shape
-    N, G, Dv = v_cmp.shape[1:]
+    (N, G), Dv = k_cmp.shape[1:3], parts.out.shape[4]
     tile = _get_tile(q, G, max(Dk, Dv), T)
     row_tiles = _count_row_tiles(q, G, tile, T)
+    (k_cmp, key_format), (k_win, _) = get_format(k_cmp), get_format(k_win)
     nsa_compressed_and_window[(B * G * row_tiles * (parts.cmp_parts + parts.win_parts),)](
         q, k_cmp, v_cmp, k_win, v_win, lengths, scores, parts.out, parts.sums,
-        *get_strides(q, k_cmp, v_cmp, k_win, v_win),
+        *get_strides(q, k_cmp), *_get_optional_strides(v_cmp), *get_strides(k_win), *_get_optional_strides(v_win),
         T, N, k_win.shape[1], B, G, row_tiles, Dk**-0.5 * LOG2E,
         HEADS=H // G, L=l, STRIDE=d, W=w,
         CMP_PARTS=parts.cmp_parts, WIN_PARTS=parts.win_parts, PARTS=parts.sums.shape[3],
         DK=Dk, DV=Dv, DK_PAD=padded_width(Dk), DV_PAD=padded_width(Dv),
-        ROWS=tile.rows, KEYS=tile.keys, **tile.compile_options(), **get_pdl_options(q.device, B * T),
+        ROWS=tile.rows, KEYS=tile.keys, FORMAT=key_format, **tile.compile_options(), **get_pdl_options(q.device, B * T),
     )
 
 
@@ -321,13 +332,14 @@ def compute_block_logsumexp(
     row_tiles = _count_row_tiles(q, G, tile, T)
     blocks_per_program = launch_table.logsumexp_blocks(B * G * row_tiles, n_blocks, strides_at_once)
     logsumexp = q.new_empty(B, T, G, n_blocks, dtype=torch.float32)
+    keys, key_format = get_format(keys)
     nsa_block_logsumexp[(B * G * row_tiles * ceil_div(n_blocks, blocks_per_program),)](
         q, keys, lengths, logsumexp,
         *get_strides(q, keys),
         T, keys.shape[1], B, G, row_tiles, n_blocks, Dk**-0.5 * LOG2E,
         STRIDE=d, L_SEL=l_sel, N_SEL=rule.n_sel, LOCAL=rule.local_blocks, BLOCK_MAX=rule.block_max,
         STRIDES=l_sel // d, STRIDES_AT_ONCE=strides_at_once,
-        DK=Dk, DK_PAD=padded_width(Dk), ROWS=tile.rows, BLOCKS=blocks_per_program,
+        DK=Dk, DK_PAD=padded_width(Dk), FORMAT=key_format, ROWS=tile.rows, BLOCKS=blocks_per_program,
         **tile.compile_options(), **get_pdl_options(q.device, B * T, not is_first),
     )
     return logsumexp

@@ -53,7 +53,8 @@ def nsa_rope_kv_append(
 ):
     """Process one row of one token: rotate a query; rotate a key and write it; write a value.
 
-    A token has KEYS rows of keys and KEYS rows of values, of the branches cmp, sel and win from FIRST_BRANCH on.
+    A token has KEYS rows of keys and KEYS rows of values, of the branches cmp, sel and win from FIRST_BRANCH on that have a
+    buffer; FIRST_BRANCH is the first of them.
     cos and sin are float32 [n_angles, HALF], for the first 2 HALF columns at every position, with equal strides.
     If `k_before_conv_ptr` is given, a ring [B, conv_ring, KEYS, DK], keys are first convolved with the key of the previous
     token, with the weights [2, KEYS, DK] of `conv_weight_ptr`.
@@ -100,6 +101,8 @@ def nsa_rope_kv_append(
     if row >= H:
         head = (row - H) % KEYS
         branch, g = head // G + FIRST_BRANCH, (head % G).to(tl.int64)
+        if k_sel_ptr is None:
+            branch = tl.where(branch == 1, 2, branch)
         if k_raw_ptr is not None:
             if branch == 0:
                 target = get_cache_row(

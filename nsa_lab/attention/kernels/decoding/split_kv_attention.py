@@ -38,12 +38,12 @@ def nsa_compressed_and_window(
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     CMP_PARTS: tl.constexpr, WIN_PARTS: tl.constexpr, PARTS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, USE_PDL: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, USE_PDL: tl.constexpr,
 ):
     """Compute one part of the compressed branch or of the window branch for one tile of rows.
 
     Both are in one launch, because they are independent. If `scores_ptr` is given, float32 [B, T, H, N], the compressed
-    scores are stored there in units of log2.
+    scores are stored there in units of log2. Without values, the keys take their place. FORMAT: how the keys are stored.
     """
     pdl_wait(USE_PDL)
     b, g = get_batch_and_group(B, G)
@@ -61,15 +61,19 @@ def nsa_compressed_and_window(
     stop = tl.where(is_cmp, tl.minimum(count_visible_keys(before + T - 1, L, STRIDE), N), before + T)
     n_parts, first_part = tl.where(is_cmp, CMP_PARTS, WIN_PARTS), tl.where(is_cmp, 0, CMP_PARTS)
     start, stop = get_part_range(start, stop, part - first_part, n_parts, KEYS)
-    k_ptr, v_ptr = tl.where(is_cmp, k_cmp_ptr, k_win_ptr), tl.where(is_cmp, v_cmp_ptr, v_win_ptr)
+    k_ptr = tl.where(is_cmp, k_cmp_ptr, k_win_ptr)
     k_base = k_ptr + b * tl.where(is_cmp, stride_kcb, stride_kwb) + g * tl.where(is_cmp, stride_kcg, stride_kwg)
-    v_base = v_ptr + b * tl.where(is_cmp, stride_vcb, stride_vwb) + g * tl.where(is_cmp, stride_vcg, stride_vwg)
+    if v_cmp_ptr is None:
+        v_base = None
+    else:
+        v_ptr = tl.where(is_cmp, v_cmp_ptr, v_win_ptr)
+        v_base = v_ptr + b * tl.where(is_cmp, stride_vcb, stride_vwb) + g * tl.where(is_cmp, stride_vcg, stride_vwg)
     stride_kn, stride_vn = tl.where(is_cmp, stride_kcn, stride_kwn), tl.where(is_cmp, stride_vcn, stride_vwn)
     slots, key_stride = tl.where(is_cmp, N, ring), tl.where(is_cmp, STRIDE, 1)
     key_end, window = tl.where(is_cmp, L - 1, 0), tl.where(is_cmp, NO_WINDOW, W)
     acc, peak, total = attend_range(
         q, k_base, v_base, stride_kn, stride_vn, position, start, stop, slots, key_stride, key_end, window,
-        scores_ptr, rows, inside & is_cmp, N, scale_log2, DK, DV, DK_PAD, DV_PAD, ROWS, KEYS,
+        scores_ptr, rows, inside & is_cmp, N, scale_log2, DK, DV, DK_PAD, DV_PAD, ROWS, KEYS, FORMAT,
     )
     store_part(part_out_ptr, part_sums_ptr, rows * PARTS + part, acc, peak, total, inside, DV, DV_PAD)
 

@@ -1,0 +1,70 @@
+"""Load index keys in the formats of `nsa_lab.attention.key_storage`: as they are, fp8 (e4m3) or MXFP4.
+
+The codes are converted by integer operations, which every GPU has: with the exponent bits of a float16, a code of fewer
+exponent bits is the value divided by a power of two, also if it is subnormal.
+"""
+
+# Parameters of triton.jit functions have no Python types.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa_lab.attention import key_storage
+from nsa_lab.attention.kernels.tiles import load_rows, load_rows_masked
+from nsa_lab.config.model_config import MXFP4_BLOCK
+
+PLAIN, FP8, MXFP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+NAN_SCALE = tl.constexpr(key_storage.NAN_SCALE)
+SCALED_CHANNELS = tl.constexpr(MXFP4_BLOCK)
+
+
+def get_format(keys: Tensor) -> tuple[Tensor, int]:
+    """Return the keys as the kernels take them, and the code of their format."""
+    if keys.dtype == key_storage.FP8:
+        return keys.view(torch.uint8), FP8.value
+    return keys, (MXFP4 if keys.dtype == torch.uint8 else PLAIN).value
+
+
+# fmt: off
+@triton.jit
+def load_stored_rows(
+    base, offsets, columns, inside, WIDTH: tl.constexpr, STOP: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr
+):
+    """Return keys at `offsets` elements from `base`, in `dtype`; columns from WIDTH on are zero.
+
+    inside: rows that exist, the others are zero; None: all exist.
+    """
+    if FORMAT == MXFP4:
+        HALF: tl.constexpr = WIDTH // 2
+        mask = (columns < WIDTH)[None, :]
+        if inside is not None:
+            mask = mask & inside[:, None]
+        rows = base + offsets[:, None]
+        code = tl.load(rows + (columns % HALF)[None, :], mask=mask, other=0).to(tl.int32)
+        code = (code >> tl.where(columns >= HALF, 4, 0)[None, :]) & 15
+        value = from_float16_bits(((code & 7) << 9) | ((code & 8) << 12)) * 16384.0
+        scale = tl.load(rows + HALF + (columns // SCALED_CHANNELS)[None, :], mask=mask, other=0).to(tl.int32)
+        factor = (scale << 23).to(tl.float32, bitcast=True)
+        keys = (value * tl.where(scale == NAN_SCALE, float("nan"), factor)).to(dtype)
+    else:
+        if inside is None:
+            keys = load_rows(base, offsets, columns, WIDTH, STOP)
+        else:
+            keys = load_rows_masked(base, offsets, columns, inside, WIDTH, STOP)
+        if FORMAT == FP8:
+            code = keys.to(tl.int32)
+            value = from_float16_bits(((code & 127) << 7) | ((code & 128) << 8)) * 256.0
+            keys = tl.where((code & 127) == 127, float("nan"), value).to(dtype)
+    return keys
+
+
+@triton.jit
+def from_float16_bits(bits):
+    """Return the float16 of these bits, int32, as a float32."""
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+# fmt: on
