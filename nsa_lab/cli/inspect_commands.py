@@ -96,7 +96,7 @@ def health(
         result = examine(history)
         levels.append(result.level)
         record = to_record(history, result)
-        console.print(*_render_health(result, record["description"], record["summary"]))
+        console.print(*_render_health(result, record["description"], record["summary"]), sep="\n")
         if not directory.is_recorded(run_dir):
             try:
                 write_verdict(history, result)

@@ -109,7 +109,8 @@ def _split_into_windows(steps: np.ndarray, bpb: np.ndarray, limits: Limits) -> _
 def check_structure(history: History, limits: Limits) -> Verdict | None:
     """Check that the model predicts bytes better than from the previous byte alone: below the order-1 entropy of the text.
 
-    A model of pure noise reaches the entropy of single bytes, which is a large fall from the untrained loss.
+    A model of pure noise reaches the entropy of single bytes, which is a large fall from the untrained loss. In a text with
+    structure, it is a warning if the loss is at least below the entropy of single bytes.
     """
     if history.config.data.source == "synthetic" or history.config.data.tokenizer != "byte":
         return None
@@ -128,5 +129,9 @@ def check_structure(history: History, limits: Limits) -> Verdict | None:
         f"validation {bpb[-1]:.3f} bits per byte; a byte alone has {first['bpb']:.3f}, and {second['bpb']:.3f} "
         "if the previous one is known"
     )
-    note = "" if ratio <= limit else ": the model has learned no more, or the text is noise"
-    return Verdict(name, ratio <= limit, ratio, limit, text + note)
+    if ratio <= limit:
+        return Verdict(name, True, ratio, limit, text)
+    # In real text the previous byte tells much. A model between the two entropies has learned something, but little.
+    is_text = second["bpb"] < limits.structure_of_text * first["bpb"] and bpb[-1] <= limit * first["bpb"]
+    verdict = Verdict(name, False, ratio, limit, f"{text}: the model has learned no more, or the text is noise")
+    return verdict.to_warning() if is_text else verdict

@@ -8,6 +8,7 @@ from typing import Any
 from nsa_lab.health.verdict import Verdict
 from nsa_lab.runs import directory
 from nsa_lab.runs.evaluation import read_evaluation
+from nsa_lab.runs.event_schema import is_int
 from nsa_lab.runs.history import History, RunFacts, collect_facts
 
 KINDS = {"nsa": "NSA model", "dense": "model with dense attention"}
@@ -43,13 +44,20 @@ def _describe_loss(history: History, facts: RunFacts) -> str | None:
 
 def _describe_facts(evaluation: dict[str, Any] | None) -> str | None:
     """Return the single facts retrieved at the longest length, or None if there are none."""
-    cells = [cell for cell in (evaluation or {}).get("retrieval", []) if cell["task"] == "needle"]
+    recorded = (evaluation or {}).get("retrieval")
+    cells = [cell for cell in recorded if _is_needle_cell(cell)] if isinstance(recorded, list) else []
     if not cells:
         return None
     longest = max(cell["length"] for cell in cells)
     own = [cell for cell in cells if cell["length"] == longest]
     n_right, n_answers = (sum(cell[key] for cell in own) for key in ("right", "answers"))
     return f"retrieves {n_right:,} of {n_answers:,} single facts from {longest:,} bytes"
+
+
+def _is_needle_cell(cell: Any) -> bool:
+    """Return whether this is a complete result of single facts. The file may be damaged."""
+    numbers = [cell.get(key) for key in ("length", "right", "answers")] if isinstance(cell, dict) else [None]
+    return all(map(is_int, numbers)) and cell.get("task") == "needle"
 
 
 def _describe_checks(verdicts: Sequence[Verdict]) -> str:
@@ -60,7 +68,8 @@ def _describe_checks(verdicts: Sequence[Verdict]) -> str:
         return f"failed {_format_count(len(by_level['failed']), 'check')}: {names['failed']}"
     if by_level["warning"]:
         return f"passed its checks with {_format_count(len(by_level['warning']), 'warning')}{unknown}: {names['warning']}"
-    return f"passed its checks{unknown}"
+    is_judged = any(verdict.ok for verdict in verdicts)
+    return f"passed its checks{unknown}" if is_judged else "has no check that can be judged yet"
 
 
 def _format_count(count: int, noun: str) -> str:

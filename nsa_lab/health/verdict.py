@@ -23,6 +23,7 @@ class Limits:
     lead_standard_errors: float = 3.0  # by how many standard errors the ratio must be below
     validation_rise: float = 1.10  # maximum validation bpb / lowest one before it (1.03 measured)
     structure_margin: float = 0.98  # maximum validation bpb / order-1 entropy of the held-out text
+    structure_of_text: float = 0.95  # maximum order-1 / order-0 entropy of a text with structure (0.7 for English)
     structure_bytes: int = 1 << 16  # of a shorter text, the order-1 entropy is not known well enough
     lr_error: float = 1e-6  # relative to the peak rate: the schedule is a formula, so only rounding may differ
     training_fall: float = 0.25  # minimum relative fall of the training loss from its first reading; scaled before step 100

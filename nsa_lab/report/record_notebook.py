@@ -24,6 +24,7 @@ from nsa_lab.report.header import describe_training, list_ablations
 from nsa_lab.runs.evaluation import read_evaluation
 from nsa_lab.runs.history import History, collect_facts
 from nsa_lab.runs.summary import format_facts
+from nsa_lab.runs.tables import Table
 
 IN_HEADER = "in-header"
 MARK = "nsa_lab_record"  # key of the notebook's metadata
@@ -213,5 +214,4 @@ def _number(cells: Sequence[NotebookNode]) -> None:
 
 
 def _format_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    cells = [names, ["---"] * len(names), *rows]
-    return [f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in row)} |" for row in cells]
+    return Table(names, rows).to_markdown().splitlines()

@@ -160,15 +160,16 @@ def _read_lines_backwards(path: Path, max_bytes: int) -> Iterator[bytes]:
 class Tail:
     """Incremental reader of a growing event file. Returns a line once it is complete."""
 
-    def __init__(self, run_dir: str | Path) -> None:
+    def __init__(self, run_dir: str | Path, max_step: int | None = None) -> None:
+        """Read the record of a run. `max_step`: events of later steps are skipped, as in `read_events`."""
         self._path = Path(run_dir) / EVENTS
-        self._offset, self._line = 0, 0
+        self._offset, self._line, self._max_step = 0, 0, max_step
 
     def read(self) -> list[Event]:
         """Return the events completed since the last call."""
         if not self._path.exists():
             return []
-        builder = EventsBuilder()
+        builder = EventsBuilder(self._max_step)
         for _, line, is_complete in _read_lines(self._path, self._offset):
             if not is_complete:
                 break

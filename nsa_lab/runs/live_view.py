@@ -22,6 +22,7 @@ from rich.text import Text
 
 from nsa_lab.config import BRANCHES, RunConfig
 from nsa_lab.runs import directory
+from nsa_lab.runs.event_schema import is_finite
 from nsa_lab.runs.events import Event, Tail
 from nsa_lab.runs.history import select_latest
 from nsa_lab.runs.summary import format_fill_progress
@@ -63,7 +64,8 @@ class RunView:
         if kind == "step":
             self._latest |= {name: event[name] for name in NUMBER_FIELDS if event.get(name) is not None}
             self._bpb[self.step] = math.nan if event.get("bpb") is None else event["bpb"]
-            self._layers |= {name: value for name, value in event.items() if isinstance(value, list) and value}
+            lists = {name: value for name, value in event.items() if isinstance(value, list) and value}
+            self._layers |= {name: value for name, value in lists.items() if all(map(is_finite, value))}
             self._step_seconds += [event["dt_s"]] if event.get("dt_s") is not None else []
             self._phase, self._phase_age_s, self._last_event_time = "step", 0.0, event["t"]
         elif kind == "eval" and event.get("bpb") is not None:
@@ -162,7 +164,8 @@ class RunView:
 
 def watch(run_dir: Path, is_finished: Callable[[], bool], console: Console) -> RunView:
     """Show the run until `is_finished` returns True, then show all events written by then."""
-    view, tail = RunView(run_dir), Tail(run_dir)
+    view = RunView(run_dir)
+    tail = Tail(run_dir, view.config.train.steps)
     if not console.is_terminal:
         return _print_lines(view, tail, is_finished, console)
     with Live(view.build_panel(), console=console, refresh_per_second=4, transient=False) as live:

@@ -41,8 +41,8 @@ def find_muon_matrices(model: nn.Module) -> dict[Tensor, list[int]]:
     matrix_rows: dict[Tensor, list[int]] = {}
     for module in model.modules():
         if isinstance(module, SparseAttention | DenseAttention):
-            config, n_branches = module.config, module.N_BRANCHES
-            keys, values = [config.n_kv_groups * config.d_k] * n_branches, [config.n_kv_groups * config.d_v] * n_branches
+            config, n_sets = module.config, len(module.config.kv_sets)
+            keys, values = [config.n_kv_groups * config.d_k] * n_sets, [config.n_kv_groups * config.d_v] * n_sets
             matrix_rows[module.qkv.weight] = [config.n_heads * config.d_k, *keys, *values]
             matrix_rows[module.out.weight] = [config.dim]
         elif isinstance(module, MLP):

@@ -309,8 +309,14 @@ MUTANTS = [
     Mutant(
         "health: noise is text",
         "health.loss_course",
-        "ratio <= limit, ratio, limit, text + note",
-        "True, ratio, limit, text",
+        "if ratio <= limit:",
+        "if ratio <= 2:",
+    ),
+    Mutant(
+        "health: a model of pairs of bytes fails",
+        "health.loss_course",
+        "return verdict.to_warning() if is_text else verdict",
+        "return verdict",
     ),
     Mutant(
         "health: a leak into validation passes",

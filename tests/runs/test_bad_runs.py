@@ -135,6 +135,15 @@ def test_events_outside_the_run_are_reported_by_health(tmp_path: Path) -> None:
         assert result.exit_code == 3 and "step: expected 0 to" in result.output
 
 
+def test_follow_survives_damaged_events(tmp_path: Path) -> None:
+    run_dir = fake_run.write_run(tmp_path)
+    add_late_step(run_dir)
+    add_long_integer(run_dir)
+    (run_dir / "evaluation.json").write_text('{"v": 1, "retrieval": [7, {"task": "needle"}], "selection": "x"}')
+    assert "step 200/200" in CliRunner().invoke(cli.app, ["follow", str(run_dir)]).output
+    assert "finished its 200 steps" in CliRunner().invoke(cli.app, ["health", str(run_dir)], env={"COLUMNS": "300"}).output
+
+
 def test_stale_verdict_is_not_shown(tmp_path: Path) -> None:
     run_dir = fake_run.write_run(tmp_path)
     write_verdict(run_dir)
