@@ -39,6 +39,11 @@ sys.path[:0] = [str(Path(__file__).parent / "attention"), str(Path(__file__).par
 from forker import Forker  # noqa: E402
 from interpreter import keep_what_it_repeats  # noqa: E402
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--transformers-tests", help="folder that contains tests/ of the installed version of transformers")
+
+
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, max_examples=25)
 # For planted faults, where any failing example will do.
 hypothesis.settings.register_profile(

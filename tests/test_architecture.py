@@ -117,6 +117,7 @@ def test_launching_and_reading_need_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_documentation_data_is_used_only_by_the_documentation() -> None:
     """Records that the library uses are package data; files under docs/ can be renamed or missing."""
     sources = [*FILES, *(ROOT / "notebooks").glob("*.py")]

@@ -480,6 +480,7 @@ def test_every_option_of_every_command_has_a_case() -> None:
     assert not tested - declared, "no such option"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", CASES)
 def test_values_arrive(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

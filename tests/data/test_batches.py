@@ -27,6 +27,7 @@ def test_read_past_the_end_raises() -> None:
         store(4, 6).read(8, 3)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 300), st.text(max_size=5))
 def test_a_permutation_covers_everything_once(size: int, key: str) -> None:
     assert sorted(permute(index, size, key) for index in range(size)) == list(range(size))

@@ -421,6 +421,7 @@ def write_parquet(texts: list[str]) -> bytes:
     return buffer.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SINGLE)
 def test_a_single_document_is_split_by_position(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     text = "".join(f"línea {i}\r\n" for i in range(999))

@@ -224,6 +224,7 @@ def test_a_corrupt_file_is_reported(hub: Hub, client: Run, refuses, damage: Call
     refuses(lambda: client(collect, data()), "001_00000.parquet", "not a readable parquet file", "download it again")
 
 
+@pytest.mark.slow
 def test_unknown_names_raise(hub: Hub, client: Run, refuses) -> None:
     refuses(
         lambda: client(collect, data(subset="sample-huge")),

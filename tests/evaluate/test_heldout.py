@@ -82,7 +82,7 @@ def test_digest_depends_on_the_bytes(path: str, documents: list[str], tmp_path: 
         != compute_text_digest(TokenStore([text.read(0, 400).astype(np.uint8)]))
     )
     (tmp_path / "none.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(DataError, match=r"none\.jsonl"):
+    with pytest.raises(DataError, match=r"none\.jsonl: the file contains no text; remove it or fill it"):
         read_text(str(tmp_path / "none.jsonl"))
 
 

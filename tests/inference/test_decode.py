@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import triton
+from looping import looped
 from tiny_models import TINY_NSA, build_model, tiny_config
 from torch import Tensor
 
@@ -33,14 +34,23 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INDEXED = {"d_k": 8, "selection_loss": 0.1, "indexer_block": 2}
 NGRAMS = {"ngrams": 4, "ngram_rows": 100, "ngram_width": 5}
 KERNEL_VARIANTS = [
-    # Also covered by the variants below.
     pytest.param({}, marks=pytest.mark.nightly),
     pytest.param({"selection_loss": 0.1, "indexer_block": 2}, marks=pytest.mark.nightly),
     {"selection_loss": 0.1, "indexer_block": 2, "matching_heads": 1, "rotary_share": 0.5, "mlp": "gated", "phi": "pool"},
-    {"d_k": 32, "rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.1, "indexer_block": 1, "indexer_width": 16},
+    pytest.param(
+        {
+            "d_k": 32,
+            "rotary_share": 0.5,
+            "matching_heads": 1,
+            "selection_loss": 0.1,
+            "indexer_block": 1,
+            "indexer_width": 16,
+        },
+        marks=pytest.mark.nightly,
+    ),
     {"matching_heads": 2, "phi": "mlp", "gate": "softmax", "silent": ("win",)},
-    {"matching_heads": 1, "rotary_share": 0.5, "attention": "dense"},
-    NGRAMS,
+    pytest.param({"matching_heads": 1, "rotary_share": 0.5, "attention": "dense"}, marks=pytest.mark.nightly),
+    pytest.param(NGRAMS, marks=pytest.mark.nightly),
 ]
 VARIANTS = [
     {},
@@ -85,7 +95,7 @@ def decode_in_chunks(model: NSATransformer, texts: list[Tensor], chunks: list[in
     return [torch.cat(parts) for parts in logits_by_row]
 
 
-@pytest.fixture(params=[5, pytest.param(256, marks=pytest.mark.slow)], ids="steps of {}".format)
+@pytest.fixture(params=[5, pytest.param(256, marks=pytest.mark.nightly)], ids="steps of {}".format)
 def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache_size, "MAX_STEP_TOKENS", request.param)
 
@@ -97,6 +107,8 @@ def run_without_graph(run: Callable[[], Tensor]) -> tuple[Callable[[], object], 
     return lambda: result.copy_(run()), result
 
 
+@pytest.mark.slow
+@looped
 @pytest.mark.parametrize("variant", [VARIANTS[0], *VARIANTS[7:11], *VARIANTS[-5::2]])
 def test_graph_step_equals_full_forward(variant: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the captured function eagerly: at lengths that complete blocks, and over the padding of the warmup runs."""
@@ -112,6 +124,7 @@ def test_graph_step_equals_full_forward(variant: dict, monkeypatch: pytest.Monke
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_graph_step_with_padding_for_waiting_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """A waiting sequence gets padding, which leaves no trace, in convolutions neither."""
     monkeypatch.setattr(decode, "can_capture", lambda cache: True)
@@ -171,6 +184,8 @@ def test_cache_tensors_keep_their_addresses_until_the_cache_grows(monkeypatch: p
     assert len(graphs) == 2
 
 
+@pytest.mark.slow
+@looped
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_token_by_token_equals_full_forward(variant: dict) -> None:
     model, tokens = build_model(tiny_config(**variant)), sample_tokens(2, LENGTH)
@@ -180,6 +195,8 @@ def test_token_by_token_equals_full_forward(variant: dict) -> None:
         torch.testing.assert_close(logits, full, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
+@looped
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_ragged_sequences_in_chunks_equal_full_forward(variant: dict, step: None) -> None:
     """With NaN in the cache before."""
@@ -275,6 +292,7 @@ def test_reorder(step: None) -> None:
         torch.testing.assert_close(logits[row], full, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant", [{}, INDEXED | NGRAMS | {"matching_heads": 1}, {"attention": "dense", "matching_heads": 1}]
 )
@@ -317,6 +335,7 @@ def test_grow_keeps_the_contents(variant: dict) -> None:
 
 
 @pytest.mark.slow
+@looped
 @pytest.mark.parametrize("chunk", [1, 7, pytest.param(64, marks=pytest.mark.nightly), 500])
 @pytest.mark.parametrize("variant", [{}, {"rotary_share": 0.5, "matching_heads": 1, **INDEXED}, {"attention": "dense"}])
 def test_most_likely_tokens_of_long_ragged_batches_equal_full_forward(variant: dict, chunk: int) -> None:
@@ -333,6 +352,7 @@ def test_most_likely_tokens_of_long_ragged_batches_equal_full_forward(variant: d
             assert (logits.argmax(-1) != full.argmax(-1)).sum() <= 1
 
 
+@looped
 @pytest.mark.parametrize(
     "variant",
     [
@@ -370,6 +390,7 @@ def test_phi_is_computed_once_per_block(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.slow
+@looped
 @pytest.mark.parametrize("variant", KERNEL_VARIANTS)
 def test_decoding_with_triton_equals_torch(variant: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode a second chunk, then greedily: equal tokens, and logits within 1e-5."""
@@ -418,6 +439,7 @@ def test_unsupported_backend_is_rejected_at_construction() -> None:
         Decoder(NSATransformer(tiny_config(attention="dense"), device=DEVICE), 9, backend="triton")
 
 
+@looped
 @pytest.mark.parametrize(
     ("rows", "counts", "message"),
     [

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from looping import looped
 from tiny_models import build_model, tiny_config
 from torch import Tensor
 
@@ -41,6 +42,7 @@ def byte_model() -> NSATransformer:
     return build_model(tiny_config(vocab_size=256, n_layers=1))
 
 
+@pytest.mark.slow
 def test_greedy_equals_argmax_of_full_forward_passes(model: NSATransformer) -> None:
     prompts = make_prompts()
     results = generate(model, prompts, max_new_tokens=12)
@@ -167,6 +169,7 @@ def test_stop_text_matches_only_in_full() -> None:
     assert accented.is_reached(list("n\u00e9".encode())) and not accented.is_reached([0xE9])
 
 
+@looped
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from looping import looped
 
 from nsa_lab.inference import Sampling
 
@@ -19,12 +20,14 @@ def get_allowed_tokens(sampling: Sampling, logits: list[float]) -> set[int]:
     return set(sampling.compute_probabilities(torch.tensor(logits)).nonzero().flatten().tolist())
 
 
+@pytest.mark.slow
 @given(LOGITS, st.integers(1, 14))
 def test_top_k_keeps_the_most_likely_tokens_and_ties(logits: list[float], k: int) -> None:
     floor = sorted(logits, reverse=True)[:k][-1]
     assert get_allowed_tokens(Sampling(1.0, top_k=k), logits) == {i for i, logit in enumerate(logits) if logit >= floor}
 
 
+@pytest.mark.slow
 @given(LOGITS, st.floats(0.01, 0.99), st.sampled_from([0.5, 1.0, 2.0]))
 def test_top_p_keeps_the_smallest_sufficient_set(logits: list[float], top_p: float, temperature: float) -> None:
     scaled = [math.exp(logit / temperature) for logit in logits]
@@ -77,6 +80,7 @@ def test_greedy_takes_the_lowest_id_of_equal_tokens() -> None:
     assert Sampling().sample(torch.tensor([1.0, 3.0, 3.0]), torch.Generator()) == 1
 
 
+@looped
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_non_finite_logits_raise(value: float, temperature: float) -> None:

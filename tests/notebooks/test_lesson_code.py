@@ -8,6 +8,7 @@ import math
 import jupytext
 import pytest
 import torch
+from looping import looped
 
 from nsa_lab import NSAttention
 from nsa_lab.attention import compress, reference, selection_loss
@@ -27,6 +28,7 @@ def cell() -> str:
     return source
 
 
+@looped
 @pytest.mark.parametrize("heads, groups", [(4, 2), (3, 1), (2, 2)])
 @pytest.mark.parametrize(
     "length, sizes",
@@ -66,6 +68,7 @@ def test_functions_of_notebook_01_are_the_same_in_notebook_02() -> None:
     assert all(ast.dump(first[name]) == ast.dump(second[name]) for name in common)
 
 
+@looped
 @pytest.mark.parametrize("length, block, l_sel", [(1, 2, 8), (7, 8, 8), (61, 2, 6), (61, 3, 6), (130, 1, 5), (97, 8, 8)])
 def test_indexer_and_loss_equal_the_library(lessons: dict, length: int, block: int, l_sel: int) -> None:
     torch.manual_seed(length)

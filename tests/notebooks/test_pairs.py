@@ -48,6 +48,7 @@ def pairs(tmp_path, monkeypatch):
     return folder, build.main, save_in_lab
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ran", [1, 1000], ids=["half-way", "at the end"])
 def test_pairs_are_in_sync_after_jupyterlab_saves(pairs, capsys, ran):
     folder, check, save_in_lab = pairs
@@ -59,6 +60,7 @@ def test_pairs_are_in_sync_after_jupyterlab_saves(pairs, capsys, ran):
     assert check() == 0, capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["source", "tags", "cells"])
 def test_a_changed_notebook_is_out_of_sync(pairs, capsys, what):
     folder, check, _ = pairs

@@ -16,7 +16,7 @@ from nsa_lab.runs import lifecycle
 from .conftest import CELL_TIMEOUT_S, CI, ROOT, pictures, printed, status
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_training_again_and_its_health(execute, tmp_path):
     outputs = tmp_path / "runs"
     first = execute("05_production_run", **CI, outputs=str(outputs))
@@ -48,7 +48,7 @@ def test_training_again_and_its_health(execute, tmp_path):
     assert any("Blocks selected" in output["metadata"]["image/png"]["alt"] for output in pictures(health))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_papermill_alone_and_a_killed_kernel_leave_the_trainer_alone(tmp_path, execute):
     outputs = tmp_path / "runs"
     parameters = {**CI, "train": {**CI["train"], "steps": 150, "save_every": 50}}

@@ -10,6 +10,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from external_loads import find_external_loads
+from looping import looped
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from nsa_lab.report import export_notebook, write_index
@@ -94,6 +95,7 @@ class Elements(HTMLParser):
                 self.wrong.append(f"{tag} {name}={text}")
 
 
+@looped
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_markup_is_removed_and_its_surroundings_remain(kind: str) -> None:
     sanitized = sanitize_html(f"<p>before</p>{HOSTILE[kind]}<p>after</p>")
@@ -107,6 +109,7 @@ def test_hostile_markup_is_removed_and_its_surroundings_remain(kind: str) -> Non
 BROKEN = ("script in a script", "changes its kind", "in a title", "tag without an end", "comment that ends early")
 
 
+@looped
 @pytest.mark.parametrize("kind", [kind for kind in HOSTILE if not any(word in kind for word in BROKEN)])
 def test_external_loads_are_found(kind: str) -> None:
     assert find_external_loads(f"<p>before</p>{HOSTILE[kind]}")

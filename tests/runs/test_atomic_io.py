@@ -54,6 +54,7 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert path.read_text() == "old"
 
 
+@pytest.mark.slow
 def test_library_writes_no_file_in_place() -> None:
     """`Path.write_text` and `Path.write_bytes` truncate first, so a reader could see an empty or partial file."""
     files = []

@@ -70,6 +70,7 @@ INVALID_LINES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [*INVALID_LINES, "no UTF-8", "deep", "cut"])
 def test_invalid_line_is_skipped_with_a_warning(run_dir: Path, caplog: pytest.LogCaptureFixture, line: str) -> None:
     path = run_dir / directory.EVENTS
@@ -120,6 +121,7 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [cut, not_text, other_json, empty])
 @pytest.mark.parametrize("name", [directory.STATUS, directory.ENVIRONMENT, "evaluation.json"])
 def test_damaged_file_is_ignored_with_a_warning(
@@ -136,6 +138,7 @@ def test_damaged_file_is_ignored_with_a_warning(
     assert lifecycle.get_state(run_dir) == directory.DONE, "the record says how the run ended"
 
 
+@pytest.mark.slow
 def test_status_with_invalid_types_is_damaged(run_dir: Path) -> None:
     status = directory.read_status(run_dir)
     for wrong in ({"step": "many"}, {"status": 3}, {"tokens": [1]}, {"run": None}):

@@ -210,6 +210,8 @@ def test_run_view(tmp_path: Path) -> None:
     assert view.eta_s == pytest.approx(100 * 0.5)
     view.update([{**make_step_event(120, view.config), "t": 3.0, "gate_share_cmp": [0.0, 0.3, 0.9]}])
     assert "40%" in view.format_numbers()["gates"]
+    view.update([{**make_step_event(120, view.config), "t": 3.0, "gate_share_cmp": [None, 0.3, "x"]}])
+    assert "40%" in view.format_numbers()["gates"], "a damaged reading does not replace the last one"
     view.update([{**make_start_event(2, 50), "t": 4.0}])
     assert max(view._bpb) == 50 and view.step == 50
     assert (live_view.format_clock(3 * 3600 + 25 * 60 + 4), live_view.format_clock(184), live_view.format_clock(None)) == (

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from looping import looped
 
 from nsa_lab.config import RunConfig
 from nsa_lab.runs import directory, resolve
@@ -28,6 +29,7 @@ def run_command(command: str) -> RunConfig:
     return resolve.load_config(name, options[1::2])
 
 
+@looped
 @pytest.mark.parametrize(
     "overrides",
     [

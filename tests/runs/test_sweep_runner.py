@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from fake_run import make_config, write_run
+from looping import looped
 
 from nsa_lab.cli.sweep_command import _report_unfinished
 from nsa_lab.config import ConfigError, RunConfig, SweepConfig
@@ -96,6 +97,7 @@ def test_overrides_have_three_equivalent_forms(load: Load) -> None:
     assert configs[0] == configs[1] == configs[2] and (configs[0].train.lr, configs[0].train.steps) == (1e-3, 9)
 
 
+@looped
 @pytest.mark.parametrize(
     ("old", "new", "answer"),
     [
@@ -134,6 +136,7 @@ def test_all_invalid_variants_are_named_at_once(load: Load) -> None:
     assert [line.split(": ")[1] for line in str(caught.value).splitlines()] == ["variant as_it_is", "variant slow"]
 
 
+@looped
 @pytest.mark.parametrize("path", sorted((ROOT / "params/sweeps").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_sweep_of_the_project_loads(path: Path, tmp_path: Path) -> None:
     assert Sweep.load(path.stem, tmp_path).runs and SweepConfig.from_yaml(path).name == path.stem
@@ -174,7 +177,7 @@ def test_second_start_trains_only_unfinished_runs(load: Load, trainers: FakeTrai
     assert [name for name, _ in trainers.started[1:]] == [f"{name}.r2" for name in names] and len(third) == 8
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_live_trainer_keeps_its_gpu(load: Load, trainers: FakeTrainers) -> None:
     sweep = load()
     living = lifecycle.create_run(sweep.runs[0].config, sweep.outputs)
@@ -184,6 +187,7 @@ def test_live_trainer_keeps_its_gpu(load: Load, trainers: FakeTrainers) -> None:
     assert [gpu for _, gpu in trainers.started] == ["0", "0", "0"], "GPU 1 is in use"
 
 
+@pytest.mark.slow
 def test_failed_start_is_reported_and_others_continue(
     load: Load, trainers: FakeTrainers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +229,7 @@ def test_exit_code_follows_the_states_of_the_runs(
     assert ("it could not be started" in "".join(lines)) == (None in ends)
 
 
+@pytest.mark.slow
 def test_interrupt_stops_all_runs(load: Load, trainers: FakeTrainers) -> None:
     sweep, lines = load(), []
 
@@ -239,6 +244,7 @@ def test_interrupt_stops_all_runs(load: Load, trainers: FakeTrainers) -> None:
     assert [run.state for run in sweep.get_run_states()] == [PREEMPTED] * 3 + [None]
 
 
+@pytest.mark.slow
 def test_run_with_the_same_name_and_other_config_is_refused(load: Load) -> None:
     sweep = load()
     run_dir = lifecycle.create_run(sweep.runs[2].config, sweep.outputs)
@@ -294,6 +300,7 @@ def test_long_64k_ablations_change_one_setting_each() -> None:
     assert runs["as_the_paper_has_it"].model.model_copy(update=size) == paper
 
 
+@pytest.mark.slow
 def test_done_run_is_preferred_to_a_halted_one(load: Load, trainers: FakeTrainers) -> None:
     sweep = load()
     run_dirs = sorted(lifecycle.create_run(sweep.runs[0].config, sweep.outputs) for _ in range(2))
@@ -302,12 +309,14 @@ def test_done_run_is_preferred_to_a_halted_one(load: Load, trainers: FakeTrainer
     assert sweep.get_run_states()[0].run_dir == run_dirs[0]
 
 
+@pytest.mark.slow
 def test_table_is_rebuilt_after_each_run(load: Load, trainers: FakeTrainers) -> None:
     calls: list[int] = []
     load().run_all([None], lambda text: None, on_run_end=lambda: calls.append(1))
     assert len(calls) == 4
 
 
+@pytest.mark.slow
 def test_run_with_a_longer_name_is_ignored(load: Load, trainers: FakeTrainers) -> None:
     sweep = load()
     config = sweep.runs[0].config

@@ -207,6 +207,7 @@ def test_a_run_resumed_within_or_between_stages_is_the_same_run(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_stages_are_part_of_the_trajectory_and_their_grouping_is_not(
     uninterrupted: Path, train: Train, tmp_path: Path
 ) -> None:
@@ -220,6 +221,7 @@ def test_stages_are_part_of_the_trajectory_and_their_grouping_is_not(
     assert "train.stages" in directory.read_status(run_dir)["reason"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_from_before_stages_existed_can_be_resumed(finished_run: Path, train: Train) -> None:
     run_dir = finished_run
     state = json.loads((run_dir / "checkpoints/step-00000012/state.json").read_text())

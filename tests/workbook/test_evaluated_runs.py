@@ -39,6 +39,7 @@ def kinds(shown: list[Any]) -> list[type]:
     return [type(one) for one in shown]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_every_view(tmp_path: Path, shown: list[Any], seeds: int) -> None:
     models = runs_of(tmp_path, seeds)

@@ -123,6 +123,7 @@ def test_stopped_run_is_followed_until_it_is_left(run, trainer, shown):
     assert shown[0].alt.startswith(run.name) and "PREEMPTED: step 200/200" in shown[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"model__attention": "dense"}])
 def test_finished_run_leaves_an_image_and_no_widget(changes, trainer, shown, tmp_path):
     run = write_run(tmp_path / "other", make_config(**changes))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from looping import looped
 from torch import Tensor
 
 from nsa_lab import figures
@@ -51,6 +52,7 @@ def one_nan(x: Tensor) -> Tensor:
     return x
 
 
+@looped
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", [1, 40])
 def test_every_usable_backend_passes(dtype: torch.dtype, length: int) -> None:
@@ -73,6 +75,7 @@ def test_each_reason_is_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+@looped
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_window_with_one_key_more_fails(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_backend, "window_attention", one_key_more)
@@ -84,6 +87,7 @@ def test_window_with_one_key_more_fails(dtype: torch.dtype, monkeypatch: pytest.
     )
 
 
+@looped
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_output_with_a_few_rounding_errors_fails(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """In half precision 3 rounding errors, in wider dtypes an error above the limit."""
@@ -97,6 +101,7 @@ def test_output_with_a_few_rounding_errors_fails(dtype: torch.dtype, monkeypatch
     assert not compared(dtype)["window"].output.ok
 
 
+@looped
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("of", ["q", "k", "v"])
 def test_gradient_five_percent_too_large_fails(of, dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +115,7 @@ def test_gradient_five_percent_too_large_fails(of, dtype, monkeypatch: pytest.Mo
     assert row.output.ok and not row.ok and row.gradient.quantity == f"d{of}"
 
 
+@looped
 @pytest.mark.parametrize("of", ["q", "k", "v"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nan_fails(of: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +133,7 @@ def test_nan_fails(of: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch)
     assert not compared(dtype)["window"].output.ok
 
 
+@looped
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_query_with_other_blocks_fails(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = torch_backend.select_blocks

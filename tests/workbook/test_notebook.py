@@ -4,6 +4,7 @@ import json
 
 import pytest
 from fake_run import write_run
+from looping import looped
 
 from nsa_lab.config import RunConfig
 from nsa_lab.config.optional_deps import MissingPackage
@@ -14,6 +15,7 @@ from nsa_lab.workbook import notebook
 from nsa_lab.workbook.notebook import Stop, load_configuration
 
 
+@looped
 @pytest.mark.parametrize(
     "name, sections, run_dir, message",
     [

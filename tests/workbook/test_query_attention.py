@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from looping import looped
 from matplotlib.colors import to_rgba
 from matplotlib.patches import Rectangle
 
@@ -22,6 +23,7 @@ def example():
     return examples.make_random_example(64, heads=4, groups=2, head_dim=8)
 
 
+@looped
 @pytest.mark.parametrize("position", [0, 6, 7, 8, 31, 57, 63])
 @pytest.mark.parametrize("group", [0, 1])
 def test_reads_equal_rows_of_the_definition(example, position, group):
@@ -43,6 +45,7 @@ def test_reads_equal_rows_of_the_definition(example, position, group):
     torch.testing.assert_close(reads.win @ example.v_win[0, : position + 1, group], window[0, position, heads].mean(0))
 
 
+@looped
 @pytest.mark.parametrize("position, group", [(-1, 0), (64, 0), (0, 2)])
 def test_invalid_query_is_an_error(example, position, group):
     with pytest.raises(IndexError, match="positions 0 to 63"):
@@ -58,6 +61,7 @@ def test_text_heads_match_similar_passages():
     assert "'the cat" in describe_selected_blocks(reads, text) and "forced" in describe_selected_blocks(reads, text)
 
 
+@looped
 @pytest.mark.parametrize("sizes", [{}, {"l": 16, "d": 16, "l_sel": 32}, {"l": 64, "d": 16, "l_sel": 32}, {"l": 8, "d": 2}])
 def test_corrected_equation_nine_is_the_overlap(sizes):
     nsa = NSAConfig(**sizes)
@@ -70,7 +74,8 @@ def test_corrected_equation_nine_is_the_overlap(sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [1, *(pytest.param(length, marks=pytest.mark.slow) for length in (7, 8, 64))])
+@looped
+@pytest.mark.parametrize("length", [8, *(pytest.param(length, marks=pytest.mark.nightly) for length in (1, 7, 64))])
 def test_plots_of_any_length_have_a_title(example, length):
     x = examples.make_random_example(length, heads=2, groups=1, head_dim=4)
     k_cmp = reference.compress(x.k_cmp, TOY)

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from looping import looped
 
 from nsa_lab.config import ModelConfig
 from nsa_lab.evaluate.block_selectors import select_model_blocks
@@ -32,6 +33,7 @@ def model_of(**changes: object):
 
 
 @torch.no_grad()
+@looped
 @pytest.mark.parametrize("indexer", [{}, {"selection_loss": 0.2, "indexer_block": 2}], ids=["compressed", "indexer"])
 @pytest.mark.parametrize("layer", [0, 1])
 def test_layer_reads_the_selected_blocks(layer: int, indexer: dict[str, float]) -> None:
@@ -96,6 +98,7 @@ def test_hidden_question_is_reachable_by_selection_only(w: int) -> None:
         assert find_hidden_question(TASK, nsa, seed) == (sequence, question)
 
 
+@pytest.mark.slow
 def test_find_readers() -> None:
     """Compared with `compute_reads` of each layer and group. A token in an unselected block has no reader."""
     model, query = model_of(), 63
@@ -114,7 +117,7 @@ def test_find_readers() -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_explorer_updates() -> None:
     box = build_recall_explorer(
         {"one": model_of(), "two": model_of(nsa=TINY_NSA.__class__(**{**TINY_NSA.model_dump(), "w": 4}))}, TASK

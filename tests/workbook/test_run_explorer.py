@@ -4,6 +4,7 @@ import re
 
 import pytest
 from fake_run import make_config, write_run
+from looping import looped
 
 from nsa_lab.figures.style import get_title
 from nsa_lab.inference import NoCheckpoint
@@ -20,6 +21,7 @@ def pair(tmp_path_factory):
     return [write_run(folder / "nsa"), dense.rename(dense.with_name("fake-dense"))]
 
 
+@looped
 @pytest.mark.parametrize("view", VIEWS)
 def test_every_view_accepts_nsa_and_dense_runs(view, pair):
     plots, problems = plot_view(pair, view, 1, 0, 100)
@@ -74,7 +76,7 @@ def test_no_widget_without_a_front_end(pair, monkeypatch, capsys):
     assert re.search(r"validation, bits per byte +│ +2\.\d+ +2\.\d+", printed) and "no map" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_controls_redraw(pair):
     explorer = run_explorer.build_run_explorer(pair[:1], pair[1:])
     which, (view, depth, heads), step, pictures, text = (
