@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from nsa_lab.attention import flash, geometry, input_checks, kernels, reference, torch_backend
-from nsa_lab.attention.compile_utils import disable_compile
+from nsa_lab.attention.compile_utils import check_no_transform, disable_compile
 from nsa_lab.attention.compression import compress
 from nsa_lab.attention.layout import Layout, Span
-from nsa_lab.attention.transforms import check_no_transform
 from nsa_lab.config import ModelConfig, NSAConfig, UsageError
 
 PARTS = ("compressed", "selection", "selected", "window", "combine")

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nsa_lab.attention import Span, geometry, resolve_backend
+from nsa_lab.attention.compile_utils import check_not_traced
 from nsa_lab.attention.dispatch import ResolvedBackend
 from nsa_lab.attention.layout import Layout
-from nsa_lab.attention.transforms import check_not_traced
 from nsa_lab.config import ModelConfig
 from nsa_lab.model.attention_layers import (
     DenseAttention,
