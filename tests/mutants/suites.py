@@ -85,7 +85,10 @@ MASKED = cases(
     "preflight_detects_tokens_that_leak_before_any_layer",
 )
 SUITES = {
-    "attention.layout": [*attention_tests("replace_documents", "packed_compression", "layout", "dense_limit"), *MODEL],
+    "attention.layout": [
+        *attention_tests("padding", "replace_documents", "packed_compression", "layout", "dense_limit"),
+        *MODEL,
+    ],
     "attention.geometry": attention_tests("block_arithmetic"),
     "attention.reference": attention_tests(),
     "attention.compression": attention_tests("packed_compression", "layout", "definition"),
@@ -120,7 +123,6 @@ OTHERS = {
     ],
     "config.model_config": ["tests/test_config.py", *MODEL],
     **{f"attention.{part}": ["tests/attention/test_dense_limit.py"] for part in ("dense", "flash")},
-    "attention.padding": ["tests/attention/test_padding.py"],
     "attention.selection_loss": ["tests/attention/test_selection_loss.py", "tests/attention/test_packed_compression.py"],
     **{
         f"health.{part}": [f"tests/health/test_{name}.py" for name in ("stage_verdicts", "verdicts", "edited_records")]
