@@ -22,7 +22,7 @@ from torch import nn
 
 from nsa_lab.attention import geometry
 from nsa_lab.config import RunConfig
-from nsa_lab.data import Batches, BuildProgress, DataError, build_progress
+from nsa_lab.data import Batches, BuildProgress, DataError, ProgressMeter
 from nsa_lab.health import examine
 from nsa_lab.health.loss_checks import compute_expected_lr
 from nsa_lab.runs import directory, events, lifecycle, monitor_settings
@@ -625,7 +625,7 @@ def test_data_preparation_reports_progress_and_is_not_a_stall(
     new_run: Make, train: Train, builders: Builders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Progress for longer than the limit of the phase is not a stall; the same time without progress is."""
-    monkeypatch.setattr(build_progress.ProgressMeter.__init__, "__defaults__", (0.05,))
+    monkeypatch.setattr(ProgressMeter.__init__, "__defaults__", (0.05,))
     monkeypatch.setitem(attempt.PHASE_STALL_FLOORS_S, "prepare", 0.4)
     silent = []
 
