@@ -22,10 +22,11 @@ from nsa_lab.attention import BackendError, geometry
 from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.data import BuildProgress, DataError, ProgressMeter
 from nsa_lab.model import NSATransformer
-from nsa_lab.runs import directory, monitor_settings
+from nsa_lab.runs import directory
 from nsa_lab.runs.checkpoint_files import parse_step
 from nsa_lab.runs.environment import get_code_identity, get_versions
 from nsa_lab.runs.events import read_events
+from nsa_lab.runs.history import get_monitor_settings
 from nsa_lab.runs.lock import ANOTHER_TRAINER, lock_owner, sign_lock, take_lock
 from nsa_lab.train import checkpoint_state
 from nsa_lab.train.build import Builders, TrainContext, build_context, select_device, set_determinism
@@ -257,7 +258,7 @@ class _Attempt:
                     f"{store.folder}: the events record checkpoints, but the folder has none. "
                     "The run is not started over; restore a step-… folder, or create a new run"
                 )
-            self.recorder.record_start(0, {**context.facts, "settings": monitor_settings.get_monitor_settings(self.config)})
+            self.recorder.record_start(0, {**context.facts, "settings": get_monitor_settings(self.config)})
             self.recorder.record_references(measure_references(context))
             self._run_preflight(context)
             return 0, []
@@ -273,7 +274,7 @@ class _Attempt:
         )
         restored = {"checkpoint": path.name, "probe_difference": difference}
         self.recorder.record_start(
-            state["step"], {**context.facts, "settings": monitor_settings.get_monitor_settings(self.config), **restored}
+            state["step"], {**context.facts, "settings": get_monitor_settings(self.config), **restored}
         )
         return state["step"], state["guard"]["losses"]
 

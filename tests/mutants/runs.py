@@ -45,7 +45,7 @@ MUTANTS = [
     Mutant(
         "history: an attempt is judged by the latest settings",
         "runs.history",
-        'return monitor_settings.apply_monitor_settings(self.config, first_event["settings"])',
+        'return apply_monitor_settings(self.config, first_event["settings"])',
         "return self.config",
     ),
     Mutant(
@@ -67,7 +67,7 @@ MUTANTS = [
     Mutant("history: training loss includes early readings", "runs.history", "len(finite) // 2 and", "len(finite) and"),
     Mutant(
         "rerun: the run's own settings are lost",
-        "runs.rerun_command",
+        "health.divergence",
         "[*changed_keys, *(key for key, *_ in diff_settings(base, new_config))]",
         "changed_keys",
     ),
