@@ -16,7 +16,7 @@ import numpy as np
 # JSON; only the source that created it interprets it.
 Cursor = dict[str, Any]
 BY_POSITION = "position"
-# Of `SyntheticSource`.
+# Defaults of `SyntheticSource`.
 DOCUMENT_BYTES = 4096
 DEFAULT_TOKENS = 1 << 22
 
