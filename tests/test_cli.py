@@ -30,6 +30,8 @@ from nsa_lab.runs.sweep_runner import Sweep
 
 torch.set_num_threads(1)
 
+ROOT = Path(__file__).parents[1]
+
 TINY = """
 model: {dim: 16, n_layers: 1, n_heads: 2, n_kv_groups: 1, d_k: 8, d_v: 8}
 nsa: {l: 8, d: 4, l_sel: 8, n_sel: 4, w: 16}
@@ -356,6 +358,10 @@ def test_wrong_arguments_are_refused_before_torch_is_imported(tiny: Path, tmp_pa
         f"ship|nothing|{tmp_path / 'new'}|--about|{tiny}",
         "export-hf|needle-8m|.",
         "bench|attention|--shape|x",
+        "bench|tune|--shape|x",
+        "bench|tune|--kernel|x",
+        f"bench|limits|{tiny}",
+        f"bench|limits|{ROOT}/docs/benchmarks/decode-h200.json",
         "bench|train|--shape|x",
         "bench|train|--preset|smok",
         "bench|attention|--json|/nowhere/x",

@@ -487,7 +487,8 @@ def test_values_arrive(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     workspace = Workspace(tmp_path)
     (tmp_path / "x.ipynb").write_text("{}")
     (tmp_path / "t.txt").write_text("some text " * 9)
-    (tmp_path / "record.json").write_text(json.dumps({"when": "2026", "device": "d", "rows": []}))
+    record = {"when": "2026", "device": "d", "rows": [], "nsa": {}, "dtype": "torch.float32", "rates": {"flops": 1}}
+    (tmp_path / "record.json").write_text(json.dumps(record))
     for name, (line, function, result, check) in CASES[command].items():
         with monkeypatch.context() as patch:
             recorder = Recorder(result)
