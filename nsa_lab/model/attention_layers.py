@@ -34,7 +34,7 @@ from nsa_lab.attention.dispatch import ResolvedBackend
 from nsa_lab.attention.exported import compress_traceable, exported_attention, exported_selection
 from nsa_lab.attention.layout import Layout
 from nsa_lab.config import BRANCHES, ModelConfig, NSAConfig
-from nsa_lab.model.cached_pass import CachedLayer
+from nsa_lab.model.cache_protocols import CachedLayer
 from nsa_lab.model.indexer import Indexer
 from nsa_lab.model.layers import Rotary, ShortConvolution, convolve_keys, rotate
 
