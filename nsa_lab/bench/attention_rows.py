@@ -120,10 +120,8 @@ def parse_record(
     try:
         rows = [AttentionRow(**{key: value for key, value in row.items() if key != "limits"}) for row in record["rows"]]
         nsa, _ = NSAConfig.model_validate(record["nsa"]), record["dtype"]
-    except (KeyError, TypeError) as error:
-        raise ConfigError(
-            f"expected a record of `nsa-lab bench attention`, got a record without the field {error}"
-        ) from None
+    except (KeyError, TypeError):
+        raise ConfigError("expected a record of `nsa-lab bench attention`, got a record of another benchmark") from None
     recorded_rates: dict[str, float | None] = record.get("rates", {})
     flops_per_s = flops or recorded_rates.get("flops")
     if flops_per_s is None:
