@@ -401,7 +401,7 @@ def test_health_exit_code_and_first_failure(run_cli, tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert f"{good.name}: healthy: {len(CHECKS)} of {len(CHECKS)} checks passed\n" in result.out
     assert (
-        result.out.startswith("This NSA model of ")
+        result.out.startswith("Run of the configuration fake, which has no description.\nThis NSA model of ")
         and json.loads((good / directory.VERDICT).read_text())["level"] == "passed"
     )
     assert run_cli("health", warned).exit_code == 0

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_lab.config import ConfigError, RunConfig
+from nsa_lab.config.errors import has_working_dir
 from nsa_lab.runs import directory, resolve
 from nsa_lab.runs.atomic_io import warn_once
 from nsa_lab.runs.directory import RunDirectoryError
@@ -130,6 +131,8 @@ def start(run_dir: str | Path, *, ranks: int = 1, gpu: str | None = None) -> int
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                # torch cannot be loaded in a folder that was deleted.
+                cwd=None if has_working_dir() else "/",
                 pass_fds=[lock],
                 env=_make_environment(gpu),
             )

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.runs.directory import LOCK
+from nsa_lab.runs.directory import LOCK, RunDirectoryError
 
 ANOTHER_TRAINER = "{folder}: another trainer is using this run ({owner}); attach to it or stop it first"
 
@@ -35,8 +35,17 @@ def process_start(pid: int) -> str | None:
 
 
 def take_lock(run_dir: Path) -> int | None:
-    """Acquire the run's lock. Return its open descriptor; None if another process holds it."""
-    descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    """Acquire the run's lock. Return its open descriptor; None if another process holds it.
+
+    Raises `RunDirectoryError` if this user may not write to the run.
+    """
+    try:
+        descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        reason = (error.strerror or "").lower()
+        raise RunDirectoryError(
+            f"{run_dir}: this user cannot train here ({LOCK}: {reason}); copy the run, or let its owner resume it"
+        ) from None
     for _ in range(20):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

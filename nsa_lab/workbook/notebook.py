@@ -76,7 +76,7 @@ def start_run(config: RunConfig, run_dir: str = "", *, outputs: str = "", new_ru
     """
     folder = resolve.get_root() / outputs if outputs else resolve.get_outputs_dir()
     try:
-        # Of two notebooks with the same parameters at once, one starts a run and the other attaches to it.
+        # If two notebooks have the same parameters, one starts a run and the other attaches to it.
         with lifecycle.hold_creation_lock(folder):
             if run_dir:
                 existing_run = find_run_directory(run_dir)
