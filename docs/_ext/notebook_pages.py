@@ -54,7 +54,7 @@ def join_cells(notebook: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_aside(tags: list[str], code: str) -> bool:
-    """Return whether a cell of a lesson sets up or shows something, and is no step of the text."""
+    """Return True for a cell of a lesson that sets up or shows something, and is not a step of the text."""
     shows = any(call in code for call in DISPLAY)
     return "lesson" not in tags and ("parameters" in tags or SET_UP.match(code) is not None or shows)
 
