@@ -82,7 +82,7 @@ def find_worst_error_ratio(context: TrainContext) -> tuple[float, str]:
             (ratio, f"{branch}, {quantity}")
             for quantity, ratio in _compute_error_ratios(function, definition, inputs).items()
         ]
-    return max(ratios)
+    return max(ratios, default=(0.0, "no branch has keys"))
 
 
 def _compress_by_mean(x: Tensor, nsa: NSAConfig) -> Tensor:
