@@ -434,6 +434,20 @@ def test_selection_loss_is_part_of_the_training_loss() -> None:
         assert output.aux_loss is None and torch.isclose(output.loss.double(), nll, atol=1e-5)
 
 
+def test_loss_computed_from_logits_trains_the_indexer() -> None:
+    """As label smoothing of a Trainer and DPO compute it; the gradients equal those of the model's own loss."""
+    model, tokens = make_model(**INDEXER).train(), sample_bytes(2, 70)
+    model(tokens, labels=tokens).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    output = model(tokens)
+    assert not output.aux_loss.requires_grad  # it is included, so it cannot be added again
+    torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-7)
+    assert expected["model.blocks.0.attention.indexer.qk.weight"].abs().sum() > 0
+
+
 def test_base_model_returns_the_last_hidden_state(model: hf.NSALabForCausalLM) -> None:
     """With the same weights under the same names; a loss computed from it trains the indexer too."""
     tokens, base = sample_bytes(2, 30), model.base_model
