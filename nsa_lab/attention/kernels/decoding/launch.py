@@ -17,7 +17,7 @@ from torch import Tensor
 from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.block_topk import SelectionRule
 from nsa_lab.attention.kernels.decoding import decode_linear as linear_kernel
-from nsa_lab.attention.kernels.decoding.compress_update import nsa_compress_update
+from nsa_lab.attention.kernels.decoding.compress_update import nsa_compress_update, nsa_index_update
 from nsa_lab.attention.kernels.decoding.decode_linear import nsa_linear
 from nsa_lab.attention.kernels.decoding.decode_topk import nsa_block_importance, nsa_block_logsumexp, nsa_block_topk_decode
 from nsa_lab.attention.kernels.decoding.pdl import get_pdl_options
@@ -169,7 +169,7 @@ def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> 
 
 def rotate_and_append(
     q_and_k: Tensor, values: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor, write_buffers: CacheWriteBuffers,
-    k_before_conv: Tensor | None, conv_weight: Tensor | None, can_prefetch: bool,
+    k_before_conv: Tensor | None, conv_weight: Tensor | None, rotates_keys: bool, can_prefetch: bool,
 ) -> Tensor:
     """See `kernels.rotate_and_append`."""
     q_and_k = q_and_k if q_and_k.stride(3) == 1 else q_and_k.contiguous()
@@ -185,7 +185,8 @@ def rotate_and_append(
         *(stride for x in write_buffers for stride in _get_optional_strides(x)), *cos.stride(),
         T, 0 if write_buffers.k_sel is None else write_buffers.k_sel.shape[1], len(cos),
         *(0 if x is None else x.shape[1] for x in (write_buffers.k_raw, write_buffers.k_win, k_before_conv)), G,
-        H=H, KEYS=n_keys, FIRST_BRANCH=first_branch, HALF=cos.shape[1], DK=Dk, DV=Dv, PAD=padded_width(max(Dk, Dv)),
+        H=H, KEYS=n_keys, FIRST_BRANCH=first_branch, HALF=cos.shape[1], ROTATE_KEYS=rotates_keys, DK=Dk, DV=Dv,
+        PAD=padded_width(max(Dk, Dv)),
         num_warps=launch_table.APPEND_WARPS, **get_pdl_options(q.device, B * T, can_prefetch),
     )
     return q
@@ -205,6 +206,26 @@ def update_compressed(
         *get_strides(k_raw, k), *_get_optional_strides(v_raw), *_get_optional_strides(v),
         T, N, k_raw.shape[1], G,
         L=l, L_PAD=padded_width(l), STRIDE=d, DK=Dk, DV=Dv, PAD=padded_width(max(Dk, Dv)),
+        num_warps=launch_table.STREAMING_WARPS, **get_pdl_options(k.device, B * T, can_prefetch),
+    )
+
+
+def update_index(
+    k_raw: Tensor, k: Tensor, pool: PoolWeights | None, norm: tuple[Tensor, float] | None,
+    rotary: tuple[Tensor, Tensor] | None, is_norm_first: bool, lengths: Tensor, T: int, l: int, can_prefetch: bool,
+) -> None:
+    """See `kernels.update_index`."""
+    B, _, G, Dk = k_raw.shape
+    score, bias = pool or (None, None)
+    norm_weight, eps = norm or (None, 0.0)
+    cos, sin = rotary or (None, None)
+    k, key_format = get_format(k)
+    nsa_index_update[(B * G, ceil_div(T, l))](
+        k_raw, k, score, bias, norm_weight, cos, sin, lengths,
+        *get_strides(k_raw, k), *((0, 0) if cos is None else cos.stride()),
+        T, k.shape[1], 0 if cos is None else len(cos), k_raw.shape[1], G, eps,
+        L=l, L_PAD=padded_width(l), HALF=0 if cos is None else cos.shape[1],
+        NORM_FIRST=norm is not None and is_norm_first, FORMAT=key_format, DK=Dk, PAD=padded_width(Dk),
         num_warps=launch_table.STREAMING_WARPS, **get_pdl_options(k.device, B * T, can_prefetch),
     )
 
