@@ -272,7 +272,10 @@ OTHERS = {
     "attention.kernels.stored_keys": cases(
         "kernels/decoding/test_decoding_kernels.py", "index_keys_in_few_bits_give_the_output_of_their_decoded_values"
     ),
-    "attention.kernels.decoding.rope_kv_append": ["tests/kernels/decoding/test_rope_kv_append.py"],
+    "attention.kernels.decoding.rope_kv_append": [
+        "tests/kernels/decoding/test_rope_kv_append.py",
+        *cases("model/test_model_forms.py", "kernels_equal_torch_for_lean_forms[base]"),
+    ],
     "attention.kernels.decoding.compress_update": ["tests/kernels/decoding/test_rope_kv_append.py"],
     "attention.kernels.decoding.decode_linear": ["tests/kernels/decoding/test_decode_linear.py"],
     "attention.kernels.parallel_compile": ["tests/kernels/test_fast_launch.py"],
