@@ -149,6 +149,8 @@ def _score_blocks(
     `is_first`: the previous kernel may be the one that wrote the queries and keys.
     """
     T, G = q.shape[1], keys.shape[2]
+    if keys.stride(2) == 0:  # one key for all groups: load it once
+        keys = keys[:, :, :1]
     if q.shape[2] == G and l == d:
         # The probabilities of a single head have the same denominator, so the scores need no sum over all keys.
         return compute_block_logsumexp(q, keys, lengths, n_blocks, d, l_sel, rule, is_first=is_first)
@@ -345,21 +347,22 @@ def compute_block_logsumexp(
 ) -> Tensor:
     """Return the indexer scores of `n_blocks` blocks, float32 [B, T, G, n_blocks].
 
-    q has one head per group; each index key covers d tokens. `is_first`: as in `_score_blocks`.
+    q [B, T, G, D] has one head per group; keys [B, N, G or 1, .] cover d tokens each. `is_first`: as in `_score_blocks`.
     """
-    B, T, G, Dk = q.shape
+    B, T, H, Dk = q.shape
+    G = keys.shape[2]
     strides_at_once = min(padded_width(l_sel // d), launch_table.block_topk_strides(q.dtype, Dk))
     tile = _get_tile(q, G, Dk, T)
     row_tiles = _count_row_tiles(q, G, tile, T)
     blocks_per_program = launch_table.logsumexp_blocks(B * G * row_tiles, n_blocks, strides_at_once)
-    logsumexp = q.new_empty(B, T, G, n_blocks, dtype=torch.float32)
+    logsumexp = q.new_empty(B, T, H, n_blocks, dtype=torch.float32)
     keys, key_format = get_format(keys)
     nsa_block_logsumexp[(B * G * row_tiles * ceil_div(n_blocks, blocks_per_program),)](
         q, keys, lengths, logsumexp,
         *get_strides(q, keys),
         T, keys.shape[1], B, G, row_tiles, n_blocks, Dk**-0.5 * LOG2E,
         STRIDE=d, L_SEL=l_sel, N_SEL=rule.n_sel, LOCAL=rule.local_blocks, BLOCK_MAX=rule.block_max,
-        STRIDES=l_sel // d, STRIDES_AT_ONCE=strides_at_once,
+        STRIDES=l_sel // d, STRIDES_AT_ONCE=strides_at_once, HEADS=H // G,
         DK=Dk, DK_PAD=padded_width(Dk), FORMAT=key_format, ROWS=tile.rows, BLOCKS=blocks_per_program,
         **tile.compile_options(), **get_pdl_options(q.device, B * T, not is_first),
     )
