@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,8 @@ from nsa_lab.train.step import Stepper, make_optimizer
 
 if TYPE_CHECKING:
     from nsa_lab.train.sharded_checkpoint import ShardWriter
+
+logger = logging.getLogger("nsa_lab.train")
 
 MAX_COMPILED_SHAPES_PER_STAGE = 16  # twice the default recompile limit of torch
 
@@ -124,7 +127,8 @@ def build_context(
     batches = StagedBatches(dataset.train, train, config.data, separator)
     evaluations = make_validation_batches(dataset.validation, train, separator if use_masking else None)
     use_bf16 = config.runtime.precision == "bf16"
-    world = replace(world, parallel=config.runtime.parallel)
+    world = replace(world, parallel=config.runtime.parallel, context_parallel=config.runtime.context_parallel)
+    context_sizes = config.list_context_sizes(world.size)
     model = world.build_model(lambda: builders.model(config, device))
     if config.runtime.compile:
         compile_blocks(model, len(train.plan))
@@ -142,9 +146,26 @@ def build_context(
         use_graph=_make_graph_predicate(config, world, device),
         auxiliary_loss=model.auxiliary_loss if config.model.has_selection_loss else None,
         separator=separator if use_masking else None,
+        context_groups={size: world.make_context_group(size, device) for size in sorted(set(context_sizes)) if size > 1},
     )
+    if world.is_first:
+        for line in describe_sharing(config, world.size):
+            logger.info("%s", line)
     shard_writer = _make_shard_writer() if world.is_sharded else None
     return TrainContext(config, world, device, dataset, batches, evaluations, model, optimizer, stepper, shard_writer)
+
+
+def describe_sharing(config: RunConfig, n_ranks: int) -> list[str]:
+    """Return one line per stage in which several ranks share each sequence."""
+    lines: list[str] = []
+    for number, (stage, size) in enumerate(zip(config.train.plan, config.list_context_sizes(n_ranks), strict=True), 1):
+        if size > 1:
+            name = f"stage {number}: " if len(config.train.plan) > 1 else ""
+            lines.append(
+                f"{name}{stage.sequences_per_step} sequences of {stage.seq_len:,} tokens per step on {n_ranks} ranks: "
+                f"{size} ranks share each sequence (context parallelism)"
+            )
+    return lines
 
 
 def _make_shard_writer() -> ShardWriter:
@@ -154,11 +175,22 @@ def _make_shard_writer() -> ShardWriter:
 
 
 def _make_graph_predicate(config: RunConfig, world: World, device: torch.device) -> Callable[[StageConfig], bool]:
-    """Return a function that tells whether steps of a stage use a CUDA graph; raise `ConfigError` if they cannot."""
-    if any(config.uses_cuda_graph(stage) for stage in config.train.plan) and (device.type != "cuda" or world.size > 1):
+    """Return a function that tells whether steps of a stage use a CUDA graph; raise `ConfigError` if they cannot.
+
+    With several ranks, `cuda_graph: true` means: where it is possible. Collectives are not captured, so it is not.
+    """
+    if not any(config.uses_cuda_graph(stage) for stage in config.train.plan):
+        return lambda stage: False
+    if world.size > 1:
+        if world.is_first:
+            logger.info(
+                "cuda_graph = True with %d ranks means auto: steps contain collectives and run without a CUDA graph",
+                world.size,
+            )
+        return lambda stage: False
+    if device.type != "cuda":
         raise ConfigError(
-            f"cuda_graph = True, in runtime or in a stage: expected one rank on a CUDA device, got {world.size} rank(s) on "
-            f"{device.type}; set it to false"
+            f"cuda_graph = True, in runtime or in a stage: expected a CUDA device, got {device.type}; set it to false"
         )
     return config.uses_cuda_graph
 

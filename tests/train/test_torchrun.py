@@ -25,7 +25,7 @@ Make = Callable[..., Path]
 pytestmark = pytest.mark.timeout(240)
 
 ROOT = Path(__file__).parents[2]
-# The command of docs/howto/multi_gpu.md. A c10d rendezvous can meet again after a rank was killed.
+# The command of docs/howto/multiple_gpus.md. A c10d rendezvous can meet again after a rank was killed.
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 C10D = ["--rdzv-backend", "c10d", "--rdzv-endpoint"]
 STEPS = {"steps": 20, "batch_size": 4, "accumulate_grad_batches": 2, "micro_batch_size": 1, "save_every": 10}
