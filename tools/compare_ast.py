@@ -8,7 +8,7 @@ Compared: every module-level statement and definition, with its structure, numbe
 dictionary keys and every string without a space (configuration keys, event names, file names). Not compared:
 docstrings, other strings, imports, the order of definitions. In an f-string the set of its values is compared. Files
 are matched by `files` in tools/renames.json; several old files that map to one new file are compared as the union of
-their definitions.
+their definitions. Files that were merged later than the compared revision have there the name that `proof.files` gives.
 
 Names may differ, but consistently: within a function an old name has one new name, and two old names never become
 one. Exits with 1 if a difference is found outside the files listed under `changed` in tools/renames.json.
@@ -331,7 +331,8 @@ def main() -> int:
     wanted = {str(Path(p).resolve().relative_to(ROOT)) if Path(p).exists() else p for p in args.paths}
     identifiers: dict[str, dict[str, list[str]]] = {}
     equal, changed, failures = 0, 0, 0
-    for path, origins in groups(old, new, renames["files"]):
+    earlier = {path: target for path, target in renames.get("proof", {}).get("files", {}).items() if target in new}
+    for path, origins in groups(old, new, renames["files"] | earlier):
         if wanted and path not in wanted:
             continue
         pairs, differences = compare_files([old[p] for p in origins], new.get(path, ""))

@@ -1,8 +1,8 @@
-"""Exclude functions from torch.compile."""
+"""Exclude functions from torch.compile; refuse transforms and traces that the backends do not support, with the way out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -14,3 +14,25 @@ R = TypeVar("R")
 def disable_compile(function: Callable[P, R]) -> Callable[P, R]:
     """Return `function` excluded from tracing, like torch.compiler.disable, but without importing the compiler now."""
     return torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+
+
+def check_no_transform(backends: Iterable[str]) -> None:
+    """Raise NotImplementedError inside of a transform of torch.func, unless all of `backends` are the reference."""
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
+        unsupported = next((name for name in backends if name != "reference"), None)
+        if unsupported is not None:
+            raise NotImplementedError(
+                f"torch.func (grad, vmap, jvp): backend = {unsupported!r} does not support it, because its backward pass "
+                "is written by hand; use backend='reference', or torch.autograd.grad and batches"
+            )
+
+
+def check_not_traced() -> None:
+    """Raise NotImplementedError inside of torch.jit.trace."""
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        raise NotImplementedError(
+            "torch.jit.trace: not supported, because a trace is valid only for the length that it saw: block selection "
+            "depends on it; use torch.export.export with dynamic_shapes, or torch.compile"
+        )

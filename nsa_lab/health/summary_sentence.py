@@ -1,10 +1,11 @@
-"""One sentence in words on the outcome of a run: model, steps, loss, facts retrieved, checks."""
+"""The purpose of a run, and one sentence in words on its outcome: model, steps, loss, facts retrieved, checks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from nsa_lab.config import RunConfig
 from nsa_lab.health.verdict import Verdict
 from nsa_lab.runs import directory
 from nsa_lab.runs.evaluation import read_evaluation
@@ -12,6 +13,11 @@ from nsa_lab.runs.event_schema import is_int
 from nsa_lab.runs.history import History, RunFacts, collect_facts
 
 KINDS = {"nsa": "NSA model", "dense": "model with dense attention"}
+
+
+def describe_purpose(config: RunConfig) -> str:
+    """Return the purpose of a run: the description in its configuration, or its name if there is none."""
+    return config.description or f"Run of the configuration {config.name}, which has no description."
 
 
 def describe_outcome(history: History, verdicts: Sequence[Verdict]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_lab.health import Health, examine
-from nsa_lab.health.summary_sentence import describe_outcome
+from nsa_lab.health.summary_sentence import describe_outcome, describe_purpose
 from nsa_lab.runs import directory
 from nsa_lab.runs.atomic_io import read_json, warn_once, write_text
 from nsa_lab.runs.history import History, collect_facts, compute_median_speeds
@@ -26,7 +26,7 @@ def to_record(history: History, health: Health) -> dict[str, Any]:
     facts = collect_facts(history)
     return {
         "run": health.run,
-        "description": history.config.description,
+        "description": describe_purpose(history.config),
         "summary": describe_outcome(history, health.verdicts),
         "state": health.state,
         "ok": health.ok,

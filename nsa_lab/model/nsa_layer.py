@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from nsa_lab.attention import Span
+from nsa_lab.attention.compile_utils import check_not_traced
 from nsa_lab.attention.dispatch import BACKENDS
 from nsa_lab.attention.input_checks import SUPPORTED_DTYPES
-from nsa_lab.attention.transforms import check_not_traced
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.model.attention_layers import SparseAttention, scale_selection_loss
 from nsa_lab.model.init_weights import initialize_weights

@@ -20,7 +20,7 @@ from nsa_lab.health import Health, examine
 from nsa_lab.health.headline_questions import BRANCH_QUESTIONS, QUESTIONS, answer_questions
 from nsa_lab.health.next_actions import list_advice
 from nsa_lab.health.references import Reference, find_references
-from nsa_lab.health.summary_sentence import describe_outcome
+from nsa_lab.health.summary_sentence import describe_outcome, describe_purpose
 from nsa_lab.health.verdict import Verdict, join_lines
 from nsa_lab.runs import directory
 from nsa_lab.runs.evaluation import read_evaluation
@@ -65,7 +65,7 @@ def summarize_run(run: Any, *, with_plots: bool = True) -> dict[str, Any]:
     is_untrained = not any(event["step"] for event in history.evaluations)
     return {
         "name": history.run,
-        "description": getattr(history.config, "description", ""),
+        "description": describe_purpose(history.config),
         "outcome": describe_outcome(history, health.verdicts),
         "settings": format_settings(history.config),
         "model": describe_training(run_facts, history),

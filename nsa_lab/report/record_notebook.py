@@ -19,7 +19,7 @@ from nsa_lab import figures
 from nsa_lab.figures.style import get_title, render_png
 from nsa_lab.health import Health, examine
 from nsa_lab.health.next_actions import list_advice
-from nsa_lab.health.summary_sentence import describe_outcome
+from nsa_lab.health.summary_sentence import describe_outcome, describe_purpose
 from nsa_lab.report.header import describe_training, list_ablations
 from nsa_lab.runs.evaluation import read_evaluation
 from nsa_lab.runs.history import History, collect_facts
@@ -108,7 +108,8 @@ def _make_summary(history: History) -> list[NotebookNode]:
     lines = [
         f"# {history.run}",
         "",
-        *([history.config.description, ""] if getattr(history.config, "description", "") else []),
+        describe_purpose(history.config),
+        "",
         f"**{describe_outcome(history, health.verdicts)}**",
         "",
         f"{describe_training(collect_facts(history), history)}.",

@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 from nsa_lab.attention import geometry
 from nsa_lab.config import ModelConfig
 from nsa_lab.figures.benchmarks import STEP_COLOURS, plot_step_time
-from nsa_lab.train.estimate import build_meta_model
-from nsa_lab.train.reference_throughput import load_reference_throughput
+from nsa_lab.train.estimate import build_meta_model, load_reference_throughput
 from nsa_lab.workbook.display import show_figure, show_folded
 
 # FLOP/s of the attention floor: the useful work of the best attention kernels on one H200.

@@ -170,6 +170,8 @@ def test_verdict_has_level_purpose_summary_and_numbers(tmp_path: Path) -> None:
     assert record["summary"].startswith("This NSA model") and "finished its 200 steps" in record["summary"]
     assert record["facts"]["step"] == 200 and record["facts"]["validation_bpb"] == pytest.approx(2.14, abs=0.01)
     assert {"name", "ok", "value", "limit", "text", "level"} == set(record["verdicts"][0])
+    undescribed = json.loads(write_verdict(write_run(tmp_path / "other", make_config())).read_text(encoding="utf-8"))
+    assert undescribed["description"] == "Run of the configuration fake, which has no description."
 
 
 NUMBERS = {"step": 1, "steps": 1, "validation_bpb": None, "tokens_per_s": []}

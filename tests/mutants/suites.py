@@ -85,7 +85,10 @@ MASKED = cases(
     "preflight_detects_tokens_that_leak_before_any_layer",
 )
 SUITES = {
-    "attention.layout": [*attention_tests("replace_documents", "packed_compression", "layout", "dense_limit"), *MODEL],
+    "attention.layout": [
+        *attention_tests("padding", "replace_documents", "packed_compression", "layout", "dense_limit"),
+        *MODEL,
+    ],
     "attention.geometry": attention_tests("block_arithmetic"),
     "attention.reference": attention_tests(),
     "attention.compression": attention_tests("packed_compression", "layout", "definition"),
@@ -120,7 +123,6 @@ OTHERS = {
     ],
     "config.model_config": ["tests/test_config.py", *MODEL],
     **{f"attention.{part}": ["tests/attention/test_dense_limit.py"] for part in ("dense", "flash")},
-    "attention.padding": ["tests/attention/test_padding.py"],
     "attention.selection_loss": ["tests/attention/test_selection_loss.py", "tests/attention/test_packed_compression.py"],
     **{
         f"health.{part}": [f"tests/health/test_{name}.py" for name in ("stage_verdicts", "verdicts", "edited_records")]
@@ -188,7 +190,6 @@ OTHERS = {
     ],
     "workbook.evaluated_runs": ["tests/workbook/test_evaluated_runs.py"],
     "health.paired_difference": ["tests/health/test_paired_difference.py"],
-    "health.proportions": ["tests/health/test_comparison.py"],
     "runs.evaluation": ["tests/health/test_comparison.py", "tests/inference/test_model_package.py"],
     "health.model_runs": ["tests/health/test_comparison.py"],
     "health.paired_text_loss": ["tests/health/test_comparison.py"],
@@ -268,9 +269,8 @@ OTHERS = {
     "config.yaml_text": ["tests/test_config.py"],
     "report.sanitize": ["tests/report/test_sanitize.py"],
     "health.references": ["tests/health/test_references.py"],
-    "health.divergence": ["tests/health/test_references.py"],
+    "health.divergence": ["tests/health/test_rerun_command.py", "tests/health/test_references.py"],
     "figures.style": cases("workbook/test_query_attention.py", "all_panels_have_axis_labels"),
-    "runs.rerun_command": ["tests/runs/test_rerun_command.py"],
     "workbook.notebook": ["tests/workbook/test_notebook.py"],
     "train.build": [
         *cases("train/test_stage_switch.py", "compiled_blocks_serve_every_stage"),
