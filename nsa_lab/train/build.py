@@ -87,9 +87,14 @@ class TrainContext:
 def select_device(config: RunConfig, world: World) -> torch.device:
     """Return `runtime.device`; `auto` is CUDA if available.
 
-    Raises `ConfigError` if there is no GPU, or if the model's state does not fit into the device's memory.
+    Raises `ConfigError` if there is no GPU, if steps are to be CUDA graphs on another device, or if the model's state does
+    not fit into the device's memory.
     """
     device = _resolve_device(config, world)
+    if device.type != "cuda" and world.size == 1 and any(config.uses_cuda_graph(stage) for stage in config.train.plan):
+        raise ConfigError(
+            f"cuda_graph = True, in runtime or in a stage: expected a CUDA device, got {device.type}; set it to false"
+        )
     check_state_fits(config, device, world.size, replace(world, parallel=config.runtime.parallel).n_shards)
     return device
 
@@ -143,7 +148,7 @@ def build_context(
         device=device,
         use_bf16=use_bf16,
         world=world,
-        use_graph=_make_graph_predicate(config, world, device),
+        use_graph=_make_graph_predicate(config, world),
         auxiliary_loss=model.auxiliary_loss if config.model.has_selection_loss else None,
         separator=separator if use_masking else None,
         context_groups={size: world.make_context_group(size, device) for size in sorted(set(context_sizes)) if size > 1},
@@ -162,7 +167,7 @@ def describe_sharing(config: RunConfig, n_ranks: int) -> list[str]:
         if size > 1:
             name = f"stage {number}: " if len(config.train.plan) > 1 else ""
             lines.append(
-                f"{name}{stage.sequences_per_step} sequences of {stage.seq_len:,} tokens per step on {n_ranks} ranks: "
+                f"{name}{stage.sequences_per_step} x {stage.seq_len:,} tokens per step on {n_ranks} ranks: "
                 f"{size} ranks share each sequence (context parallelism)"
             )
     return lines
@@ -174,25 +179,18 @@ def _make_shard_writer() -> ShardWriter:
     return ShardWriter()
 
 
-def _make_graph_predicate(config: RunConfig, world: World, device: torch.device) -> Callable[[StageConfig], bool]:
-    """Return a function that tells whether steps of a stage use a CUDA graph; raise `ConfigError` if they cannot.
+def _make_graph_predicate(config: RunConfig, world: World) -> Callable[[StageConfig], bool]:
+    """Return a function that tells whether steps of a stage use a CUDA graph.
 
     With several ranks, `cuda_graph: true` means: where it is possible. Collectives are not captured, so it is not.
     """
-    if not any(config.uses_cuda_graph(stage) for stage in config.train.plan):
-        return lambda stage: False
-    if world.size > 1:
-        if world.is_first:
-            logger.info(
-                "cuda_graph = True with %d ranks means auto: steps contain collectives and run without a CUDA graph",
-                world.size,
-            )
-        return lambda stage: False
-    if device.type != "cuda":
-        raise ConfigError(
-            f"cuda_graph = True, in runtime or in a stage: expected a CUDA device, got {device.type}; set it to false"
+    if world.size == 1:
+        return config.uses_cuda_graph
+    if world.is_first and any(config.uses_cuda_graph(stage) for stage in config.train.plan):
+        logger.info(
+            "cuda_graph = True with %d ranks means auto: steps contain collectives and run without a CUDA graph", world.size
         )
-    return config.uses_cuda_graph
+    return lambda stage: False
 
 
 def compile_blocks(model: nn.Module, n_stages: int = 1) -> None:

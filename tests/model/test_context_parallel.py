@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from context_checks import PACKED, run_ranks
+from context_checks import PACKED, compute, draw, make_model, run_ranks
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from nsa_lab.attention import Span
 from nsa_lab.attention.context_parallel import ContextShard
@@ -26,6 +27,37 @@ def test_ranks_that_share_a_text_equal_one_process_in_float64(n_ranks: int) -> N
 @pytest.mark.timeout(120)
 def test_two_ranks_equal_one_process_with_the_training_recipe() -> None:
     run_ranks(2, "training recipe")
+
+
+def test_one_rank_computes_the_whole_text() -> None:
+    """In one process: the same logits and gradients as without a shard, from keys that were gathered from nobody."""
+    for name in ("training recipe", "dense"):
+        for text in list_texts()[1:4]:
+            model = make_model(name, "torch")
+            tokens, weights = draw(model, 1, text)
+            expected = compute(model, tokens, text, weights)
+            actual = compute(model, tokens, ContextShard(text, 0, 1), weights)
+            for value, truth in zip(actual, expected, strict=True):
+                torch.testing.assert_close(value, truth, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_serve_all_documents() -> None:
+    """Attention of a shard is excluded from the traced graph, so other documents compile nothing."""
+    model, counter = make_model("training recipe", "torch"), CompileCounterWithBackend("aot_eager")
+    texts = [text for text in list_texts() if text.capacity is not None and text.n_queries == 109]
+    texts += [Span.packed(torch.tensor([0, *bounds, 109], dtype=torch.int32), 12) for bounds in ((40,), (3, 3, 90))]
+    texts = [Span("packed", text.bounds, capacity=12) for text in texts]
+    tokens, weights = draw(model, 1, texts[0])
+    expected = [compute(model, tokens, ContextShard(text, 0, 1), weights) for text in texts]
+    for block in model.blocks:
+        block.compile(backend=counter, dynamic=False)
+    frame_counts = set[int]()
+    for text, truths in zip(texts, expected, strict=True):
+        for value, truth in zip(compute(model, tokens, ContextShard(text, 0, 1), weights), truths, strict=True):
+            torch.testing.assert_close(value, truth, rtol=0, atol=1e-12)
+        frame_counts.add(counter.frame_count)
+    assert len(texts) >= 3 and len(frame_counts) == 1
 
 
 def list_texts() -> list[Span]:
