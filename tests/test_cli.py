@@ -333,6 +333,15 @@ def test_startup_imports_no_heavy_packages() -> None:
     heavy = ("torch", "matplotlib", "papermill", "nbconvert", "pyarrow", "numpy")
     code = f"import sys, nsa_lab.cli; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    code = (
+        "import sys\nfrom nsa_lab import cli\n"
+        "for command in ('health', 'stop', 'resume', 'follow'):\n"
+        "    sys.argv = ['nsa-lab', command, 'no-such-run']\n"
+        "    try:\n        cli.main()\n    except SystemExit as end:\n        assert end.code == 2\n"
+        f"    print([name for name in {heavy} if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n" * 4, result
 
 
 def test_wrong_arguments_are_refused_before_torch_is_imported(tiny: Path, tmp_path: Path) -> None:

@@ -113,9 +113,10 @@ def plot_step_time(panels: Sequence[tuple[str, PartTimes]], caption: str) -> Fig
                         label=part,
                     )
                     bottom += parts[part]
-            panel.annotate(f"{bottom:,.0f}", (x, bottom), ha="center", va="bottom", fontsize=8)
+            panel.annotate(f"{bottom:,.0f}", (x, bottom), ha="center", va="bottom", fontsize=7)
         panel.set_title(title, fontsize=9)
-        panel.set_xticks(range(len(bars)), bars, fontsize=8)
+        panel.set_xticks(range(len(bars)), bars, fontsize=8, rotation=45, ha="right", rotation_mode="anchor")
+        panel.margins(y=0.08)  # space for the numbers
     axes[0].set_ylabel("nanoseconds per token")
     handles = {label: handle for panel in axes for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     figure.legend(

@@ -119,7 +119,9 @@ class _Attempt:
         )
         self._fill_pace = ProgressMeter()
         self._stall_finding: Finding | None = None
-        self.signals = StopSignals(folder / "stacks.txt", self._on_signal, self._on_second_signal)
+        self.signals = StopSignals(
+            folder / "stacks.txt", self._on_signal, self._on_second_signal, self.recorder.phases.clock.note_continued
+        )
 
     def run(self) -> int:
         with self.signals:

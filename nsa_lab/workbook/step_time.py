@@ -79,9 +79,9 @@ def plot_report(report: BenchmarkReport) -> Figure:
             floors = compute_floors(row, model, report["gemm_flops_per_s"])
             bars = {
                 "NSA": compute_part_times(row, "nsa"),
-                "its\nfloor": floors["nsa"],
+                "NSA floor": floors["nsa"],
                 "dense": compute_part_times(row, "dense"),
-                "its \nfloor": floors["dense"],
+                "dense floor": floors["dense"],
             }
             panels.append((f"{row['seq_len']:,} x {row['micro_batch']}", bars))
     return plot_step_time(panels, f"Training step by part, {report['device']}, {report['when'][:10]}")

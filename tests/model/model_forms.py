@@ -211,6 +211,27 @@ def decode(model: NSATransformer, tokens: Tensor, draw: random.Random, backend: 
     return torch.stack([torch.cat(parts) for parts in logits])
 
 
+def compute_kernel_errors(config: ModelConfig, length: int = 50, n_steps: int = 2) -> dict[str, float]:
+    """Return the errors of the Triton kernels against torch in float32: logits, gradients and decoding of tokens."""
+    tokens, results, errors = make_tokens(config, length, batch=1), {}, {}
+    models = {backend: NSATransformer(config, backend=backend, seed=0) for backend in ("torch", "triton")}
+    for backend, model in models.items():
+        logits = model.train()(tokens)
+        weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
+        loss = (logits * weight).mean() + model.auxiliary_loss()
+        gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        results[backend] = logits.detach(), [x for x in gradients if x is not None]
+    (expected, expected_gradients), (logits, gradients) = results["torch"], results["triton"]
+    errors["forward"] = compute_error(logits, expected)
+    errors["gradients"] = max(compute_error(a, b) for a, b in zip(gradients, expected_gradients, strict=True) if b.any())
+    decoder = Decoder(models["triton"].eval(), length, backend="triton")
+    poison(decoder.cache)
+    decoder.append(tokens[:, : length - n_steps])
+    steps = [decoder.append(tokens[:, t : t + 1]) for t in range(length - n_steps, length)]
+    errors["decoding"] = compute_error(torch.cat(steps, 1), expected[:, length - n_steps :])
+    return errors
+
+
 def poison(cache: Cache) -> None:
     """Fill a cache with NaN; a byte of 255 is NaN in fp8, and as a scale of MXFP4."""
     for tensor in cache.tensors():

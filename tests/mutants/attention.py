@@ -435,8 +435,8 @@ MUTANTS = [
     Mutant(
         "dispatch: a backend that cannot run falls back silently",
         "attention.dispatch",
-        "raise BackendError(f\"backend = 'triton' cannot run: {device_problem}\")",
-        'return dict.fromkeys(PARTS, ResolvedBackend("torch", "requested by name"))',
+        "        check_triton_runs(device, dtype)\n",
+        '        if device_problem:\n            return dict.fromkeys(PARTS, ResolvedBackend("torch", "requested by name"))\n',
     ),
     Mutant(
         "dispatch: a shape that the kernels refuse falls back silently",
@@ -546,8 +546,8 @@ MUTANTS = [
     Mutant(
         "indexer: decoding chooses by the compressed keys",
         "attention.cached_attention",
-        "if index_q is not None and cache.k_index",
-        "if False and cache.k_index",
+        "            scoring = index_q[:, rows], k_index\n            p = _compute",
+        "            scoring = index_q[:, rows], k_index\n            _ = _compute",
     ),
     Mutant(
         "indexer: decoding carries by the compressed branch's geometry",
@@ -769,4 +769,29 @@ MUTANTS = [
         "(first_block + next_block) * nsa.l_sel < compressed_starts + nsa.l",
         "(first_block + next_block) * nsa.l_sel <= compressed_starts + nsa.l",
     ),
+    Mutant(
+        "index keys: the scale of MXFP4 is twice as large",
+        "attention.key_storage",
+        "scale = (exponent - 2).clamp",
+        "scale = (exponent - 1).clamp",
+    ),
+    Mutant(
+        "index keys: MXFP4 rounds small magnitudes in steps of 1",
+        "attention.key_storage",
+        "torch.where(magnitude < 2, (2 * magnitude).round(), code)",
+        "torch.where(magnitude < 2, 2 * magnitude.round(), code)",
+    ),
+    Mutant(
+        "index keys: MXFP4 has no infinity or NaN",
+        "attention.key_storage",
+        "factor = torch.where(scale == NAN_SCALE, torch.nan, factor)",
+        "pass",
+    ),
+    Mutant(
+        "index keys: the halves of a row change places",
+        "attention.key_storage",
+        "torch.cat([packed & 15, packed >> 4], -1)",
+        "torch.cat([packed >> 4, packed & 15], -1)",
+    ),
+    Mutant("index keys: rounding has no gradient", "attention.key_storage", "return grad, None", "return 0 * grad, None"),
 ]

@@ -161,8 +161,8 @@ MUTANTS = [
     Mutant(
         "memory: previous keys of an indexer counted with the head width",
         "inference.kv_cache_size",
-        "config.has_indexer * config.index_width",
-        "config.has_indexer * config.d_k",
+        "widths += c.n_scoring_layers * c.index_groups * c.index_width",
+        "widths += c.n_scoring_layers * c.index_groups * c.d_k",
     ),
     Mutant(
         "indexer: prefill ignores the blocks of the indexer",
@@ -173,8 +173,8 @@ MUTANTS = [
     Mutant(
         "indexer: decoding loses the previous key",
         "inference.cache.attention_cache",
-        "indexer(x, rotary, previous_k=self.previous_keys and self.previous_keys.read_previous(step))",
-        "indexer(x, rotary, previous_k=None)",
+        "indexer(x, step.select_rotary(rotary_table), previous_k=self._read_previous(step))",
+        "indexer(x, step.select_rotary(rotary_table), previous_k=None)",
     ),
     Mutant(
         "decoding: embeddings are not normalized",
@@ -191,7 +191,7 @@ MUTANTS = [
     Mutant(
         "decoding: reorder leaves tokens for n-grams in place",
         "inference.cache.model_cache",
-        "yield self.latest_tokens.ring.data",
+        "yield self.latest_tokens.ring.rows",
         "pass",
     ),
     Mutant(
@@ -271,5 +271,41 @@ MUTANTS = [
         "inference.hf.configuration",
         "        write_remote_code(save_directory)\n",
         "",
+    ),
+    Mutant(
+        "decoding: index keys are stored as they are",
+        "inference.cache.attention_cache",
+        "return encode_keys(keys, self._config.indexer_dtype)",
+        "return keys",
+    ),
+    Mutant(
+        "decoding: every layer selects for itself",
+        "inference.cache.attention_cache",
+        "if c.has_indexer_in(layer_index):",
+        "if c.has_indexer:",
+    ),
+    Mutant(
+        "decoding: pooled keys are rotated to other positions",
+        "inference.cache.cache_step",
+        "(first + torch.arange(n_blocks, device=first.device)) * nsa.d",
+        "first + torch.arange(n_blocks, device=first.device)",
+    ),
+    Mutant(
+        "memory: branches that share keys and values store them twice",
+        "inference.kv_cache_size",
+        "for branches in c.kv_sets)\n    n_rows = sum(",
+        "for branches in ((name,) for name in c.branches))\n    n_rows = sum(",
+    ),
+    Mutant(
+        "memory: index keys of every group",
+        "inference.kv_cache_size",
+        "c.n_scoring_layers * c.index_groups * count_row_bytes(",
+        "c.n_scoring_layers * c.n_kv_groups * count_row_bytes(",
+    ),
+    Mutant(
+        "memory: branches that do not exist are read",
+        "inference.kv_cache_size",
+        "sum(reads[branch] for branch in c.branches)",
+        "sum(reads.values())",
     ),
 ]
