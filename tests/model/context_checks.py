@@ -5,12 +5,15 @@ Every rank computes each case alone, and its share of it with the others, in flo
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed
@@ -140,6 +143,64 @@ def check_case(name: str, text: Span, batch: int, rank: int, n_ranks: int, backe
 def compare(what: str, actual: Tensor, expected: Tensor) -> None:
     error = ((actual - expected).abs().max() / expected.abs().max()).item()
     assert error <= TOLERANCE, f"{what}: relative error {error:.3g}"
+
+
+class ThreadGroup:
+    """A group of ranks that are threads of this process: `run_threads` replaces the collectives of a shard by its own."""
+
+    def __init__(self, n_ranks: int) -> None:
+        self._barrier, self._values = threading.Barrier(n_ranks, timeout=60), [torch.empty(0)] * n_ranks
+        self._rank = threading.local()
+
+    def set_rank(self, rank: int) -> None:
+        self._rank.value = rank
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return torch.cat(self._exchange(x), dim)
+
+    def reduce_scatter(self, x: Tensor, operation: str, dim: int) -> Tensor:
+        assert operation == "sum"
+        return torch.stack(self._exchange(x)).sum(0).chunk(len(self._values), dim)[self._rank.value]
+
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        self._values[self._rank.value] = x.detach().clone()
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+
+COLLECTIVES: dict[str, Callable[..., Tensor]] = {
+    "all_gather": lambda x, dim, group: group.all_gather(x, dim),
+    "reduce_scatter": lambda x, operation, dim, group: group.reduce_scatter(x, operation, dim),
+    "wait": lambda x: x,
+}
+
+
+def compare_threads(name: str, text: Span, batch: int, n_ranks: int) -> None:
+    """Compare ranks that are threads with one rank, as `check_case` does. Use it with `COLLECTIVES`."""
+    model, group = make_model(name, "torch"), ThreadGroup(n_ranks)
+    tokens, weights = draw(model, batch, text)
+    expected, expected_gradients = compute(model, tokens, text, weights)
+
+    def compute_share(rank: int) -> tuple[Tensor, Tensor]:
+        group.set_rank(rank)
+        try:
+            shard = ContextShard(text, rank, n_ranks, cast(Any, group))
+            return compute(copy.deepcopy(model), shard.take(tokens), shard, shard.take(weights))
+        except BaseException:
+            group.abort()
+            raise
+
+    with ThreadPoolExecutor(n_ranks) as pool:
+        results = list(pool.map(compute_share, range(n_ranks)))
+    for rank, (logits, _) in enumerate(results):
+        compare(f"{name}, {text}: logits of rank {rank}", logits, ContextShard(text, rank, n_ranks).take(expected))
+    gradients = torch.stack([gradient for _, gradient in results]).sum(0)
+    compare(f"{name}, {text}: gradients", gradients, expected_gradients)
 
 
 def main(store: str, rank: int, n_ranks: int, model: str | None = None) -> None:

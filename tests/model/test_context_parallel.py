@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from context_checks import PACKED, compute, draw, make_model, run_ranks
+from context_checks import COLLECTIVES, MODELS, PACKED, compare_threads, compute, draw, make_model, run_ranks
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from nsa_lab.attention import Span
+from nsa_lab.attention import Span, context_parallel
 from nsa_lab.attention.context_parallel import ContextShard
 from nsa_lab.config import NSAConfig
 
@@ -27,6 +27,16 @@ def test_ranks_that_share_a_text_equal_one_process_in_float64(n_ranks: int) -> N
 @pytest.mark.timeout(120)
 def test_two_ranks_equal_one_process_with_the_training_recipe() -> None:
     run_ranks(2, "training recipe")
+
+
+@pytest.mark.slow
+def test_three_ranks_equal_one_process_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All models on full and packed texts, without processes."""
+    monkeypatch.setattr(context_parallel, "_load_collective", COLLECTIVES.get)
+    for name in MODELS:
+        compare_threads(name, Span.full(37), 2, 3)
+        for text in list_texts()[3:]:
+            compare_threads(name, text, 1, 3)
 
 
 def test_one_rank_computes_the_whole_text() -> None:
@@ -66,6 +76,16 @@ def list_texts() -> list[Span]:
         for lengths, capacity in PACKED
     ]
     return [Span.full(n) for n in (10, 11, 97)] + packed
+
+
+def test_ranks_hold_chunks_in_zigzag_order() -> None:
+    ranges = [ContextShard(Span.full(83), rank, 4).ranges for rank in range(4)]
+    assert [[(part.start, part.stop) for part in parts] for parts in ranges] == [
+        [(0, 10), (72, 83)],
+        [(10, 20), (62, 72)],
+        [(20, 31), (51, 62)],
+        [(31, 51)],
+    ]
 
 
 def test_every_token_has_one_rank_and_all_ranks_have_about_as_many() -> None:
