@@ -200,7 +200,11 @@ class NSATransformer(nn.Module):
                     f"embeddings: expected tokens for a model with n-grams (model.ngrams = {self.config.ngrams}), which "
                     "depend on token ids, got only embeddings; pass tokens"
                 )
-            x = x + self.ngrams(tokens, positions, previous_tokens, ngram_rows)
+            x = x + (
+                self.ngrams(tokens, positions, previous_tokens)
+                if ngram_rows is None
+                else self.ngrams(None, rows=ngram_rows)
+            )
         # Embeddings are small (standard deviation 0.02). Without the norm, the outputs of the first layers dominate them.
         return rms_normalize(x, self.config.norm_eps) if self.config.embedding_norm else x
 

@@ -76,7 +76,7 @@ _SCHEMAS = {
     "nsa_fwd": f"(Tensor q, {_BRANCHES}, Tensor gates, int l, int d, int l_sel, int n_sel, int w, {_OPTION_SCHEMA}, "
     f"int first=0) -> ({', '.join(['Tensor'] * 12)})",
     "nsa_bwd": f"(Tensor do, Tensor q, {_BRANCHES}, Tensor gates, {_SAVED_SCHEMA}, int l, int d, int l_sel, int w, "
-    f"{_OPTION_SCHEMA}, int first=0) -> ({', '.join(['Tensor'] * 8)})",
+    f"{_OPTION_SCHEMA}) -> ({', '.join(['Tensor'] * 8)})",
     "branches_fwd": f"(Tensor q, {_OPTIONAL_BRANCHES}, Tensor? gates, int l, int d, int l_sel, int w, {_RULE_SCHEMA}, "
     f"{_OPTION_SCHEMA}, int first=0) -> ({', '.join(['Tensor'] * 12)})",
     "branches_bwd": f"(Tensor do, Tensor q, {_OPTIONAL_BRANCHES}, Tensor? gates, Tensor out, {_SAVED_SCHEMA}, int l, "
@@ -272,11 +272,10 @@ def _(
     out_cmp: Tensor, lse_cmp: Tensor, blocks: Tensor, out_sel: Tensor, lse_sel: Tensor,
     entries: Tensor, starts: Tensor, work: Tensor, order: Tensor, out_win: Tensor, lse_win: Tensor,
     l: int, d: int, l_sel: int, w: int, chosen: Tensor | None = None, documents: Tensor | None = None, longest: int = 0,
-    first: int = 0,
 ) -> tuple[Tensor, ...]:
     inputs, index = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates), (entries, starts, work, order)
     saved = out_cmp, out_cmp, lse_cmp, blocks, out_sel, lse_sel, *index, out_win, lse_win  # the first one is not read
-    return _compute_backward(do, *inputs, *saved, l, d, l_sel, w, chosen, documents, longest, first)
+    return _compute_backward(do, *inputs, *saved, l, d, l_sel, w, chosen, documents, longest)
 
 
 @torch.library.register_fake("nsa_lab::nsa_bwd")
@@ -303,7 +302,13 @@ def _autograd_backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Tensor | N
     if do is None:
         return (None,) * 17
     *saved, chosen, documents = ctx.saved_tensors
-    return *_nsa_bwd(do, *saved, *ctx.geometry, chosen, documents, ctx.longest, ctx.first), *(None,) * 9
+    if ctx.first:
+        # `out` is not read, since there are gates.
+        inputs, rest = saved[:8], saved[8:]
+        gradients = _branches_bwd(do, *inputs, rest[0], *rest, *ctx.geometry, chosen, documents, ctx.longest, ctx.first)
+    else:
+        gradients = _nsa_bwd(do, *saved, *ctx.geometry, chosen, documents, ctx.longest)
+    return *gradients, *(None,) * 9
 
 
 def _setup_branches_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -32,11 +32,19 @@ torch.library.define(
 torch.library.define(
     "nsa_lab::band_attention_backward",
     "(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int l, int d, int w,"
-    " Tensor? documents=None, int longest=0, int first=0) -> (Tensor, Tensor, Tensor)",
+    " Tensor? documents=None, int longest=0) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+# The backward pass of a chunk, whose queries begin at position `first`.
+torch.library.define(
+    "nsa_lab::band_chunk_backward",
+    "(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int l, int d, int w,"
+    " Tensor? documents, int longest, int first) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _band_attention = torch.ops.nsa_lab.band_attention.default
 _band_attention_backward = torch.ops.nsa_lab.band_attention_backward.default
+_band_chunk_backward = torch.ops.nsa_lab.band_chunk_backward.default
 
 
 # fmt: off
@@ -100,8 +108,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 # fmt: off
-@torch.library.impl("nsa_lab::band_attention_backward", ("cpu", "cuda"))
-def _(
+def _compute_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     l: int, d: int, w: int, documents: Tensor | None = None, longest: int = 0, first: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,6 +117,10 @@ def _(
     dq = q.new_empty(q.shape)
     stats = compute_dq(do, q, k, v, lse, dq, l, d, w, documents, longest, first, out=out, dlse=dlse)
     return dq, *compute_dkv(do, q, k, v, stats, l, d, w, documents, longest, first)
+
+
+for _name in ("band_attention_backward", "band_chunk_backward"):
+    torch.library.impl(f"nsa_lab::{_name}", ("cpu", "cuda"), _compute_backward)
 
 
 def compute_dq(
@@ -184,6 +195,7 @@ def compute_dkv(
 
 
 @torch.library.register_fake("nsa_lab::band_attention_backward")
+@torch.library.register_fake("nsa_lab::band_chunk_backward")
 def _(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -225,10 +237,9 @@ def _autograd_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tupl
     q, k, v, out, lse, documents = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(out)
-    dq, dk, dv = _band_attention_backward(
-        do, dlse, q, k, v, out, lse, ctx.l, ctx.d, ctx.w, documents, ctx.longest, ctx.first
-    )
-    return dq, dk, dv, *(None,) * 6
+    arguments = do, dlse, q, k, v, out, lse, ctx.l, ctx.d, ctx.w, documents, ctx.longest
+    grads = _band_chunk_backward(*arguments, ctx.first) if ctx.first else _band_attention_backward(*arguments)
+    return *grads, *(None,) * 6
 
 
 register_autograd("band_attention", _autograd_backward, _setup_context)

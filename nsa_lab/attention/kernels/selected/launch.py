@@ -1,7 +1,8 @@
 """The operators of the selected branch, and the launches of its kernels.
 
-Two operators are registered, `nsa_lab::selected_fwd` and `nsa_lab::selected_bwd`. q, k, v, out, lse and blocks are saved
-for the backward pass. The inverted indices are rebuilt there, unless the caller passes them, as nsa_operator.py does.
+The operators are `nsa_lab::selected_fwd`, `nsa_lab::selected_bwd` and, for chunks, `nsa_lab::selected_chunk_bwd`. q, k, v,
+out, lse and blocks are saved for the backward pass. The inverted indices are rebuilt there, unless the caller passes them,
+as nsa_operator.py does.
 """
 
 # The functions of torch.library have no type annotations.
@@ -176,11 +177,19 @@ torch.library.define(
 torch.library.define(
     "nsa_lab::selected_bwd",
     "(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor blocks, int l_sel,"
-    " Tensor? documents=None, int longest=0, int first=0) -> (Tensor, Tensor, Tensor)",
+    " Tensor? documents=None, int longest=0) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+# The backward pass of a chunk, whose queries begin at position `first`.
+torch.library.define(
+    "nsa_lab::selected_chunk_bwd",
+    "(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor blocks, int l_sel,"
+    " Tensor? documents, int longest, int first) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _selected_fwd = torch.ops.nsa_lab.selected_fwd.default
 _selected_bwd = torch.ops.nsa_lab.selected_bwd.default
+_selected_chunk_bwd = torch.ops.nsa_lab.selected_chunk_bwd.default
 
 
 # fmt: off
@@ -280,8 +289,7 @@ def _forward_gather(
     return indices
 
 
-@torch.library.impl("nsa_lab::selected_bwd", ("cpu", "cuda"))
-def _(
+def _compute_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: Tensor,
     l_sel: int, documents: Tensor | None = None, longest: int = 0, first: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -289,6 +297,10 @@ def _(
     dq = q.new_empty(q.shape)
     delta = compute_delta(out, do, dlse)
     return dq, *backward(do, delta, q, k, v, lse, blocks, l_sel, dq, documents, first, add=False)
+
+
+for _name in ("selected_bwd", "selected_chunk_bwd"):
+    torch.library.impl(f"nsa_lab::{_name}", ("cpu", "cuda"), _compute_backward)
 
 
 def backward(
@@ -309,6 +321,7 @@ def backward(
 
 
 @torch.library.register_fake("nsa_lab::selected_bwd")
+@torch.library.register_fake("nsa_lab::selected_chunk_bwd")
 def _(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -406,7 +419,8 @@ def _autograd_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tupl
     q, k, v, out, lse, blocks, documents = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(out)
-    grads = _selected_bwd(do, dlse, q, k, v, out, lse, blocks, ctx.l_sel, documents, ctx.longest, ctx.first)
+    arguments = do, dlse, q, k, v, out, lse, blocks, ctx.l_sel, documents, ctx.longest
+    grads = _selected_chunk_bwd(*arguments, ctx.first) if ctx.first else _selected_bwd(*arguments)
     return *grads, *(None,) * 6
 
 
