@@ -68,7 +68,7 @@ every-test: $(READY)
 	$(PYTEST) tests -m "not browser" --ignore=tests/integrations -n 2 --dist worksteal -q
 
 integrations: $(INTEGRATIONS_VENV)/.ready  ## Install PEFT, TRL, lm-eval and the tests of transformers (once), and test with them
-	@test -d $(TRANSFORMERS_TESTS)/tests || $(FETCH_TRANSFORMERS_TESTS) || \
+	@test -d $(TRANSFORMERS_TESTS)/tests || { $(FETCH_TRANSFORMERS_TESTS); } || \
 	  echo "==> the tests of transformers cannot be fetched; give a folder that has them: make integrations TRANSFORMERS_TESTS=FOLDER"
 	@$(MAKE) --no-print-directory integration-tests
 

@@ -127,6 +127,12 @@ MUTANTS = [
         "weighted_batch(index, ",
     ),
     Mutant(
+        "preflight: blocks are selected by the blocks of phi",
+        "train.preflight.branch_parity",
+        "scoring_nsa, scoring_q, scoring_k = model.selection_nsa, q, k",
+        "scoring_nsa, scoring_q, scoring_k = nsa, q, k",
+    ),
+    Mutant(
         "preflight: an indexer's choice is not compared",
         "train.preflight.branch_parity",
         "if model.has_indexer:",
@@ -533,8 +539,8 @@ MUTANTS = [
     Mutant(
         "resume: what a killed status left is kept",
         "train.attempt",
-        "            leftover.unlink()\n",
-        "            pass\n",
+        'glob(f".{directory.STATUS}.*"):\n            remove_path(leftover)',
+        'glob(f".{directory.STATUS}.*"):\n            pass',
     ),
     Mutant(
         "phases: waiting for the device is in none",

@@ -265,7 +265,8 @@ class NSALabModel(SavedWithImport, PreTrainedModel):
         if given and not isinstance(given[0], NSALabCache):
             raise TypeError(
                 f"{type(self).__name__}.forward: expected an NSALabCache, got {type(given[0]).__name__}; "
-                "omit it in the first call with use_cache=True, which returns one"
+                "omit it in the first call with use_cache=True, which returns one (prefix tuning, whose keys and values "
+                "belong to no branch, is not supported: use prompt tuning)"
             )
         return given[0] if given else None
 
@@ -289,7 +290,7 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
     def __init__(self, config: NSALabConfig, transformer: NSATransformer | None = None) -> None:
         super().__init__(config, transformer)
         if self.generation_config is not None:
-            self.generation_config.use_cache = True  # the configuration's value is that of a call of the model
+            self.generation_config.use_cache = True  # the configuration's value is for calls of the model
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
