@@ -233,7 +233,10 @@ def bench_ranks(
     ] = False,
     device: Device = None,
 ) -> None:
-    """Benchmark ranks that share one sequence (context parallelism) against one rank, after a parity check."""
+    """Benchmark several GPUs that share one sequence.
+
+    Compares attention and the training step with one rank, after a parity check (context parallelism).
+    """
     if wrong := [name for name in part or () if name not in ("operator", "step")]:
         raise typer.BadParameter(f"expected operator or step, got {wrong[0]}", param_hint="--part")
     model = resolve.load_config(preset, []).model if preset else None
