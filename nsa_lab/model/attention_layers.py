@@ -27,7 +27,7 @@ from nsa_lab.attention import (
     selection_loss,
     window_attention,
 )
-from nsa_lab.attention.compile_utils import disable_compile
+from nsa_lab.attention.compile_utils import disable_compile, is_exporting
 from nsa_lab.attention.compression import make_phi
 from nsa_lab.attention.context_parallel import ContextShard
 from nsa_lab.attention.dense import find_single_call
@@ -213,7 +213,7 @@ class SparseAttention(nn.Module):
         if self.training and self.config.has_selection_loss and scoring is not None and inputs[3] is not None:
             q, k, nsa = scoring
             loss = selection_loss(q, k, inputs[3], nsa, attention_q=inputs[0], span=span, layout=selection_layout)
-        if not torch.compiler.is_exporting():
+        if not is_exporting():
             backends = self.backends or self._get_backends(inputs[0], span)
         # The scores of the compressed branch are a part of the operator, which selects the blocks then.
         if scoring is not None and self.config.scores != "compressed":
