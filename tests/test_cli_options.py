@@ -437,6 +437,18 @@ BENCH: dict[str, tuple[str, list[tuple[str, str, Callable[..., bool]]]]] = {
             ("device", "", lambda file, device, **_: device == "cpu"),
         ],
     ),
+    "ranks": (
+        "context_parallel.run_ranks_bench",
+        [
+            ("json_file", "--json {folder}/r.json", lambda lengths, file, **_: file.name == "r.json"),
+            ("ranks", "--ranks 3", lambda *_, ranks, **__: ranks == 3),
+            ("length", "--length 600", lambda lengths, file, **_: lengths == (600,)),
+            ("part", "--part step", lambda *_, parts, **__: parts == ("step",)),
+            ("preset", "--preset {params}", lambda *_, model, **__: model is not None),
+            ("shared_only", "--shared-only", lambda *_, alone, **__: not alone),
+            ("device", "", lambda *_, device, **__: device == "cpu"),
+        ],
+    ),
     "curves": (
         "loss_curves.run_curves",
         [

@@ -444,10 +444,18 @@ def test_the_longest_stage_need_not_be_the_last() -> None:
     assert config.train.longest_stage.seq_len == 64 and config.train.seq_len == 32
 
 
-def test_ranks_must_divide_the_steps_of_every_stage() -> None:
-    stages = [{"steps": 1, "seq_len": 16, "batch_size": n, "lr": 1e-3} for n in (4, 3)]
-    with pytest.raises(ConfigError, match="a step has 3 sequences"):
-        RunConfig.from_dict({"train": {"stages": stages}}).train.check_ranks(2)
+def test_ranks_that_cannot_divide_the_sequences_of_a_step_share_each_sequence() -> None:
+    stages = [{"steps": 1, "seq_len": 16, "batch_size": n, "lr": 1e-3} for n in (4, 3, 12)]
+    config = RunConfig.from_dict({"train": {"stages": stages}})
+    for n_ranks, sizes in ((1, [1, 1, 1]), (2, [1, 2, 1]), (3, [3, 1, 1]), (4, [1, 4, 1]), (8, [2, 8, 2])):
+        config.check_ranks(n_ranks)
+        assert config.list_context_sizes(n_ranks) == sizes
+    with pytest.raises(ConfigError, match=r"3 sequences of 16 tokens .* 10 ranks cannot share evenly: 10 ranks"):
+        config.check_ranks(10)
+    config = RunConfig.from_dict({"train": {"stages": stages}, "runtime": {"context_parallel": 2}})
+    assert config.list_context_sizes(4) == [2, 4, 2]
+    with pytest.raises(ConfigError, match=r"context_parallel = 2: expected a divisor of the number of ranks, 3; set 1"):
+        config.check_ranks(3)
 
 
 @looped

@@ -67,8 +67,6 @@ def resolve_backend(
         flash.check_widths(model.d_k, model.d_v)
     if model is not None and model.attention == "dense":
         return {"dense": _resolve_dense(device, dtype, backend)}
-    if backend == "auto" and span is not None and span.kind == "chunk" and not span.is_full:
-        return dict.fromkeys(PARTS, ResolvedBackend("torch", f"the only fast backend with gradients for {span}"))
     if backend in ("reference", "torch"):
         return dict.fromkeys(PARTS, ResolvedBackend(backend, "requested by name"))
     device_problem = kernels.find_device_problem(device, dtype)

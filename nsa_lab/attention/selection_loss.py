@@ -8,10 +8,13 @@ similar loss (arXiv 2512.02556, section 2.1). docs/science/retrieval.md reports 
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from nsa_lab.attention import geometry, input_checks
+from nsa_lab.attention.context_parallel import ContextShard
 from nsa_lab.attention.layout import Layout, Span
 from nsa_lab.attention.segment_ops import ABSENT, find_documents_of_rows
 from nsa_lab.config import NSAConfig
@@ -36,6 +39,7 @@ def selection_loss(
     n_queries: int | None = 64,
     span: Span | None = None,
     layout: Layout | None = None,
+    shard: ContextShard | None = None,
 ) -> Tensor:
     """Return the cross-entropy of block importances against the selected branch's attention mass, nats, 0-d.
 
@@ -50,16 +54,22 @@ def selection_loss(
 
     `n_queries`: number of sampled queries, spread evenly over the sequence and over positions within a block; None: all.
     The sample is the same in every step, so a resumed run repeats it. Memory is proportional to the sampled queries times
-    all keys. `layout`: the span's layout for `nsa`; None: build it. Raise ValueError for inconsistent tensors.
+    all keys. `layout`: the span's layout for `nsa`; None: build it. `shard`: q and attention_q belong to a rank that
+    shares the text `span` with others, k_cmp and k_sel to the whole text; the sum of the results of all ranks is the
+    loss of the text. Raise ValueError for inconsistent tensors.
     """
     attention_q = q if attention_q is None else attention_q
     if layout is None:
-        input_checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
-        input_checks.check_raw(attention_q, k_sel, k_sel, span, "_sel")
+        if shard is None:
+            input_checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
+            input_checks.check_raw(attention_q, k_sel, k_sel, span, "_sel")
         layout = (span or Span.full(q.shape[1])).layout(nsa, q.device)
     G = k_sel.shape[2]
     # The number of kernel launches below does not depend on the documents.
-    rows = sample_rows(q.shape[1], n_queries, q.device)
+    rows = own_rows = sample_rows(q.shape[1] if shard is None else shard.text.n_queries, n_queries, q.device)
+    n_rows = len(rows)
+    if shard is not None:
+        rows, own_rows = _select_held_rows(shard, n_queries, q.device)
     document = find_documents_of_rows(rows, layout.bounds[0])
     first_key, first_compressed, first_block = (starts[document] for starts in layout.bounds)
     t = layout.start + rows - first_key
@@ -85,19 +95,27 @@ def selection_loss(
     with torch.autocast(q.device.type, enabled=False):
         with torch.no_grad():
             mass = _compute_attention(
-                _gather_queries(attention_q, rows, G), k_sel, first_key, first_key + t + 1, keys_of_query
+                _gather_queries(attention_q, own_rows, G), k_sel, first_key, first_key + t + 1, keys_of_query
             ).mean(3)
             mass = mass.index_select(-1, text_keys.clamp_min(0)).masked_fill(text_keys == ABSENT, 0)
             mass = torch.unflatten(mass, -1, (n_blocks, nsa.l_sel)).sum(-1)  # [B, R, G, n_blocks]
         probabilities = _compute_attention(
-            _gather_queries(q, rows, G), k_cmp, first_compressed, first_compressed + n_visible, compressed_of_query
+            _gather_queries(q, own_rows, G), k_cmp, first_compressed, first_compressed + n_visible, compressed_of_query
         )
         # A sum over heads and their mean give the same loss.
         probabilities = probabilities.mean(3) if nsa.head_reduction == "sum" else probabilities.amax(3)
         importance = _reduce_to_blocks(probabilities, compressed_starts, n_blocks, nsa) + MIN_IMPORTANCE
         is_free = is_free[:, None]
         log_share = importance.log() - (importance * is_free).sum(-1, keepdim=True).clamp_min(MIN_IMPORTANCE).log()
-        return -(mass * is_free * log_share).sum() / (q.shape[0] * G * len(rows))
+        return -(mass * is_free * log_share).sum() / (q.shape[0] * G * n_rows)
+
+
+def _select_held_rows(shard: ContextShard, count: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the sampled rows of the text that this rank holds, and their rows in the shard, int64."""
+    sampled = cast("list[int]", sample_rows(shard.text.n_queries, count).tolist())  # pyright: ignore[reportUnknownMemberType]
+    text_rows, own_rows = shard.find_rows(sampled)
+    rows = torch.tensor([text_rows, own_rows], dtype=torch.int64).to(device, non_blocking=True)
+    return rows[0], rows[1]
 
 
 def _has_separate_texts(layout: Layout) -> bool:

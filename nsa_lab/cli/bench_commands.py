@@ -1,4 +1,4 @@
-"""Benchmark commands: bench attention, tune, decode, train, curves, trainer; limits reads a recorded result."""
+"""Benchmark commands: bench attention, tune, decode, train, curves, trainer, ranks; limits reads a recorded result."""
 
 from __future__ import annotations
 
@@ -214,6 +214,44 @@ def bench_trainer(
     from nsa_lab.bench.trainer_overhead import run_trainer_bench
 
     run_trainer_bench(json_file, ranks=ranks, steps=steps, device=device)
+
+
+@app.command("ranks")
+def bench_ranks(
+    json_file: JsonFile = None,
+    ranks: Annotated[int, typer.Option("--ranks", min=2, help="Number of GPUs that share a sequence")] = 2,
+    length: Annotated[
+        list[int] | None,
+        typer.Option(min=16, help="Sequence length in tokens (repeatable) [default: 65536, 131072 and 262144]"),
+    ] = None,
+    part: Annotated[list[str] | None, typer.Option(metavar="operator|step", help="Only this part (repeatable)")] = None,
+    preset: Annotated[
+        str | None, typer.Option("--preset", metavar="NAME", help="Preset or YAML file whose model is used")
+    ] = None,
+    shared_only: Annotated[
+        bool, typer.Option("--shared-only", help="Do not measure one rank, for lengths that do not fit into one GPU")
+    ] = False,
+    device: Device = None,
+) -> None:
+    """Benchmark several GPUs that share one sequence.
+
+    Compares attention and the training step with one rank, after a parity check (context parallelism).
+    """
+    if wrong := [name for name in part or () if name not in ("operator", "step")]:
+        raise typer.BadParameter(f"expected operator or step, got {wrong[0]}", param_hint="--part")
+    model = resolve.load_config(preset, []).model if preset else None
+    device = _resolve_device(device)
+    from nsa_lab.bench.context_parallel import PARTS, run_ranks_bench
+
+    run_ranks_bench(
+        tuple(length) if length else None,
+        json_file,
+        ranks=ranks,
+        model=model,
+        parts=tuple(part) if part else PARTS,
+        alone=not shared_only,
+        device=device,
+    )
 
 
 def _parse_values(parse: Callable[[str], Any], texts: list[str] | None, option: str) -> tuple[Any, ...] | None:

@@ -123,7 +123,7 @@ def plan(
     """Estimate memory, FLOPs, disk and duration of a run. --run compares them with measured values."""
     config = resolve.load_config(name, param or [])
     # Checks the configuration only, not this machine: a plan can be made anywhere.
-    config.train.check_ranks(ranks)
+    config.check_ranks(ranks)
     if tokens_per_s is not None and not 0 < tokens_per_s < math.inf:
         raise ConfigError(f"--tokens-per-s {tokens_per_s:g}: expected a finite number > 0; omit it if the speed is unknown")
     run_dir = resolve.find_run(run, resolve.get_outputs_dir(outputs)) if run else None
@@ -225,7 +225,7 @@ def warmup(
 
 def _check_startable(config: RunConfig, ranks: int = 1) -> None:
     """Check ranks and text before torch is imported, then the device, the size and the backend."""
-    config.train.check_ranks(ranks)
+    config.check_ranks(ranks)
     if note := lifecycle.check_text(config):
         echo(note, err=True)
 

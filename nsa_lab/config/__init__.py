@@ -16,7 +16,7 @@ from nsa_lab.config.model_config import BRANCHES, BYTE_VOCAB_SIZE, ModelConfig, 
 from nsa_lab.config.project import find_project_root
 from nsa_lab.config.run_config import RunConfig, apply_overrides, parse_override
 from nsa_lab.config.sweep_config import SweepConfig, SweepRun
-from nsa_lab.config.train_config import Backend, RuntimeConfig, StageConfig, TrainConfig, divide_among_ranks
+from nsa_lab.config.train_config import Backend, RuntimeConfig, StageConfig, TrainConfig, compute_context_size
 
 __all__ = [
     "BRANCHES",
@@ -37,7 +37,7 @@ __all__ = [
     "TrainConfig",
     "UsageError",
     "apply_overrides",
-    "divide_among_ranks",
+    "compute_context_size",
     "find_project_root",
     "list_keys",
     "parse_override",

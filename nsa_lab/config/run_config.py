@@ -56,6 +56,14 @@ class RunConfig(Section):
             del values["nsa"]
         super().__init__(**values)
 
+    def check_ranks(self, n_ranks: int) -> None:
+        """Raise `ConfigError` unless `n_ranks` ranks can share every step."""
+        self.train.check_ranks(n_ranks, self.runtime.context_parallel)
+
+    def list_context_sizes(self, n_ranks: int) -> list[int]:
+        """Return the number of ranks that share each sequence, for every stage."""
+        return self.train.list_context_sizes(n_ranks, self.runtime.context_parallel)
+
     @property
     def nsa(self) -> NSAConfig:
         return self.model.nsa
@@ -155,6 +163,7 @@ DEFAULTS_OF_ADDED_KEYS: dict[str, dict[str, Any]] = {
         "ngram_width": 128,
     },
     "nsa": {"sink_blocks": 1, "local_blocks": 2, "scores": None, "head_reduction": "sum", "block_reduction": "sum"},
+    "runtime": {"context_parallel": 1},
     "train": {
         "stall_action": "record",
         "decay_share": 0.2,

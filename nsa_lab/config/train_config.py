@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -30,6 +31,12 @@ class RuntimeConfig(Section):
         default="ddp",
         description="with several ranks; ddp: replicate the model on each, fsdp: shard weights and optimizer state, "
         "hsdp: shard them within each host and replicate them over hosts",
+    )
+    context_parallel: int = Field(
+        default=1,
+        ge=1,
+        le=MAX_SIZE,
+        description="ranks that share each sequence; more where the ranks cannot share the sequences of a step otherwise",
     )
     heartbeat_s: float = Field(default=10.0, gt=0, description="seconds between heartbeat events")
     profile: Literal["smoke", "production"] = Field(
@@ -261,10 +268,21 @@ class TrainConfig(StageConfig):
         """Number of tokens of the entire run."""
         return self.tokens_until(self.steps)
 
-    def check_ranks(self, n_ranks: int) -> None:
-        """Raise `ConfigError` unless `n_ranks` ranks can share the sequences of every step evenly."""
+    def check_ranks(self, n_ranks: int, context_parallel: int = 1) -> None:
+        """Raise `ConfigError` unless `n_ranks` ranks can share every step; see `compute_context_size`."""
         for stage in self.plan:
-            divide_among_ranks(stage.sequences_per_step, n_ranks)
+            size = compute_context_size(stage.sequences_per_step, n_ranks, context_parallel)
+            if stage.seq_len < 2 * size:
+                raise ConfigError(
+                    f"a step has {stage.sequences_per_step} sequences of {stage.seq_len} tokens (train.batch_size * "
+                    f"train.accumulate_grad_batches), which {n_ranks} ranks cannot share evenly: {size} ranks would share "
+                    f"each sequence, and a rank takes at least 2 tokens of it; use a number of ranks that divides "
+                    f"{stage.sequences_per_step}, or fewer"
+                )
+
+    def list_context_sizes(self, n_ranks: int, context_parallel: int = 1) -> list[int]:
+        """Return the number of ranks that share each sequence, for every stage of `plan`."""
+        return [compute_context_size(stage.sequences_per_step, n_ranks, context_parallel) for stage in self.plan]
 
     @property
     def longest_stage(self) -> StageConfig:
@@ -277,11 +295,15 @@ class TrainConfig(StageConfig):
         return set(StageConfig.model_fields) if self.stages else {"stages"}
 
 
-def divide_among_ranks(n_sequences: int, n_ranks: int) -> int:
-    """Return the number of sequences of a step per rank. Raise `ConfigError` if they cannot be shared evenly."""
-    if n_sequences % n_ranks:
+def compute_context_size(n_sequences: int, n_ranks: int, context_parallel: int = 1) -> int:
+    """Return the number of ranks that share each of the `n_sequences` sequences of a step: 1 without context parallelism.
+
+    It is the smallest multiple of `context_parallel` for which groups of this size share the sequences evenly. Raise
+    `ConfigError` if `context_parallel` does not divide `n_ranks`.
+    """
+    if n_ranks % context_parallel:
         raise ConfigError(
-            f"a step has {n_sequences} sequences (train.batch_size * train.accumulate_grad_batches), which {n_ranks} "
-            f"ranks cannot share evenly; use a number of ranks that divides {n_sequences}"
+            f"runtime.context_parallel = {context_parallel}: expected a divisor of the number of ranks, {n_ranks}; "
+            f"set {math.gcd(n_ranks, context_parallel)}, or start a multiple of {context_parallel} ranks"
         )
-    return n_sequences // n_ranks
+    return n_ranks // math.gcd(n_sequences, n_ranks // context_parallel)

@@ -29,12 +29,14 @@ from nsa_lab.attention import (
 )
 from nsa_lab.attention.compile_utils import disable_compile, is_exporting
 from nsa_lab.attention.compression import make_phi
+from nsa_lab.attention.context_parallel import ContextShard
 from nsa_lab.attention.dense import find_single_call
 from nsa_lab.attention.dispatch import ResolvedBackend
 from nsa_lab.attention.exported import compress_traceable, exported_attention, exported_selection
 from nsa_lab.attention.layout import Layout
 from nsa_lab.config import BRANCHES, ModelConfig, NSAConfig
 from nsa_lab.model.cache_protocols import CachedLayer
+from nsa_lab.model.context_parallel import attend_dense_shard, attend_shard
 from nsa_lab.model.indexer import Indexer
 from nsa_lab.model.layers import Rotary, ShortConvolution, convolve_keys, rotate
 
@@ -55,11 +57,13 @@ class Selection(NamedTuple):
     """int32 [B, T, G, n_sel], blocks for the layers after this one, if they have no indexer (`indexer_every`)."""
 
 
-def get_layouts(span: Span | None, config: ModelConfig, device: torch.device) -> tuple[Layout, ...] | None:
+def get_layouts(span: Span | ContextShard | None, config: ModelConfig, device: torch.device) -> tuple[Layout, ...] | None:
     """Return the layouts of a packed span for a layer: of `config.nsa`, and of `config.selection_nsa` if it differs.
 
-    Built once per span and device, for all layers. None if `span` is not packed: everything then follows from shapes.
+    Built once per span and device, for all layers. None if `span` is not packed: everything then follows from shapes. For a
+    shard, the layouts of its text.
     """
+    span = span.text if isinstance(span, ContextShard) else span
     return None if span is None or span.kind != "packed" else _build_layouts(span, config, device)
 
 
@@ -181,7 +185,7 @@ class SparseAttention(nn.Module):
         self,
         x: Tensor,
         rotary: Rotary,
-        span: Span | None = None,
+        span: Span | ContextShard | None = None,
         layouts: tuple[Layout, ...] | None = None,
         cache: CachedLayer | None = None,
         blocks: Tensor | None = None,
@@ -190,11 +194,17 @@ class SparseAttention(nn.Module):
 
         `layouts`: the result of `get_layouts` for this layer; None: build it here, which breaks a compiled graph in two.
         `cache`: the cache of this layer, if x are new tokens; it holds the selected blocks. `blocks`: the blocks that an
-        earlier layer selected, for a layer without an indexer in a model with one.
+        earlier layer selected, for a layer without an indexer in a model with one. With a `ContextShard`, x, the output and
+        the blocks belong to this rank, and `rotary` has the positions of the whole text.
         """
         if cache is not None:
             return self.out(cache.attend(self, x)), Selection()
         self._check_blocks(blocks)
+        if isinstance(span, ContextShard):
+            out, *selection = attend_shard(
+                self, *split_projection(self.qkv(x), self.config), x, rotary, span, layouts, blocks
+            )
+            return self.out(out.flatten(2)), Selection(*selection)
         layouts = layouts or get_layouts(span, self.config, x.device)
         layout, selection_layout = (layouts[0], layouts[-1]) if layouts else (None, None)
         inputs = self._project(x, rotary, span, layout)
@@ -375,7 +385,7 @@ class DenseAttention(nn.Module):
         self,
         x: Tensor,
         rotary: Rotary,
-        span: Span | None = None,
+        span: Span | ContextShard | None = None,
         layouts: tuple[Layout, ...] | None = None,
         cache: CachedLayer | None = None,
         blocks: None = None,
@@ -386,6 +396,9 @@ class DenseAttention(nn.Module):
         """
         if cache is not None:
             return self.out(cache.attend(self, x)), Selection()
+        if isinstance(span, ContextShard):
+            out = attend_dense_shard(self, *split_projection(self.qkv(x), self.config), rotary, span)
+            return self.out(out.flatten(2)), Selection()
         layouts = layouts or get_layouts(span, self.config, x.device)
         layout = layouts[0] if layouts else None
         q, (k,), (v,), _ = self.project_heads(x, rotary, layout and layout.is_document_start)

@@ -35,13 +35,23 @@ class NgramEmbedding(nn.Module):
         self.table = nn.Embedding((self.max_n - 1) * self.rows_per_length, config.ngram_width)
         self.out = nn.Linear((self.max_n - 1) * config.ngram_width, config.dim, bias=False)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, previous_tokens: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor | None,
+        positions: Tensor | None = None,
+        previous_tokens: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """Return the embeddings, [B, T, C].
 
         `positions`: position of each token in its document, int64 [T] or [B, T]; None: 0 .. T-1. `previous_tokens`: the
-        tokens before these, int64 [B, n - 1], arbitrary before position 0; None: the tokens start the sequence.
+        tokens before these, int64 [B, n - 1], arbitrary before position 0; None: the tokens start the sequence. `rows`: the
+        result of `compute_rows`, instead of tokens.
         """
-        return self.out(self.table(self.compute_rows(tokens, positions, previous_tokens)).flatten(-2))
+        if rows is None:
+            assert tokens is not None, "either tokens or rows"
+            rows = self.compute_rows(tokens, positions, previous_tokens)
+        return self.out(self.table(rows).flatten(-2))
 
     def compute_rows(
         self, tokens: Tensor, positions: Tensor | None = None, previous_tokens: Tensor | None = None

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa_lab.attention import Span, geometry, resolve_backend
 from nsa_lab.attention.compile_utils import check_not_traced
+from nsa_lab.attention.context_parallel import ContextShard
 from nsa_lab.attention.dispatch import ResolvedBackend
 from nsa_lab.attention.layout import Layout
 from nsa_lab.config import ModelConfig
@@ -23,6 +24,7 @@ from nsa_lab.model.attention_layers import (
     scale_selection_loss,
 )
 from nsa_lab.model.cache_protocols import CachedLayer, CachedPass
+from nsa_lab.model.context_parallel import check_shard, compute_ngram_rows
 from nsa_lab.model.init_weights import initialize_weights
 from nsa_lab.model.layers import MLP, RMSNorm, Rotary, check_span, get_rotary_table, rms_normalize
 from nsa_lab.model.ngrams import NgramEmbedding
@@ -48,7 +50,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         rotary: tuple[Tensor, Tensor],
-        span: Span | None = None,
+        span: Span | ContextShard | None = None,
         layouts: tuple[Layout, ...] | None = None,
         cache: CachedLayer | None = None,
         blocks: Tensor | None = None,
@@ -123,7 +125,7 @@ class NSATransformer(nn.Module):
     def forward(
         self,
         tokens: Tensor | None,
-        span: Span | None = None,
+        span: Span | ContextShard | None = None,
         *,
         embeddings: Tensor | None = None,
         cache: CachedPass | None = None,
@@ -132,7 +134,8 @@ class NSATransformer(nn.Module):
     ) -> Any:
         """Return logits [B, T, V] for tokens int64 [B, T].
 
-        With `Span.packed`, B is 1 and every document is computed separately, from position 0.
+        With `Span.packed`, B is 1 and every document is computed separately, from position 0. With a `ContextShard`, the
+        tokens and logits belong to this rank, and all ranks of its group call the model.
 
         embeddings: [B, T, C], instead of `tokens`: outputs of `embedding`, or other vectors. Not for a model with n-grams.
         cache: the tokens are new tokens of cached sequences.
@@ -183,10 +186,12 @@ class NSATransformer(nn.Module):
         positions: Tensor | None = None,
         previous_tokens: Tensor | None = None,
         embeddings: Tensor | None = None,
+        ngram_rows: Tensor | None = None,
     ) -> Tensor:
         """Return the input of the first layer, [B, T, C], for tokens int64 [B, T].
 
-        `positions`, `previous_tokens`: as in `NgramEmbedding`, for a model with n-grams. `embeddings`: as in `forward`.
+        `positions`, `previous_tokens`, `ngram_rows`: as in `NgramEmbedding`, for a model with n-grams. `embeddings`: as in
+        `forward`.
         """
         x = self.embedding(tokens) if embeddings is None else embeddings
         if self.ngrams:
@@ -195,7 +200,11 @@ class NSATransformer(nn.Module):
                     f"embeddings: expected tokens for a model with n-grams (model.ngrams = {self.config.ngrams}), which "
                     "depend on token ids, got only embeddings; pass tokens"
                 )
-            x = x + self.ngrams(tokens, positions, previous_tokens)
+            x = x + (
+                self.ngrams(tokens, positions, previous_tokens)
+                if ngram_rows is None
+                else self.ngrams(None, rows=ngram_rows)
+            )
         # Embeddings are small (standard deviation 0.02). Without the norm, the outputs of the first layers dominate them.
         return rms_normalize(x, self.config.norm_eps) if self.config.embedding_norm else x
 
@@ -272,15 +281,21 @@ class NSATransformer(nn.Module):
         )
 
     def prepare_inputs(
-        self, tokens: Tensor | None, span: Span | None = None, embeddings: Tensor | None = None
+        self, tokens: Tensor | None, span: Span | ContextShard | None = None, embeddings: Tensor | None = None
     ) -> tuple[Tensor, Rotary]:
         """Return the inputs of the first block, x [B, T, C] and the RoPE tables, for callers that iterate over blocks.
 
         Raise ValueError as `forward` does.
         """
         n_tokens, device = self._check_inputs(tokens, embeddings)
-        check_span(span, n_tokens)
         c = self.config
+        if isinstance(span, ContextShard):
+            check_shard(span, n_tokens)
+            rows = compute_ngram_rows(self.ngrams, tokens, span) if self.ngrams and tokens is not None else None
+            # Keys of all tokens are rotated after they were gathered, so the tables cover the whole text.
+            text_rotary = get_rotary_table(span.text.n_queries, c.rotary_width, c.rope_theta, device, span.text)
+            return self.embed(tokens, embeddings=embeddings, ngram_rows=rows), text_rotary
+        check_span(span, n_tokens)
         positions = None if span is None else span.positions(device)
         rotary = get_rotary_table(n_tokens, c.rotary_width, c.rope_theta, device, span)
         return self.embed(tokens, positions, embeddings=embeddings), rotary

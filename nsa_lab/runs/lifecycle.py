@@ -298,8 +298,8 @@ def check_text(config: RunConfig) -> str | None:
 
 
 def check_ranks(config: RunConfig, n_ranks: int) -> None:
-    """Raise `ConfigError` if `n_ranks` ranks on this host cannot share every step evenly, or would not have a GPU each."""
-    config.train.check_ranks(n_ranks)
+    """Raise `ConfigError` if `n_ranks` ranks on this host cannot share every step, or would not have a GPU each."""
+    config.check_ranks(n_ranks)
     if n_ranks == 1 or config.runtime.device == "cpu":
         return
     # Importing torch is slow. Only several ranks must be counted against the GPUs.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import logging
+import os
 import sys
 
 from nsa_lab.config import UsageError
 from nsa_lab.config.errors import describe_os_error
-from nsa_lab.runs.directory import EXIT_USAGE
+from nsa_lab.runs.directory import EXIT_STOPPED, EXIT_USAGE
 from nsa_lab.runs.text_output import allow_any_text
 from nsa_lab.train import launcher
 
@@ -32,7 +33,9 @@ def main() -> int:
         lock, store = launcher.bind_to_supervisor(arguments.supervised) if arguments.supervised else (arguments.lock, None)
         from nsa_lab.train import run
 
-        return run(arguments.run_dir, lock=lock, store=store)
+        code = run(arguments.run_dir, lock=lock, store=store)
+        # torchrun starts all ranks again if one exits with another code than 0. The status of the run has the code 75.
+        return 0 if code == EXIT_STOPPED and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else code
     except UsageError as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE

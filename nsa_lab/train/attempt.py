@@ -158,7 +158,7 @@ class _Attempt:
         self.world.init_process_group(device)
         # Rank 0 may have written its first event before another rank counted the attempts.
         self.recorder.log.attempt = int(self.world.broadcast_from_first(self.recorder.log.attempt, device))
-        self.config.train.check_ranks(self.world.size)
+        self.config.check_ranks(self.world.size)
         get_gpu_util, unavailable_reason = make_gpu_utilization_reader(device)
         heartbeat = Heartbeat(
             self.recorder.log,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,8 @@ from nsa_lab.train.step import Stepper, make_optimizer
 
 if TYPE_CHECKING:
     from nsa_lab.train.sharded_checkpoint import ShardWriter
+
+logger = logging.getLogger("nsa_lab.train")
 
 MAX_COMPILED_SHAPES_PER_STAGE = 16  # twice the default recompile limit of torch
 
@@ -84,9 +87,14 @@ class TrainContext:
 def select_device(config: RunConfig, world: World) -> torch.device:
     """Return `runtime.device`; `auto` is CUDA if available.
 
-    Raises `ConfigError` if there is no GPU, or if the model's state does not fit into the device's memory.
+    Raises `ConfigError` if there is no GPU, if steps are to be CUDA graphs on another device, or if the model's state does
+    not fit into the device's memory.
     """
     device = _resolve_device(config, world)
+    if device.type != "cuda" and world.size == 1 and any(config.uses_cuda_graph(stage) for stage in config.train.plan):
+        raise ConfigError(
+            f"cuda_graph = True, in runtime or in a stage: expected a CUDA device, got {device.type}; set it to false"
+        )
     check_state_fits(config, device, world.size, replace(world, parallel=config.runtime.parallel).n_shards)
     return device
 
@@ -124,7 +132,8 @@ def build_context(
     batches = StagedBatches(dataset.train, train, config.data, separator)
     evaluations = make_validation_batches(dataset.validation, train, separator if use_masking else None)
     use_bf16 = config.runtime.precision == "bf16"
-    world = replace(world, parallel=config.runtime.parallel)
+    world = replace(world, parallel=config.runtime.parallel, context_parallel=config.runtime.context_parallel)
+    context_sizes = config.list_context_sizes(world.size)
     model = world.build_model(lambda: builders.model(config, device))
     if config.runtime.compile:
         compile_blocks(model, len(train.plan))
@@ -139,12 +148,29 @@ def build_context(
         device=device,
         use_bf16=use_bf16,
         world=world,
-        use_graph=_make_graph_predicate(config, world, device),
+        use_graph=_make_graph_predicate(config, world),
         auxiliary_loss=model.auxiliary_loss if config.model.has_selection_loss else None,
         separator=separator if use_masking else None,
+        context_groups={size: world.make_context_group(size, device) for size in sorted(set(context_sizes)) if size > 1},
     )
+    if world.is_first:
+        for line in describe_sharing(config, world.size):
+            logger.info("%s", line)
     shard_writer = _make_shard_writer() if world.is_sharded else None
     return TrainContext(config, world, device, dataset, batches, evaluations, model, optimizer, stepper, shard_writer)
+
+
+def describe_sharing(config: RunConfig, n_ranks: int) -> list[str]:
+    """Return one line per stage in which several ranks share each sequence."""
+    lines: list[str] = []
+    for number, (stage, size) in enumerate(zip(config.train.plan, config.list_context_sizes(n_ranks), strict=True), 1):
+        if size > 1:
+            name = f"stage {number}: " if len(config.train.plan) > 1 else ""
+            lines.append(
+                f"{name}{stage.sequences_per_step} x {stage.seq_len:,} tokens per step on {n_ranks} ranks: "
+                f"{size} ranks share each sequence (context parallelism)"
+            )
+    return lines
 
 
 def _make_shard_writer() -> ShardWriter:
@@ -153,14 +179,18 @@ def _make_shard_writer() -> ShardWriter:
     return ShardWriter()
 
 
-def _make_graph_predicate(config: RunConfig, world: World, device: torch.device) -> Callable[[StageConfig], bool]:
-    """Return a function that tells whether steps of a stage use a CUDA graph; raise `ConfigError` if they cannot."""
-    if any(config.uses_cuda_graph(stage) for stage in config.train.plan) and (device.type != "cuda" or world.size > 1):
-        raise ConfigError(
-            f"cuda_graph = True, in runtime or in a stage: expected one rank on a CUDA device, got {world.size} rank(s) on "
-            f"{device.type}; set it to false"
+def _make_graph_predicate(config: RunConfig, world: World) -> Callable[[StageConfig], bool]:
+    """Return a function that tells whether steps of a stage use a CUDA graph.
+
+    With several ranks, `cuda_graph: true` means: where it is possible. Collectives are not captured, so it is not.
+    """
+    if world.size == 1:
+        return config.uses_cuda_graph
+    if world.is_first and any(config.uses_cuda_graph(stage) for stage in config.train.plan):
+        logger.info(
+            "cuda_graph = True with %d ranks means auto: steps contain collectives and run without a CUDA graph", world.size
         )
-    return config.uses_cuda_graph
+    return lambda stage: False
 
 
 def compile_blocks(model: nn.Module, n_stages: int = 1) -> None:

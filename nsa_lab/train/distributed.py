@@ -28,7 +28,7 @@ from torch.distributed import FileStore, PrefixStore, Store  # pyright: ignore[r
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from nsa_lab.config import ConfigError, divide_among_ranks
+from nsa_lab.config import ConfigError, compute_context_size
 from nsa_lab.model import NSATransformer
 
 logger = logging.getLogger("nsa_lab.train")
@@ -44,7 +44,7 @@ class World:
     """The rank of this process and the number of ranks of the run.
 
     `local_size`: number of ranks on this host; 0: all of them. `store`: file in which the ranks of one host meet; None:
-    they meet at MASTER_ADDR. `parallel`: as `runtime.parallel`.
+    they meet at MASTER_ADDR. `parallel`, `context_parallel`: as in `runtime`.
     """
 
     rank: int = 0
@@ -53,6 +53,7 @@ class World:
     local_size: int = 0
     store: Path | None = None
     parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    context_parallel: int = 1
 
     @classmethod
     def from_environment(cls, store: Path | None = None) -> World:
@@ -122,7 +123,7 @@ class World:
         if self.is_first and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             logger.warning(
                 "torchrun shares one store between restarts, so restarts on several hosts may fail; set "
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on every host (docs/howto/multi_gpu.md)"
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on every host (docs/howto/multiple_gpus.md)"
             )
         return None
 
@@ -130,10 +131,25 @@ class World:
         if self.size > 1 and distributed.is_initialized():
             distributed.destroy_process_group()
 
+    def get_context_size(self, n_sequences: int) -> int:
+        """Return the number of ranks that share each sequence of a step of `n_sequences`; see `compute_context_size`."""
+        return compute_context_size(n_sequences, self.size, self.context_parallel)
+
     def get_sequence_share(self, n_sequences: int) -> tuple[int, int]:
-        """Return (start, count) of this rank's sequences in a step of `n_sequences`."""
-        count = divide_among_ranks(n_sequences, self.size)
-        return self.rank * count, count
+        """Return (start, count) of the sequences of this rank in a step of `n_sequences`.
+
+        Ranks that share each sequence are adjacent, and have the same sequences.
+        """
+        size = self.get_context_size(n_sequences)
+        count = n_sequences * size // self.size
+        return self.rank // size * count, count
+
+    def make_context_group(self, size: int, device: torch.device) -> distributed.ProcessGroup:
+        """Return the group of `size` adjacent ranks that share sequences with this rank. Collective over all ranks."""
+        from torch.distributed.device_mesh import init_device_mesh  # takes a tenth of a second to import
+
+        mesh = init_device_mesh(device.type, (self.size // size, size), mesh_dim_names=("data", "context"))
+        return mesh.get_group("context")
 
     def build_model(self, build: Callable[[], NSATransformer]) -> NSATransformer:
         """Return the model that `build` returns. A model that will be sharded has no storage until `wrap`."""

@@ -19,6 +19,12 @@ import torch
 from nsa_lab.config import ConfigError, ModelConfig, RunConfig, TrainConfig
 from nsa_lab.model import NSATransformer
 from nsa_lab.runs.summary import format_duration, format_size
+from nsa_lab.train.communication import (
+    StageCommunication,
+    count_key_numbers,
+    count_text_tokens,
+    estimate_communication,
+)
 from nsa_lab.train.muon import find_muon_matrices
 from nsa_lab.train.telemetry.system_metrics import get_memory_capacity
 
@@ -54,6 +60,9 @@ class ResourceEstimate:
     disk_bytes: int
     tokens_per_s: float | None
     hours: float | None
+    ranks: int = 1
+    communication: tuple[StageCommunication, ...] = ()
+    """Bytes that one rank exchanges per optimizer step of every stage; empty for one rank."""
 
     def format_rows(self) -> list[tuple[str, str]]:
         """Return (name, value) of every line of the printed estimate."""
@@ -76,9 +85,17 @@ class ResourceEstimate:
                 f"{format_size(self.disk_bytes)} ({self.checkpoints_kept} checkpoints of "
                 f"{format_size(self.checkpoint_bytes)}, shards {format_size(self.shard_bytes)})",
             ),
+            *self._format_communication(),
             ("speed", speed),
             ("time", "unknown" if self.hours is None else format_duration(3600 * self.hours)),
         ]
+
+    def _format_communication(self) -> list[tuple[str, str]]:
+        """Return a row per stage; one row if there is one stage, none for one rank."""
+        name, unit = "communication", f"per step and rank, {self.ranks} ranks: "
+        if len(self.communication) == 1:
+            return [(name, f"{unit}{self.communication[0]}")]
+        return [(f"{name}, stage {number}", f"{unit}{stage}") for number, stage in enumerate(self.communication, 1)]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -121,6 +138,8 @@ def estimate_resources(config: RunConfig, tokens_per_s: float | None = None, n_r
         disk_bytes=n_checkpoints * checkpoint_bytes + shard_bytes,
         tokens_per_s=speed,
         hours=compute_hours(tokens, speed) if speed else None,
+        ranks=n_ranks,
+        communication=estimate_communication(config, params, n_ranks) if n_ranks > 1 else (),
     )
 
 
@@ -208,7 +227,8 @@ def estimate_activation_bytes(config: RunConfig, n_ranks: int = 1) -> int:
     branches and their sum; the MLP before and after its activation. Measured on one H200 at 65,536 tokens, compiled: 414
     KB per token for the production model without an indexer, 314 KB for its dense baseline. The tensors of an indexer and
     of the selection loss are not counted. With gradient checkpointing, only the residual stream of each layer is stored,
-    plus one layer that is recomputed.
+    plus one layer that is recomputed. If several ranks share each sequence, each has a part of these tensors, and the keys
+    and values of all tokens, as gathered and after RoPE.
     """
     model, train = config.model, config.train
     dtype_bytes = 2 if config.runtime.precision == "bf16" else 4
@@ -237,10 +257,14 @@ def estimate_activation_bytes(config: RunConfig, n_ranks: int = 1) -> int:
     )
     # Logits in the compute dtype, in float32, their softmax and its gradient.
     loss_bytes = model.vocab_size * (dtype_bytes + 3 * 4)
+    token_bytes = stored_bytes + ngram_bytes + loss_bytes
+    n_stored_layers = 1 if config.runtime.gradient_checkpointing else model.n_layers
+    key_bytes = round(2 * count_key_numbers(model) * dtype_bytes * n_stored_layers)
     return max(
-        min(stage.sequences_per_forward, max(stage.sequences_per_step // n_ranks, 1)) * stage.seq_len
-        for stage in train.plan
-    ) * (stored_bytes + ngram_bytes + loss_bytes)
+        count_text_tokens(stage, size, n_ranks) * token_bytes // size
+        + (count_text_tokens(stage, size, n_ranks) * key_bytes if size > 1 else 0)
+        for stage, size in zip(train.plan, config.list_context_sizes(n_ranks), strict=True)
+    )
 
 
 def compare_with_measured(

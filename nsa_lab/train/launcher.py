@@ -2,7 +2,7 @@
 
 The supervisor forwards stop requests, ends the other ranks if one fails, and returns the exit code of the first that
 failed. For several hosts, or for restarts after a failure, use torchrun with a c10d rendezvous, which can meet again (a
-static one, `--master-port` alone, cannot): docs/howto/multi_gpu.md.
+static one, `--master-port` alone, cannot): docs/howto/multiple_gpus.md.
 
 Invariants
 * Every rank holds the run's lock through an inherited descriptor, so no other trainer starts while a rank lives.

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from nsa_lab.attention import Span
-from nsa_lab.config import TrainConfig, divide_among_ranks
+from nsa_lab.attention.context_parallel import ContextShard
+from nsa_lab.config import TrainConfig, compute_context_size
 from nsa_lab.data import Batch, StagedBatches, compute_document_capacity, split_documents
 
 CPU = torch.device("cpu")
@@ -44,7 +45,9 @@ def get_capacity(micro_batches: Sequence[Tensor | None], seq_len: int) -> int | 
     return max(found, default=None)
 
 
-def find_steps_with_new_capacity(batches: StagedBatches, train: TrainConfig, n_ranks: int, first_step: int) -> list[int]:
+def find_steps_with_new_capacity(
+    batches: StagedBatches, train: TrainConfig, n_ranks: int, first_step: int, context_parallel: int = 1
+) -> list[int]:
     """Return the steps, from `first_step` on, whose capacity is new within their stage on any rank.
 
     Scans the next `MAX_SCANNED_TOKENS` tokens, at most `MAX_SCANNED_ROWS` rows. Empty without document masking.
@@ -55,7 +58,8 @@ def find_steps_with_new_capacity(batches: StagedBatches, train: TrainConfig, n_r
         stage = train.plan[index]
         if documents is None or n_tokens >= MAX_SCANNED_TOKENS or n_rows >= MAX_SCANNED_ROWS:
             break
-        shares = split_documents(documents, divide_among_ranks(stage.sequences_per_step, n_ranks) * stage.seq_len)
+        n_groups = n_ranks // compute_context_size(stage.sequences_per_step, n_ranks, context_parallel)
+        shares = split_documents(documents, stage.sequences_per_step // n_groups * stage.seq_len)
         tokens_per_forward = stage.sequences_per_forward * stage.seq_len
         capacities = (get_capacity(split_documents(share, tokens_per_forward), stage.seq_len) for share in shares)
         keys = {(index, rank, capacity) for rank, capacity in enumerate(capacities)}
@@ -91,3 +95,18 @@ def compute_logits(forward: Callable[..., Tensor], tokens: Tensor, span: Span | 
     if span is None:
         return forward(tokens)
     return forward(tokens.flatten()[None], span).unflatten(1, tokens.shape)[0]
+
+
+def take_share(x: Tensor, shard: ContextShard | None) -> Tensor:
+    """Return this rank's values of x [rows, T] of a micro-batch: [1, n] if documents are packed, else [rows, n].
+
+    Without a shard, return x.
+    """
+    if shard is None:
+        return x
+    return shard.take(x.flatten()[None] if shard.text.kind == "packed" else x)
+
+
+def place_share(x: Tensor, shard: ContextShard | None, seq_len: int) -> Tensor:
+    """Return the result of `take_share` in its place, [rows, `seq_len`], with zeros for the tokens of other ranks."""
+    return x if shard is None else shard.place(x).view(-1, seq_len)

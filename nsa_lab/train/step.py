@@ -15,18 +15,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from nsa_lab.attention import Span
+from nsa_lab.attention.context_parallel import ContextShard
 from nsa_lab.config import StageConfig, TrainConfig
 from nsa_lab.data import Batch
 from nsa_lab.train.cuda_graph import GradientGraphs, Spans
 from nsa_lab.train.distributed import World
 from nsa_lab.train.muon import Muon, find_muon_matrices
-from nsa_lab.train.packing import compute_logits, make_spans
+from nsa_lab.train.packing import compute_logits, make_spans, take_share
 
 LOSS, GRAD_NORM, NON_FINITE, STOP, AUXILIARY = range(5)
 # Further results of a step with weights: summed loss and number of tokens with weight 1 (text), and of tokens with any
@@ -83,13 +86,27 @@ def sum_masked(losses: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([torch.where(mask, losses.detach(), zero).sum().float(), mask.sum().float()])
 
 
+class ComputedBatch(NamedTuple):
+    """Logits [rows, T, V] of a batch, and its tokens, targets and weights [rows, T], on the device.
+
+    If several ranks share each sequence: of this rank only (`take_share`).
+    """
+
+    logits: Tensor
+    tokens: Tensor
+    targets: Tensor
+    weights: Tensor | None
+    shard: ContextShard | None
+
+
 class Stepper:
     """Takes optimizer steps.
 
     `model` owns the parameters; `forward` is the model as it is called (compiled, wrapped). `auxiliary_loss()` returns
     the auxiliary loss of the last forward pass, a mean over its tokens; None: no auxiliary loss. `separator`: the token
     that begins a document; None without document masking. `use_graph(stage)`: whether steps of a stage are replayed as
-    CUDA graphs. `applied_lr`: the learning rate of the optimizer at its last step.
+    CUDA graphs. `applied_lr`: the learning rate of the optimizer at its last step. `context_groups`: number of ranks that
+    share each sequence -> group of these ranks, for every such number that a stage has (`World.make_context_group`).
     """
 
     def __init__(
@@ -105,7 +122,9 @@ class Stepper:
         use_graph: Callable[[StageConfig], bool] = lambda stage: False,
         auxiliary_loss: Callable[[], Tensor] | None = None,
         separator: int | None = None,
+        context_groups: Mapping[int, ProcessGroup] | None = None,
     ) -> None:
+        self._context_groups = context_groups or {}
         self._forward, self._optimizer, self._train = forward, optimizer, train
         self._separator = separator
         self._auxiliary_loss = auxiliary_loss or (lambda: torch.zeros((), device=device))
@@ -206,23 +225,50 @@ class Stepper:
         """Return the sum of the weights of all tokens of the step, over all ranks."""
         if weights is None:
             return self.stage.tokens_per_step
-        return self._world.all_reduce(weights.to(self._device, non_blocking=True).sum())
+        total = self._world.all_reduce(weights.to(self._device, non_blocking=True).sum())
+        # The ranks that share a sequence have all of its weights.
+        return total if self.context_size == 1 else total / self.context_size
+
+    @property
+    def context_size(self) -> int:
+        """Number of ranks that share each sequence of the stage."""
+        return self._world.get_context_size(self.stage.sequences_per_step)
+
+    def make_shard(self, batch: Batch, span: Span | None) -> ContextShard | None:
+        """Return this rank's share of a micro-batch of the stage; None if it has the whole micro-batch."""
+        size = self.context_size
+        if size == 1:
+            return None
+        return ContextShard(
+            span or Span.full(batch.inputs.shape[1]), self._world.rank % size, size, self._context_groups[size]
+        )
+
+    def compute_logits(self, forward: Callable[..., Tensor], batch: Batch, span: Span | None) -> ComputedBatch:
+        """Compute the logits of a micro-batch of the stage. `span`: its documents.
+
+        Collective if several ranks share each sequence; they have the same micro-batch.
+        """
+        shard = self.make_shard(batch, span)
+        tokens = take_share(batch.inputs, shard).to(self._device, non_blocking=True)
+        with self.autocast():
+            logits = compute_logits(forward, tokens, span) if shard is None else forward(tokens, shard)
+        targets = take_share(batch.targets, shard).to(self._device, non_blocking=True)
+        weights = None
+        if batch.weights is not None:
+            weights = take_share(batch.weights, shard).to(self._device, non_blocking=True)
+        return ComputedBatch(logits, tokens, targets, weights, shard)
 
     def _backward(self, batch: Batch, span: Span | None, total_weight: float | Tensor) -> Tensor:
-        tokens = batch.inputs.to(self._device, non_blocking=True)
-        with self.autocast():
-            logits = compute_logits(self._forward, tokens, span)
-        targets = batch.targets.to(self._device, non_blocking=True)
-        if batch.weights is None:
+        logits, tokens, targets, weights, _ = self.compute_logits(self._forward, batch, span)
+        if weights is None:
             loss, losses_by_kind = sum_token_losses(logits, targets) / total_weight, []
         else:
-            weights = batch.weights.to(self._device, non_blocking=True)
             token_losses = compute_token_losses(logits, targets)
             loss, losses_by_kind = (
                 (token_losses * weights).sum() / total_weight,
                 self._sum_losses_by_kind(token_losses, weights, tokens),
             )
-        auxiliary_loss = self.compute_auxiliary_loss(targets.numel())
+        auxiliary_loss = self.compute_auxiliary_loss(batch.targets.numel())
         # DDP and FSDP average gradients over ranks; the mean over all tokens needs their sum.
         ((loss + auxiliary_loss) * self._world.size).backward()
         return torch.cat([loss.detach()[None], auxiliary_loss.detach()[None].to(loss.dtype), *losses_by_kind])
@@ -237,7 +283,10 @@ class Stepper:
         return [sum_text_and_marked(losses, weights), sum_masked(losses, (tokens == self._separator) & (weights != 0))]
 
     def compute_auxiliary_loss(self, n_tokens: int) -> Tensor:
-        """Return the share of the step's auxiliary loss, 0-d, of the last forward pass over `n_tokens` tokens."""
+        """Return the share of the step's auxiliary loss, 0-d, of the last forward pass over `n_tokens` tokens.
+
+        If several ranks share each sequence, `n_tokens` counts all of its tokens, and the sum of the results is the share.
+        """
         return self._auxiliary_loss() * (n_tokens / self.stage.tokens_per_step)
 
     def _clip_gradients(self) -> Tensor:

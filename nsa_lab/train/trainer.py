@@ -127,7 +127,12 @@ class Trainer:
         next_step = self.completed_steps + 1
         steps = set(self._stage_first_steps)
         if self.context.config.runtime.compile:
-            steps.update(find_steps_with_new_capacity(self.context.batches, self.train, self.context.world.size, next_step))
+            world = self.context.world
+            steps.update(
+                find_steps_with_new_capacity(
+                    self.context.batches, self.train, world.size, next_step, world.context_parallel
+                )
+            )
         return sorted(step for step in steps if step > next_step)
 
     def _train_steps(self) -> None:
@@ -142,7 +147,7 @@ class Trainer:
                 self._train_step(self.completed_steps + 1, batches)
 
     def _get_batch_share(self, index: int) -> Batch:
-        """Return this rank's sequences of batch `index`."""
+        """Return the sequences of batch `index` that this rank computes, alone or with others."""
         share = self.context.world.get_sequence_share(self.train.stage_at(index + 1).sequences_per_step)
         return self.context.batches.weighted_batch(index, *share)
 

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from nsa_lab.attention.context_parallel import ContextShard
 from nsa_lab.config import BYTE_VOCAB_SIZE
 from nsa_lab.data import Batch, EvalBatches
 from nsa_lab.evaluate.selection_benefit import SelectionBenefit, measure_selection_benefit
 from nsa_lab.train.build import TrainContext, force_eager
 from nsa_lab.train.checkpoint_state import make_probe_input
-from nsa_lab.train.packing import compute_logits, make_span
+from nsa_lab.train.packing import make_span, place_share
 from nsa_lab.train.step import compute_token_losses, sum_masked, sum_token_losses
 
 STATISTICS_SEQUENCES = 2
@@ -51,10 +52,12 @@ def evaluate_held_out(context: TrainContext, held_out: EvalBatches, poll: Callab
     sums = torch.zeros(len(held_out), 4, device=context.device)
     window_sums = torch.zeros(held_out.n_windows, device=context.device)
     with _eval_mode(context.model):
-        for batch in _evaluate_batches(context, held_out, _assign_batches(len(held_out), context), poll):
+        batches = _assign_batches(len(held_out), context, context.stepper.context_size)
+        for batch in _evaluate_batches(context, held_out, batches, poll):
             losses, windows = compute_token_losses(batch.logits, batch.targets), held_out.get_window_range(batch.index)
             sums[batch.index] += batch.weight * _sum_losses(batch, losses)
-            window_sums[windows.start : windows.stop] += batch.weight * losses.mean(1)
+            losses_in_place = place_share(losses, batch.shard, batch.seq_len)
+            window_sums[windows.start : windows.stop] += batch.weight * losses_in_place.mean(1)
     loss, n_tokens, first_token_loss, n_first_tokens = functools.reduce(torch.add, context.world.all_reduce(sums)).tolist()
     window_losses = [round(loss, 6) for loss in context.world.all_reduce(window_sums).tolist()]
     return EvaluationResult(loss / n_tokens, first_token_loss / n_first_tokens if n_first_tokens else None, window_losses)
@@ -71,7 +74,9 @@ def dry_run_evaluation(context: TrainContext, held_out: EvalBatches) -> None:
 
 @dataclass(frozen=True)
 class _EvaluatedBatch:
-    """One of this rank's held-out batches with its logits, computed as in training.
+    """Held-out batch of rows of `seq_len` tokens, with its logits, computed as in training.
+
+    If several ranks share each row, the tensors belong to this rank, and `shard` is its share.
 
     `is_document_start`: True where the input is a separator, so the target is the first token of a document; None without
     document masking.
@@ -82,6 +87,8 @@ class _EvaluatedBatch:
     logits: Tensor
     targets: Tensor
     is_document_start: Tensor | None
+    shard: ContextShard | None
+    seq_len: int
 
 
 def _sum_losses(batch: _EvaluatedBatch, losses: Tensor) -> Tensor:
@@ -102,13 +109,11 @@ def _evaluate_batches(
 ) -> Iterator[_EvaluatedBatch]:
     for index, weight in batches:
         poll()
-        inputs_cpu, targets_cpu = held_out[index]
-        documents = held_out.find_documents(inputs_cpu)
-        inputs, targets = inputs_cpu.to(context.device), targets_cpu.to(context.device)
-        with context.stepper.autocast():
-            logits = compute_logits(context.model, inputs, make_span(documents, inputs.shape[1]))
-        begins = None if documents is None else inputs == context.dataset.tokenizer.separator
-        yield _EvaluatedBatch(index, weight, logits, targets, begins)
+        inputs, targets = held_out[index]
+        documents, seq_len = held_out.find_documents(inputs), inputs.shape[1]
+        computed = context.stepper.compute_logits(context.model, Batch(inputs, targets), make_span(documents, seq_len))
+        begins = None if documents is None else computed.tokens == context.dataset.tokenizer.separator
+        yield _EvaluatedBatch(index, weight, computed.logits, computed.targets, begins, computed.shard, seq_len)
 
 
 @contextlib.contextmanager
@@ -120,14 +125,14 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
         model.train()
 
 
-def _assign_batches(n_batches: int, context: TrainContext) -> list[tuple[int, float]]:
-    """Return this rank's batches and their weights.
+def _assign_batches(n_batches: int, context: TrainContext, context_size: int = 1) -> list[tuple[int, float]]:
+    """Return this rank's batches and their weights. `context_size`: number of adjacent ranks that share each batch.
 
     Every rank gets the same number of batches, so that collectives inside the model match; padding batches have weight 0.
     """
-    world = context.world
-    n_rounds = -(-n_batches // world.size)
-    indices = [round_index * world.size + world.rank for round_index in range(n_rounds)]
+    n_groups, group = context.world.size // context_size, context.world.rank // context_size
+    n_rounds = -(-n_batches // n_groups)
+    indices = [round_index * n_groups + group for round_index in range(n_rounds)]
     return [(index, 1.0) if index < n_batches else (0, 0.0) for index in indices]
 
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from attention_inputs import Inputs, to_lists
 from layout_cases import Case, compute_actual, compute_error, compute_expected, draw_weights
+from looping import looped, tiered
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from nsa_lab import attention
@@ -188,19 +189,42 @@ def test_pieces_equal_one_piece(device, monkeypatch, poisoned) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "start", "length"), [("union", 41, 9), ("gather", 60, 1)])
-def test_chunk_forward(strategy: str, start: int, length: int, poisoned, monkeypatch) -> None:
+@looped
+@pytest.mark.parametrize(
+    ("strategy", "start", "length"),
+    # The keys of the first two tiles of the third case are outside every window; the last four are in `make nightly`.
+    tiered(
+        [
+            ("union", 41, 9),
+            ("gather", 60, 1),
+            ("gather", 161, 39),
+            ("union", 16, 64),
+            ("gather", 3, 90),
+            ("union", 203, 2),
+            ("gather", 7, 300),
+        ],
+        nightly=lambda strategy, start, length: start in (16, 3, 203, 7),
+    ),
+)
+def test_chunks(strategy: str, start: int, length: int, poisoned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and gradients of a chunk equal the definition in float64, of the operator and of its parts."""
     if strategy == "gather":
         monkeypatch.setattr(selected, "UNION_TOKENS", 0)
     case = Case(NSA, Span.chunk(start, length), (start,), (length,), 2, G=1, h=2, d_k=32, d_v=32, seed=5)
-    x = case.inputs(torch.float32)
-    exact = reference.nsa_attention(*x.map(torch.Tensor.double), NSA, span=case.span)
-    x = x.map(lambda y: y.to(DEVICE))
-    out = attention.nsa_attention(*x, NSA, backend="triton", span=case.span)
-    torch.testing.assert_close(out.cpu().double(), exact, rtol=1e-5, atol=1e-5)
-    x.q.requires_grad_()
-    with pytest.raises(NotImplementedError, match=rf"no gradients of Span.chunk\({start}, \.\.\.\); use backend='torch'"):
-        attention.window_attention(x.q, x.k_win, x.v_win, NSA, backend="triton", span=case.span)[0].sum().backward()
+    inputs = case.inputs(torch.float32)
+
+    def compute(x: Inputs, backend: str, device: torch.device) -> list[torch.Tensor]:
+        x = x.map(lambda y: y.to(device).requires_grad_())
+        out = attention.nsa_attention(*x, NSA, backend=backend, span=case.span)
+        window, lse = attention.window_attention(x.q, x.k_win, x.v_win, NSA, backend=backend, span=case.span)
+        results = out, window, lse
+        generator = torch.Generator().manual_seed(1)
+        weights = [torch.randn(r.shape, generator=generator, dtype=torch.float64).to(r) for r in results]
+        return [*results, *torch.autograd.grad(results, list(x), weights)]
+
+    exact = compute(inputs.map(torch.Tensor.double), "reference", torch.device("cpu"))
+    for actual, expected in zip(compute(inputs, "triton", DEVICE), exact, strict=True):
+        torch.testing.assert_close(actual.cpu().double(), expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.slow

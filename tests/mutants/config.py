@@ -6,6 +6,18 @@ from mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "ranks: context parallelism ignores the setting",
+        "config.train_config",
+        "math.gcd(n_sequences, n_ranks // context_parallel)",
+        "math.gcd(n_sequences, n_ranks)",
+    ),
+    Mutant(
+        "ranks: sequences of any length are shared",
+        "config.train_config",
+        "if stage.seq_len < 2 * size:",
+        "if stage.seq_len < size:",
+    ),
+    Mutant(
         "config: a stage's graphs are those of the run",
         "config.run_config",
         "return self.runtime.cuda_graph if stage.cuda_graph is None else stage.cuda_graph",

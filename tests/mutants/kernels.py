@@ -6,6 +6,31 @@ from mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "band: the last tile of a chunk ends with its queries",
+        "attention.kernels.band.launch",
+        "TAIL=bool(first) or n_documents",
+        "TAIL=n_documents",
+        "nightly",
+    ),
+    Mutant(
+        "band: keys of a chunk begin at its queries",
+        "attention.kernels.band.band_ranges",
+        "start = tl.maximum(start - first_query, 0)",
+        "start = tl.maximum(start, 0)",
+    ),
+    Mutant(
+        "band: keys far before a chunk have no gradient at all",
+        "attention.kernels.band.launch",
+        "if first or (w == 0 and n_documents)",
+        "if w == 0 and n_documents",
+    ),
+    Mutant(
+        "selected: the gradient of a chunk is that of the first queries",
+        "attention.kernels.selected.launch",
+        "_make_sizes(q, v, blocks.shape[3], block, n_documents, first_query)",
+        "_make_sizes(q, v, blocks.shape[3], block, n_documents, 0)",
+    ),
+    Mutant(
         "parallel compile: launches stay disabled afterwards",
         "attention.kernels.fast_launch",
         "        _launch_enabled.reset(token)\n",

@@ -104,7 +104,48 @@ MUTANTS = [
         "model: a pool does not start as the mean", "model.init_weights", "ShortConvolution | BlockPool", "ShortConvolution"
     ),
     Mutant("indexer: its loss reaches the trunk", "model.indexer", "self.qk(x.detach())", "self.qk(x)"),
-    Mutant("indexer: its keys are not those of the token before", "model.indexer", "if self.convolution:", "if False:"),
+    Mutant(
+        "indexer: its keys are not those of the token before",
+        "model.indexer",
+        "if self.convolution:\n            k_before_conv",
+        "if False:\n            k_before_conv",
+    ),
+    Mutant(
+        "context parallel: index keys without the token before",
+        "model.indexer",
+        "if self.convolution:\n            k = convolve_keys",
+        "if False:\n            k = convolve_keys",
+    ),
+    Mutant(
+        "context parallel: queries at the first positions of the text",
+        "model.context_parallel",
+        "own_rotary = shard.take(rotary[0], dim=0), shard.take(rotary[1], dim=0)",
+        "own_rotary = rotary[0][: shard.n_queries], rotary[1][: shard.n_queries]",
+    ),
+    Mutant(
+        "context parallel: keys mix with the document before",
+        "model.context_parallel",
+        "convolve_keys(layer.convolution, by_set, starts, None)",
+        "convolve_keys(layer.convolution, by_set, None, None)",
+    ),
+    Mutant(
+        "context parallel: n-grams of a chunk begin with the text",
+        "model.context_parallel",
+        "text[:, part.start : part.start + n_previous]",
+        "text[:, :n_previous]",
+    ),
+    Mutant(
+        "context parallel: layers without an indexer get no blocks",
+        "model.context_parallel",
+        "return out, loss, blocks if c.indexer_every > 1 else None",
+        "return out, loss, None",
+    ),
+    Mutant(
+        "context parallel: dense queries at the first positions of the text",
+        "model.context_parallel",
+        "q = rotate(q, (shard.take(rotary[0], dim=0), shard.take(rotary[1], dim=0)))",
+        "q = rotate(q, (rotary[0][: shard.n_queries], rotary[1][: shard.n_queries]))",
+    ),
     Mutant(
         "indexer: starts with every group's last head",
         "model.init_weights",

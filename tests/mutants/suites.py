@@ -62,6 +62,14 @@ FILLING = cases(
     "interruptions_change_nothing",
     "damage_is_detected_and_reported",
 )
+CHUNKS = cases("kernels/test_packed_tiles.py", "chunks[base]")
+SHARDS = cases(
+    "model/test_context_parallel.py",
+    "ranks_hold_chunks_in_zigzag_order",
+    "every_token_has_one_rank_and_all_ranks_have_about_as_many",
+    "pieces_cover_the_rows_of_a_rank_with_the_positions_and_keys_of_their_documents",
+    "three_ranks_equal_one_process_as_threads",
+)
 # Without the kernels under the interpreter, which take long.
 GRAPHS = cases(
     "train/test_cuda_graph.py",
@@ -126,7 +134,7 @@ SUITES = {
     "attention.input_checks": attention_tests("dispatch"),
     "attention.dispatch": [*attention_tests("backend_launches", "dispatch"), "tests/model/test_model_indexer.py"],
     "model.attention_layers": [*MODEL, "tests/inference/test_decode.py"],
-    "model.indexer": MODEL,
+    "model.indexer": [*MODEL, *SHARDS],
     "model.init_weights": MODEL,
     "model.ngrams": ["tests/model/test_model_ngrams.py"],
     "model.layers": [*MODEL, "tests/inference/test_decode.py"],
@@ -158,7 +166,13 @@ OTHERS = {
     ],
     "config.model_config": ["tests/test_config.py", *MODEL],
     **{f"attention.{part}": ["tests/attention/test_dense_limit.py"] for part in ("dense", "flash")},
-    "attention.selection_loss": ["tests/attention/test_selection_loss.py", "tests/attention/test_packed_compression.py"],
+    "attention.context_parallel": SHARDS,
+    "model.context_parallel": SHARDS,
+    "attention.selection_loss": [
+        "tests/attention/test_selection_loss.py",
+        "tests/attention/test_packed_compression.py",
+        *SHARDS,
+    ],
     **{
         f"health.{part}": [f"tests/health/test_{name}.py" for name in ("stage_verdicts", "verdicts", "edited_records")]
         for part in (
@@ -242,6 +256,7 @@ OTHERS = {
     ],
     "train.guard": ["tests/train/test_guard.py"],
     "train.estimate": ["tests/train/test_estimate.py"],
+    "train.communication": ["tests/train/test_estimate.py"],
     "train.lr_schedule": ["tests/train/test_lr_schedule.py"],
     "train.step": ["tests/train/test_step.py", *MASKED, *GRAPHS],
     "train.cuda_graph": GRAPHS,
@@ -261,7 +276,9 @@ OTHERS = {
         "rules_match_the_reference",
     ),
     "attention.kernels.band.forward": BAND,
-    "attention.kernels.band.band_ranges": BAND,
+    "attention.kernels.band.band_ranges": [*BAND, *CHUNKS],
+    "attention.kernels.band.launch": [*CHUNKS, *cases("kernels/test_packed_tiles.py", "chunks[nightly]")],
+    "attention.kernels.selected.launch": CHUNKS,
     "attention.kernels.band.backward": [*BAND, *PACKED],
     "attention.kernels.packed_tiles": PACKED,
     "attention.kernels.selected.inverted_index": PACKED,
@@ -367,6 +384,7 @@ OTHERS = {
     ),
     # A mutant's process may have no children, so these are the tests of one process.
     "train.distributed": [
+        *cases("train/test_step.py", "adjacent_ranks_have_the_same_sequences_if_they_share_each_of_them"),
         "tests/train/test_fsdp.py::test_the_ranks_of_a_host_share_one_copy",
         "tests/train/test_torchrun.py::test_an_incomplete_environment_is_refused_with_the_remedy",
     ],

@@ -6,6 +6,30 @@ from mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "ranks: those that share a sequence have different ones",
+        "train.distributed",
+        "return self.rank // size * count, count",
+        "return self.rank % (self.size // size) * count, count",
+    ),
+    Mutant(
+        "plan: keys of the rank itself are received",
+        "train.communication",
+        "* (size - 1) / size",
+        "* 1",
+    ),
+    Mutant(
+        "plan: every layer has an indexer",
+        "train.communication",
+        "n_indexers / model.n_layers",
+        "model.has_indexer",
+    ),
+    Mutant(
+        "plan: a rank holds its own keys only",
+        "train.estimate",
+        "n_ranks) * key_bytes if size > 1 else 0)",
+        "n_ranks) * key_bytes // size if size > 1 else 0)",
+    ),
+    Mutant(
         "graphs: the documents of the capture for ever",
         "train.cuda_graph",
         "                own_span.replace_documents(span)",
@@ -129,8 +153,8 @@ MUTANTS = [
     Mutant(
         "parts: several ranks replay graphs",
         "train.build",
-        'device.type != "cuda" or world.size > 1',
-        'device.type != "cuda"',
+        "    return lambda stage: False\n",
+        "    return config.uses_cuda_graph\n",
     ),
     Mutant(
         "snapshot: rows are packed otherwise after a resume",
@@ -171,14 +195,14 @@ MUTANTS = [
     Mutant(
         "plan: looked up at no cost",
         "train.estimate",
-        "(stored_bytes + ngram_bytes + loss_bytes)",
-        "(stored_bytes + loss_bytes)",
+        "stored_bytes + ngram_bytes + loss_bytes",
+        "stored_bytes + loss_bytes",
     ),
     Mutant(
         "documents: evaluated as one text",
         "train.validation",
-        "logits = compute_logits(context.model, inputs, make_span(documents, inputs.shape[1]))",
-        "logits = context.model(inputs)",
+        "make_span(documents, seq_len))",
+        "None)",
     ),
     Mutant(
         "documents: trained on as one text",
@@ -215,8 +239,8 @@ MUTANTS = [
     Mutant(
         "ahead: another number of documents compiles when it comes",
         "train.trainer",
-        "        if self.context.config.runtime.compile:\n            steps.update(",
-        "        if False:\n            steps.update(",
+        "        if self.context.config.runtime.compile:\n            world",
+        "        if False:\n            world",
     ),
     Mutant(
         "ahead: one rank's documents stand for all", "train.packing", "{(index, rank, capacity)", "{(index, 0, capacity)"
@@ -336,8 +360,8 @@ MUTANTS = [
     Mutant(
         "step: a weighted loss over the number of tokens",
         "train.step",
-        "return self._world.all_reduce(weights.to(self._device, non_blocking=True).sum())",
-        "return self.stage.tokens_per_step",
+        "total = self._world.all_reduce(weights.to(self._device, non_blocking=True).sum())",
+        "total = self.stage.tokens_per_step",
     ),
     Mutant(
         "muon: the queries and a branch's keys are one matrix",

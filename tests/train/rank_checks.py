@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,11 +31,12 @@ from nsa_lab.model import NSATransformer
 from nsa_lab.model.sharded_files import INDEX, read_weights
 from nsa_lab.runs.checkpoint_files import find_problems
 from nsa_lab.train import checkpoint_state
-from nsa_lab.train.build import Builders, TrainContext, build_context
+from nsa_lab.train.build import Builders, TrainContext, build_context, build_model
 from nsa_lab.train.checkpoint import CheckpointStore
 from nsa_lab.train.checkpoint_writer import CheckpointWriter
 from nsa_lab.train.distributed import World
 from nsa_lab.train.sharded_checkpoint import ShardFileWriter
+from nsa_lab.train.validation import evaluate_held_out
 
 CPU = torch.device("cpu")
 # 3 and 4 ranks do not divide these widths, and a rank may have no row of the smallest weights.
@@ -98,11 +100,16 @@ def make_config(folder: Path | None = None, **sections: dict[str, Any]) -> RunCo
     return RunConfig.from_dict({"name": "ranks", **merged})
 
 
-def make_context(world: World, folder: Path, **sections: dict[str, Any]) -> TrainContext:
+def build_float64_model(config: RunConfig, device: torch.device) -> NSATransformer:
+    """Return the model in float64, in which rounding does not change the selected blocks."""
+    return build_model(config, device).double()
+
+
+def make_context(world: World, folder: Path, builders: Builders | None = None, **sections: dict[str, Any]) -> TrainContext:
     """Return a context of the odd model. `folder`: cache of the data, which all ranks share."""
     config = make_config(**sections)
     dataset = prepare(config.data, config.model.vocab_size, config.train.seq_len, cache=folder / f"cache-{world.rank}")
-    return build_context(config, world, CPU, dataset, Builders())
+    return build_context(config, world, CPU, dataset, builders or Builders())
 
 
 def take_steps(context: TrainContext, steps: range) -> list[float]:
@@ -111,8 +118,9 @@ def take_steps(context: TrainContext, steps: range) -> list[float]:
     for step in steps:
         stage = context.enter_stage(step)
         start, count = context.world.get_sequence_share(stage.sequences_per_step)
-        batch = context.batches.weighted_batch(step - 1, start, count)
-        losses.append(context.stepper.step(batch.inputs, batch.targets, stage.lr, lambda: None)[0].item())
+        inputs, targets, weights, documents = context.batches.weighted_batch(step - 1, start, count)
+        result = context.stepper.step(inputs, targets, stage.lr, lambda: None, weights=weights, documents=documents)
+        losses.append(result[0].item())
     return losses
 
 
@@ -161,6 +169,45 @@ def check_training(world: World, folder: str, optimizer: str) -> None:
         # AdamW divides small moments by each other, so rounding differences of a gradient grow.
         assert torch.allclose(weights[name], value, atol=2e-3, rtol=0), name
         assert (weights[name] - value).abs().mean() < 1e-5, name
+
+
+# Sections of runs in which several ranks share each sequence, with lengths that no number of ranks divides.
+SHARED_RUNS: dict[str, dict[str, dict[str, Any]]] = {
+    "one sequence": {"train": {"seq_len": 83, "batch_size": 1, "accumulate_grad_batches": 1}},
+    "documents, two micro-batches": {
+        "train": {"seq_len": 83, "batch_size": 2, "accumulate_grad_batches": 1, "micro_batch_size": 1},
+        "data": {"source": "stdlib", "documents": "mask"},
+        "runtime": {"context_parallel": 2},
+    },
+    "at least two ranks": {
+        "train": {"seq_len": 59, "batch_size": 6, "accumulate_grad_batches": 2},
+        "data": {"source": "stdlib", "documents": "mask"},
+        "runtime": {"context_parallel": 2},
+    },
+}
+
+
+def check_shared_sequences(world: World, folder: str, only: str = "") -> None:
+    """Ranks that share each sequence have the losses, held-out losses and weights of one rank."""
+    # A sharded model is initialized in float32, where rounding may select another block after a few steps.
+    builders, n_steps, limit = (Builders(), 2, 1e-5) if world.is_sharded else (Builders(build_float64_model), 4, 1e-6)
+    for name, sections in SHARED_RUNS.items() if not only else [(only, SHARED_RUNS[only])]:
+        runtime = {"parallel": world.parallel, **sections.get("runtime", {})}
+        context = make_context(world, Path(folder), builders, **{**sections, "runtime": runtime})
+        assert context.stepper.context_size > 1, name
+        single = make_context(World(), Path(folder), builders, **{**sections, "runtime": {}})
+        losses = [take_steps(some, range(1, n_steps + 1)) for some in (context, single)]
+        assert losses[0] == pytest.approx(losses[1], abs=limit), name
+        actual, expected = (
+            evaluate_held_out(some, some.get_evaluation(n_steps), lambda: None) for some in (context, single)
+        )
+        assert actual.loss == pytest.approx(expected.loss, abs=limit), name
+        assert actual.first_token_loss == pytest.approx(expected.first_token_loss, abs=limit), name
+        # Recorded with six digits.
+        assert actual.window_losses == pytest.approx(expected.window_losses, abs=limit + 1.1e-6), name
+        weights = gather_weights(context)
+        for key, value in single.model.state_dict().items():
+            assert (weights[key] - value).abs().mean() < limit, (name, key)
 
 
 def check_gradient_exchange(world: World, folder: str) -> None:

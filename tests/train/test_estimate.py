@@ -251,6 +251,28 @@ def test_ranks_share_the_activation_memory() -> None:
     )
 
 
+def test_ranks_that_share_a_sequence_exchange_the_keys_of_every_layer() -> None:
+    model = {"n_layers": 4, "n_heads": 4, "n_kv_groups": 2, "d_k": 8, "d_v": 6, "indexer_block": 2, "indexer_every": 2}
+    model["selection_loss"] = 0.1
+    config = RunConfig.from_dict({"model": {"dim": 32, **model}, "train": {"seq_len": 640, "batch_size": 2}})
+    estimates = {n: estimate_resources(config, n_ranks=n) for n in (1, 2, 8)}
+    assert estimates[1].communication == () and "communication" not in str(estimates[1])
+    (whole,), (shared,) = estimates[2].communication, estimates[8].communication
+    assert (whole.context_size, whole.gathered_bytes, whole.text_bytes) == (1, 0, 0)
+    assert whole.parameter_bytes == 4 * estimates[1].params
+    # Two of four layers have an indexer, with a key of width 8 for each of two groups. Four ranks share each sequence.
+    numbers = 3 * 2 * (8 + 6) + 2 * 8 / 2
+    assert (shared.context_size, shared.text_bytes) == (4, 640 * numbers * 4)
+    assert shared.gathered_bytes == shared.scattered_bytes == 640 * numbers * 4 * 3 / 4
+    assert shared.parameter_bytes == 2 * 4 * estimates[1].params * 7 / 8
+    assert "4 ranks share each sequence" in str(estimates[8])
+    # Each rank has a quarter of the activations of a sequence, and all of its keys, twice.
+    expected = estimate_activation_bytes(config, 2) // 4 + 2 * 4 * shared.text_bytes
+    assert estimates[8].activation_bytes == expected
+    recomputed = RunConfig.from_dict({**config.to_dict(), "runtime": {"gradient_checkpointing": True}})
+    assert estimate_resources(recomputed, n_ranks=8).communication[0].gathered_bytes == 2 * shared.gathered_bytes
+
+
 def test_a_gated_mlp_needs_twice_the_activation_memory() -> None:
     model = {"dim": 64, "n_layers": 3, "n_heads": 4, "mlp_hidden": 100}
     plain, gated = (

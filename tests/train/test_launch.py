@@ -181,7 +181,7 @@ def test_ranks_that_cannot_share_a_step_are_refused_before_any_is_started(
     run_dir = lifecycle.create_run(make_tiny_config(), tmp_path)
     monkeypatch.setattr(subprocess, "Popen", None)
     for start in (lambda: lifecycle.start(run_dir, ranks=1000), lambda: launcher.launch_ranks(run_dir, 1000, None)):
-        with pytest.raises(ConfigError, match="1000 ranks cannot share evenly; use a number of ranks that divides"):
+        with pytest.raises(ConfigError, match="1000 ranks cannot share evenly: 250 ranks would share each sequence"):
             start()
     assert lifecycle.get_state(run_dir) == "PREEMPTED"
 

@@ -22,7 +22,7 @@ from nsa_lab.inference import load_model
 from nsa_lab.model import NSATransformer
 from nsa_lab.runs import directory, events, lifecycle
 from nsa_lab.runs.history import collect_facts
-from nsa_lab.train.build import _make_graph_predicate
+from nsa_lab.train.build import _make_graph_predicate, select_device
 from nsa_lab.train.checkpoint_state import make_probe_input
 from nsa_lab.train.distributed import World
 from nsa_lab.train.estimate import build_meta_model, compute_flops_per_token, estimate_resources
@@ -309,25 +309,22 @@ def test_a_stage_that_does_not_support_graphs_is_named(runtime: dict[str, Any]) 
         RunConfig.from_dict({"train": {"stages": stages}, "runtime": runtime})
 
 
-@looped
-@pytest.mark.parametrize(
-    ("device", "ranks", "graphs", "refused"),
-    [
-        ("cuda", 1, True, False),
-        ("cuda", 2, True, True),
-        ("cpu", 1, True, True),
-        ("cpu", 2, False, False),
-    ],
-)
-def test_graphs_need_one_cuda_device(device: str, ranks: int, graphs: bool, refused: bool) -> None:
-    stages = [STAGES[0], {**STAGES[1], "cuda_graph": graphs}]
-    config, world = RunConfig.from_dict({"train": {"stages": stages}}), World(size=ranks)
-    if refused:
-        with pytest.raises(ConfigError, match=rf"expected one rank on a CUDA device, got {ranks} rank\(s\) on {device}"):
-            _make_graph_predicate(config, world, torch.device(device))
-    else:
-        calls = _make_graph_predicate(config, world, torch.device(device))
-        assert [calls(stage) for stage in config.train.plan[:2]] == [False, graphs]
+def test_graphs_need_a_cuda_device_and_are_not_used_with_several_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "nsa_lab.train")
+    for ranks, graphs, used in ((1, True, True), (1, False, False), (2, True, False), (2, False, False)):
+        caplog.clear()
+        stages = [STAGES[0], {**STAGES[1], "cuda_graph": graphs}]
+        config, world = RunConfig.from_dict({"train": {"stages": stages}}), World(size=ranks)
+        use_graph = _make_graph_predicate(config, world)
+        assert [use_graph(stage) for stage in config.train.plan[:2]] == [False, used]
+        assert ("cuda_graph = True with 2 ranks means auto" in caplog.text) == (graphs and ranks == 2)
+        if not torch.cuda.is_available() and used:
+            with pytest.raises(
+                ConfigError, match=r"cuda_graph = True, .* expected a CUDA device, got cpu; set it to false"
+            ):
+                select_device(config, world)
+        elif not torch.cuda.is_available():
+            assert select_device(config, world).type == "cpu"
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from looping import looped
 from stage_config import make_staged_config
 from torch import Tensor, nn
 
-from nsa_lab.config import RunConfig, TrainConfig
+from nsa_lab.config import RunConfig
 from nsa_lab.data import Batch
 from nsa_lab.train.build import build_model
 from nsa_lab.train.distributed import World
@@ -209,10 +209,10 @@ def test_bf16_computes_in_bf16_and_keeps_float32_weights(make_tiny_config: Tiny)
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-def test_a_share_that_does_not_divide_is_refused_with_the_remedy() -> None:
+def test_adjacent_ranks_have_the_same_sequences_if_they_share_each_of_them() -> None:
     assert World(rank=1, size=2).get_sequence_share(6) == (3, 3)
-    with pytest.raises(ValueError, match="divides 6"):
-        World(rank=0, size=4).get_sequence_share(TrainConfig(batch_size=6).sequences_per_step)
+    assert [World(rank, 4).get_sequence_share(6) for rank in range(4)] == [(0, 3), (0, 3), (3, 3), (3, 3)]
+    assert [World(rank, 4, context_parallel=4).get_sequence_share(4) for rank in range(4)] == [(0, 4)] * 4
 
 
 def make_weights(seed: int = 0) -> Tensor:

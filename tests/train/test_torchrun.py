@@ -25,7 +25,7 @@ Make = Callable[..., Path]
 pytestmark = pytest.mark.timeout(240)
 
 ROOT = Path(__file__).parents[2]
-# The command of docs/howto/multi_gpu.md. A c10d rendezvous can meet again after a rank was killed.
+# The command of docs/howto/multiple_gpus.md. A c10d rendezvous can meet again after a rank was killed.
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 C10D = ["--rdzv-backend", "c10d", "--rdzv-endpoint"]
 STEPS = {"steps": 20, "batch_size": 4, "accumulate_grad_batches": 2, "micro_batch_size": 1, "save_every": 10}
@@ -101,6 +101,19 @@ def test_torchrun_restarts_after_a_rank_was_killed(
     assert directory.read_status(run_dir)["status"] == directory.DONE
     assert events.get_step_events(record)[-1]["step"] == KILLED["steps"]
     assert all(process_start(pid) is None for pid in ranks.values())
+
+
+@pytest.mark.nightly
+def test_torchrun_does_not_restart_a_run_that_was_stopped(new_run: Make) -> None:
+    run_dir, deadline = new_run(**{**KILLED, "save_every": 0}), time.monotonic() + 120
+    agent = start_torchrun(run_dir, *C10D, "127.0.0.1:0", "--nproc-per-node", "2", "--max-restarts", "2")
+    while not events.get_step_events(events.read_events(run_dir)):
+        assert agent.poll() is None and time.monotonic() < deadline, (run_dir / directory.LOG).read_text()
+        time.sleep(0.02)
+    lifecycle.request_stop(run_dir)
+    assert agent.wait() == 0, (run_dir / directory.LOG).read_text()
+    status = directory.read_status(run_dir)
+    assert (status["status"], status["exit_code"], status["attempt"]) == (directory.PREEMPTED, directory.EXIT_STOPPED, 1)
 
 
 def find_free_port() -> int:

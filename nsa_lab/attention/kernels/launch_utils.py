@@ -32,15 +32,6 @@ def make_rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 and x.stride(1) < 2**23 else x.contiguous()
 
 
-def check_no_chunk_gradients(first_query: int) -> None:
-    """Raise NotImplementedError if query 0 is not at position 0."""
-    if first_query:
-        raise NotImplementedError(
-            "backend = 'triton' has no gradients of "
-            f"Span.chunk({first_query}, ...); use backend='torch', or torch.no_grad()"
-        )
-
-
 class _GradientWithoutDerivative(torch.autograd.Function):
     """Return a gradient that depends on `sources`, and raise if it is differentiated with respect to them."""
 

@@ -23,7 +23,6 @@ from nsa_lab.attention.kernels import block_topk, gating
 from nsa_lab.attention.kernels.band import launch as band
 from nsa_lab.attention.kernels.block_topk import SelectionRule
 from nsa_lab.attention.kernels.launch_utils import (
-    check_no_chunk_gradients,
     make_rows_contiguous,
     register_autograd,
     run_on_second_stream,
@@ -50,7 +49,7 @@ def nsa_attention(
         chosen: int32 [B, T, G, n_sel], the blocks of the selected branch; None: select them by the compressed scores.
         documents: `Layout.bounds` of packed documents (B = 1), each computed independently; None: not packed.
         longest: upper bound of the tokens of a document.
-        first: position of query 0; keys start at position 0. If it is not 0, there is no backward pass.
+        first: position of query 0; keys start at position 0.
 
     Raises:
         NotImplementedError: more pairs than the selected branch can number.
@@ -81,7 +80,7 @@ _SCHEMAS = {
     "branches_fwd": f"(Tensor q, {_OPTIONAL_BRANCHES}, Tensor? gates, int l, int d, int l_sel, int w, {_RULE_SCHEMA}, "
     f"{_OPTION_SCHEMA}, int first=0) -> ({', '.join(['Tensor'] * 12)})",
     "branches_bwd": f"(Tensor do, Tensor q, {_OPTIONAL_BRANCHES}, Tensor? gates, Tensor out, {_SAVED_SCHEMA}, int l, "
-    f"int d, int l_sel, int w, {_OPTION_SCHEMA}) -> ({', '.join(['Tensor'] * 8)})",
+    f"int d, int l_sel, int w, {_OPTION_SCHEMA}, int first=0) -> ({', '.join(['Tensor'] * 8)})",
 }
 for _name, _schema in _SCHEMAS.items():
     torch.library.define(f"nsa_lab::{_name}", _schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -212,6 +211,7 @@ def _compute_backward(
     out_cmp: Tensor, lse_cmp: Tensor, blocks: Tensor, out_sel: Tensor, lse_sel: Tensor,
     entries: Tensor, starts: Tensor, work: Tensor, order: Tensor, out_win: Tensor, lse_win: Tensor,
     l: int, d: int, l_sel: int, w: int, chosen: Tensor | None = None, documents: Tensor | None = None, longest: int = 0,
+    first: int = 0,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, of the keys and values of the branches, and of the gates; empty if there is none."""
     blocks = blocks if chosen is None else chosen
@@ -232,7 +232,7 @@ def _compute_backward(
     for name, k, v, lse, sizes in (("cmp", k_cmp, v_cmp, lse_cmp, (l, d, 0)), ("win", k_win, v_win, lse_win, (1, 1, w))):
         if k is None or v is None:
             continue
-        k, v, options = make_rows_contiguous(k), make_rows_contiguous(v), (*sizes, documents, longest)
+        k, v, options = make_rows_contiguous(k), make_rows_contiguous(v), (*sizes, documents, longest, first)
         d_out = make_rows_contiguous(d_outs[name])
         # Without gates, the delta is computed from the output.
         of_row = {"delta": deltas[name]} if name in deltas else {"out": out}
@@ -247,13 +247,13 @@ def _compute_backward(
             for name, k, v, options, stats in band_inputs
         }
     if k_sel is not None and v_sel is not None:
-        strategy = selected.get_forward_strategy(longest or q.shape[1], selected.get_kernel_block(k_sel, v_sel, l_sel))
-        sizes = selected.get_saved_index_sizes(q, v_sel, blocks.shape[3], l_sel, strategy, documents)
+        strategy = selected.get_forward_strategy(longest or k_sel.shape[1], selected.get_kernel_block(k_sel, v_sel, l_sel))
+        sizes = selected.get_saved_index_sizes(q, v_sel, blocks.shape[3], l_sel, strategy, documents, first)
         index = _split_indices((entries, starts, work, order), sizes)
         d_sel = make_rows_contiguous(d_outs["sel"])
         delta = deltas["sel"] if "sel" in deltas else selected.compute_delta(out, d_sel, None)
         dkv["sel"] = selected.backward(
-            d_sel, delta, q, k_sel, v_sel, lse_sel, blocks, l_sel, dq, documents, add=is_written, indices=index
+            d_sel, delta, q, k_sel, v_sel, lse_sel, blocks, l_sel, dq, documents, first, add=is_written, indices=index
         )
     join()
     gradients = (
@@ -301,9 +301,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _autograd_backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if do is None:
         return (None,) * 17
-    check_no_chunk_gradients(ctx.first)
     *saved, chosen, documents = ctx.saved_tensors
-    return *_nsa_bwd(do, *saved, *ctx.geometry, chosen, documents, ctx.longest), *(None,) * 9
+    if ctx.first:
+        # `out` is not read, since there are gates.
+        inputs, rest = saved[:8], saved[8:]
+        gradients = _branches_bwd(do, *inputs, rest[0], *rest, *ctx.geometry, chosen, documents, ctx.longest, ctx.first)
+    else:
+        gradients = _nsa_bwd(do, *saved, *ctx.geometry, chosen, documents, ctx.longest)
+    return *gradients, *(None,) * 9
 
 
 def _setup_branches_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -317,9 +322,8 @@ def _setup_branches_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Ten
 def _autograd_branches_backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if do is None:
         return (None,) * 21
-    check_no_chunk_gradients(ctx.first)
     *saved, chosen, documents = ctx.saved_tensors
-    gradients = _branches_bwd(do, *saved, *ctx.geometry, chosen, documents, ctx.longest)
+    gradients = _branches_bwd(do, *saved, *ctx.geometry, chosen, documents, ctx.longest, ctx.first)
     return *(None if is_absent else x for x, is_absent in zip(gradients, ctx.is_absent, strict=True)), *(None,) * 13
 
 

@@ -246,13 +246,19 @@ def check_gradients(context: TrainContext) -> PreflightCheck:
     batch = context.batches.weighted_batch(first_step - 1, 0, min(stage.sequences_per_forward, stage.sequences_per_step))
     if context.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(context.device)
-    with context.stepper.autocast():
-        span = make_span(batch.documents, batch.inputs.shape[1])
-        logits = compute_logits(context.model, batch.inputs.to(context.device), span)
+    current_stage = context.stepper.stage
+    context.stepper.stage = stage
+    span = make_span(batch.documents, batch.inputs.shape[1])
+    computed = context.stepper.compute_logits(context.model, batch, span)
     (
-        sum_token_losses(logits, batch.targets.to(context.device))
-        + context.stepper.compute_auxiliary_loss(batch.inputs.numel())
+        sum_token_losses(computed.logits, computed.targets) + context.stepper.compute_auxiliary_loss(batch.inputs.numel())
     ).backward()
+    if computed.shard is not None and not context.world.is_sharded:
+        # Each rank has the gradient of its tokens.
+        for parameter in context.model.parameters():
+            if parameter.grad is not None:
+                context.world.all_reduce(parameter.grad)
+    context.stepper.stage = current_stage
     trained = [(name, parameter) for name, parameter in context.model.named_parameters() if parameter.requires_grad]
     missing = [
         name

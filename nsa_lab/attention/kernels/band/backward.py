@@ -101,7 +101,7 @@ def nsa_band_dq(
     q_bounds_ptr, k_bounds_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     stride_dob, stride_dot, stride_doh, stride_stats,
-    T, N, B, G, n_documents, scale_log2, scale,
+    T, N, B, G, n_documents, first_query, scale_log2, scale,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
     DK_REST: tl.constexpr, DV_REST: tl.constexpr,
@@ -151,10 +151,15 @@ def nsa_band_dq(
     lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
     k_base = k_ptr + b * stride_kb + g * stride_kg
     v_base = v_ptr + b * stride_vb + g * stride_vg
+    position = t
+    if first_query is not None:
+        position += first_query
+        t_first += first_query
+        t_last += first_query
     start, left, full, stop = get_key_range(t_first, t_last, L, STRIDE, W, KEYS)
     if do.dtype == tl.float32:
         delta = _compute_delta(
-            q, q_rest, do, do_rest, lse_log2, k_base, v_base, stride_kn, stride_vn, t, start, stop, N, scale_log2,
+            q, q_rest, do, do_rest, lse_log2, k_base, v_base, stride_kn, stride_vn, position, start, stop, N, scale_log2,
             L, STRIDE, W, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, ROWS, KEYS,
         )
     elif HAS_DELTA:
@@ -183,7 +188,7 @@ def nsa_band_dq(
     for MASKED in tl.static_range(1 if ONE_LOOP else 0, 2):
         dq, dq_rest = _accumulate_dq(
             dq, dq_rest, q, q_rest, do, do_rest, lse_log2, delta, k_base, v_base, stride_kn, stride_vn,
-            t, start, left, full, stop, N, scale_log2,
+            position, start, left, full, stop, N, scale_log2,
             L, STRIDE, W, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, KEYS, MASKED == 1,
         )
     dq_base = dq_ptr + origin * DK
@@ -201,7 +206,7 @@ def _accumulate_dkv(
     dk, dk_rest, dk_error, dk_rest_error, dv, dv_rest, dv_error, dv_rest_error, k, k_rest, v, v_rest, i,
     q_base, do_base, stats_base,
     stride_qt, stride_qh, stride_dot, stride_doh, stride_stats,
-    t_origin, tiles, tile_shift, start, left, right, stop, N, T, scale_log2,
+    t_origin, tiles, tile_shift, start, left, right, stop, N, T, first_query, scale_log2,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
     DK_REST: tl.constexpr, DV_REST: tl.constexpr,
@@ -235,6 +240,8 @@ def _accumulate_dkv(
         dp = dot_transposed(v, v_rest, do, do_rest, DV_REST)
         if MASKED:
             position = tile_t + tl.arange(0, ROWS)
+            if first_query is not None:
+                position += first_query
             scores = tl.where(is_in_band(i[:, None], position[None, :], N, L, STRIDE, W), scores, float("-inf"))
         p = tl.exp2(scores * scale_log2 - lse_log2[None, :])
         dv, dv_error = add_product_compensated(dv, dv_error, p.to(do.dtype), do)
@@ -253,7 +260,7 @@ def nsa_band_dkv(
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, q_bounds_ptr, k_bounds_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     stride_dob, stride_dot, stride_doh, stride_stats,
-    T, N, B, G, n_documents, chunk_steps, scale_log2, scale,
+    T, N, B, G, n_documents, first_query, chunk_steps, scale_log2, scale,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
     DK_REST: tl.constexpr, DV_REST: tl.constexpr,
@@ -285,7 +292,7 @@ def nsa_band_dkv(
         stats_ptr += get_first_stat(first, document, ROWS)
     i_first = tile * KEYS
     i_last = tl.minimum(i_first + KEYS, N) - 1
-    t_start, t_full, t_full_stop, t_stop = get_query_range(i_first, i_last, T, L, STRIDE, W)
+    t_start, t_full, t_full_stop, t_stop = get_query_range(i_first, i_last, T, first_query, L, STRIDE, W)
     t_origin, all_start, all_stop = get_step_range(t_start, t_stop, W, HEADS, ROWS)
     start = tl.maximum(chunk * chunk_steps, all_start)
     stop = tl.minimum((chunk + 1) * chunk_steps, all_stop)
@@ -331,7 +338,7 @@ def nsa_band_dkv(
                 dk, dk_rest, dk_error, dk_rest_error, dv, dv_rest, dv_error, dv_rest_error, k, k_rest, v, v_rest, i,
                 q_base, do_base, stats_base,
                 stride_qt, stride_qh, stride_dot, stride_doh, stride_stats,
-                t_origin, tiles, tile_shift, start, left, right, loop_stop, N, T, scale_log2,
+                t_origin, tiles, tile_shift, start, left, right, loop_stop, N, T, first_query, scale_log2,
                 HEADS, L, STRIDE, W, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, ROWS, (loop == 1) == (W > 0), TAIL,
             )
             start = loop_stop
@@ -363,7 +370,7 @@ def _sum_slice(
 @triton.jit(do_not_specialize=UNSPECIALIZED_ARGS, repr=name_by_branch("sum_chunks"))
 def nsa_band_sum_chunks(
     chunk_dk_ptr, chunk_dv_ptr, dk_ptr, dv_ptr, q_bounds_ptr, k_bounds_ptr,
-    T, N, B, G, n_documents, chunk_steps,
+    T, N, B, G, n_documents, first_query, chunk_steps,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SLICE: tl.constexpr, AT_ONCE: tl.constexpr,
@@ -383,7 +390,7 @@ def nsa_band_sum_chunks(
     i_slice = tile * SLICE
     i_first = i_slice // KEYS * KEYS
     i_last = tl.minimum(i_first + KEYS, N) - 1
-    t_start, _, _, t_stop = get_query_range(i_first, i_last, T, L, STRIDE, W)
+    t_start, _, _, t_stop = get_query_range(i_first, i_last, T, first_query, L, STRIDE, W)
     _, start, stop = get_step_range(t_start, t_stop, W, HEADS, ROWS)
     first_chunk = start // chunk_steps
     chunks = tl.cdiv(stop, chunk_steps)

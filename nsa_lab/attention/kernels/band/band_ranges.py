@@ -84,15 +84,24 @@ def get_key_tile(step, left, full, MASKED: tl.constexpr):
 
 
 @triton.jit
-def get_query_range(i_first, i_last, T, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr):
-    """Return (start, full, full_stop, stop) for keys i_first .. i_last.
+def get_query_range(i_first, i_last, T, first_query, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr):
+    """Return (start, full, full_stop, stop) for keys i_first .. i_last, in rows of the T queries.
 
-    Queries [start, stop) attend to some of these keys, queries [full, full_stop) to all of them.
+    Queries [start, stop) attend to some of these keys, queries [full, full_stop) to all of them. `first_query`: position of
+    query 0; None: 0.
     """
-    start = (i_first * STRIDE + L - 1) // 16 * 16  # aligned for wide loads; queries before the exact start are masked
+    start = i_first * STRIDE + L - 1
     full = i_last * STRIDE + L - 1
+    full_stop = i_first + W
+    stop = i_last + W
+    if first_query is not None:
+        start = tl.maximum(start - first_query, 0)
+        full = tl.maximum(full - first_query, 0)
+        full_stop = tl.maximum(full_stop - first_query, 0)
+        stop = tl.maximum(stop - first_query, 0)
+    start = start // 16 * 16  # aligned for wide loads; queries before the exact start are masked
     if W > 0:
-        return start, full, tl.minimum(i_first + W, T), tl.minimum(i_last + W, T)
+        return start, full, tl.minimum(full_stop, T), tl.minimum(stop, T)
     return start, full, T, T
 
 

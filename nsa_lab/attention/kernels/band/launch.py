@@ -15,7 +15,6 @@ from nsa_lab.attention.kernels.band.forward import nsa_band_forward
 from nsa_lab.attention.kernels.kernel_names import LOG2E
 from nsa_lab.attention.kernels.launch_utils import (
     ceil_div,
-    check_no_chunk_gradients,
     get_strides,
     make_rows_contiguous,
     padded_width,
@@ -36,8 +35,16 @@ torch.library.define(
     " Tensor? documents=None, int longest=0) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+# The backward pass of a chunk, whose queries begin at position `first`.
+torch.library.define(
+    "nsa_lab::band_chunk_backward",
+    "(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int l, int d, int w,"
+    " Tensor? documents, int longest, int first) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 _band_attention = torch.ops.nsa_lab.band_attention.default
 _band_attention_backward = torch.ops.nsa_lab.band_attention_backward.default
+_band_chunk_backward = torch.ops.nsa_lab.band_chunk_backward.default
 
 
 # fmt: off
@@ -57,7 +64,7 @@ def band_attention(
         l, d, w: the band; w = 0: no window.
         documents: `Layout.bounds` of packed documents (B = 1), each computed independently; None: not packed.
         longest: upper bound of the tokens of a document.
-        first: position of query 0; keys start at position 0. If it is not 0, there is no backward pass.
+        first: position of query 0; keys start at position 0.
 
     Raises:
         NotImplementedError: a window with l or d other than 1.
@@ -101,21 +108,24 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 # fmt: off
-@torch.library.impl("nsa_lab::band_attention_backward", ("cpu", "cuda"))
-def _(
+def _compute_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    l: int, d: int, w: int, documents: Tensor | None = None, longest: int = 0,
+    l: int, d: int, w: int, documents: Tensor | None = None, longest: int = 0, first: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv of `band_attention`, contiguous. `dlse` is None if lse has no gradient."""
     do, q, k, v = map(make_rows_contiguous, (do, q, k, v))
     dq = q.new_empty(q.shape)
-    stats = compute_dq(do, q, k, v, lse, dq, l, d, w, documents, longest, out=out, dlse=dlse)
-    return dq, *compute_dkv(do, q, k, v, stats, l, d, w, documents, longest)
+    stats = compute_dq(do, q, k, v, lse, dq, l, d, w, documents, longest, first, out=out, dlse=dlse)
+    return dq, *compute_dkv(do, q, k, v, stats, l, d, w, documents, longest, first)
+
+
+for _name in ("band_attention_backward", "band_chunk_backward"):
+    torch.library.impl(f"nsa_lab::{_name}", ("cpu", "cuda"), _compute_backward)
 
 
 def compute_dq(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, dq: Tensor,
-    l: int, d: int, w: int, documents: Tensor | None = None, longest: int = 0, *,
+    l: int, d: int, w: int, documents: Tensor | None = None, longest: int = 0, first: int = 0, *,
     out: Tensor | None = None, dlse: Tensor | None = None, delta: Tensor | None = None, add: bool = False,
 ) -> Tensor:
     """Write the gradient of q to the contiguous `dq`, or add it. Return the stats that `compute_dkv` needs.
@@ -138,7 +148,7 @@ def compute_dq(
     nsa_band_dq[(count_tiles(T * (H // G), tile.rows, n_documents) * B * G,)](
         q, k, v, out, lse, do, None if dlse is None else dlse.contiguous(), delta, dq, stats, q_bounds, k_bounds,
         *get_strides(q, k, v, do), stats.stride(2),
-        T, N, B, G, n_documents, scale * LOG2E, scale,
+        T, N, B, G, n_documents, first or None, scale * LOG2E, scale,
         **_get_constants(q, k, v, l, d, w, tile), **_get_width_parts(q, v),
         HAS_DLSE=dlse is not None, HAS_DELTA=delta is not None, ADD=add,
         STATS_PAD=stats_pad, ONE_LOOP=tile.one_loop, **tile.compile_options(),
@@ -148,14 +158,15 @@ def compute_dq(
 
 def compute_dkv(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor,
-    l: int, d: int, w: int, documents: Tensor | None = None, longest: int = 0,
+    l: int, d: int, w: int, documents: Tensor | None = None, longest: int = 0, first: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return dk and dv. Call it after `compute_dq`, with the same tensors."""
     B, T, H, Dk = q.shape
     N, G = k.shape[1:3]
     q_bounds, k_bounds, n_documents = split_bounds(documents, TOKEN_ROW if w else COMPRESSED_ROW)
-    # Compressed keys after the last document belong to no tile; their gradient is zero.
-    dk, dv = (x.new_zeros(x.shape) if w == 0 and n_documents else x.new_empty(x.shape) for x in (k, v))
+    # Compressed keys after the last document belong to no tile, and keys far before a chunk to no query. Their gradient is
+    # zero.
+    dk, dv = (x.new_zeros(x.shape) if first or (w == 0 and n_documents) else x.new_empty(x.shape) for x in (k, v))
     if N == 0:
         return dk, dv
     scale = Dk**-0.5
@@ -166,15 +177,16 @@ def compute_dkv(
     nsa_band_dkv[(count_tiles(N, tile.keys, n_documents) * B * G, chunks)](
         q, k, v, do, stats, *sums, q_bounds, k_bounds,
         *get_strides(q, k, v, do), stats.stride(2),
-        T, N, B, G, n_documents, chunk_steps, scale * LOG2E, scale,
+        T, N, B, G, n_documents, first or None, chunk_steps, scale * LOG2E, scale,
         **constants, **_get_width_parts(q, v),
-        TAIL=n_documents is not None or T % tile.rows > 0 or tile.keys % tile.rows > 0, **tile.compile_options(),
+        TAIL=bool(first) or n_documents is not None or T % tile.rows > 0 or tile.keys % tile.rows > 0,
+        **tile.compile_options(),
     )
     if chunks > 1:
         slice_keys = launch_table.SUM_CHUNKS_KEYS
         nsa_band_sum_chunks[(count_tiles(N, slice_keys, n_documents) * B * G,)](
             *sums, dk, dv, q_bounds, k_bounds,
-            T, N, B, G, n_documents, chunk_steps,
+            T, N, B, G, n_documents, first or None, chunk_steps,
             **constants, DK_PAD=padded_width(Dk), DV_PAD=padded_width(v.shape[3]),
             SLICE=slice_keys, AT_ONCE=launch_table.SUM_CHUNKS_AT_ONCE, num_warps=launch_table.STREAMING_WARPS,
         )
@@ -183,6 +195,7 @@ def compute_dkv(
 
 
 @torch.library.register_fake("nsa_lab::band_attention_backward")
+@torch.library.register_fake("nsa_lab::band_chunk_backward")
 def _(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -221,12 +234,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _autograd_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    check_no_chunk_gradients(ctx.first)
     q, k, v, out, lse, documents = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(out)
-    dq, dk, dv = _band_attention_backward(do, dlse, q, k, v, out, lse, ctx.l, ctx.d, ctx.w, documents, ctx.longest)
-    return dq, dk, dv, *(None,) * 6
+    arguments = do, dlse, q, k, v, out, lse, ctx.l, ctx.d, ctx.w, documents, ctx.longest
+    grads = _band_chunk_backward(*arguments, ctx.first) if ctx.first else _band_attention_backward(*arguments)
+    return *grads, *(None,) * 6
 
 
 register_autograd("band_attention", _autograd_backward, _setup_context)

@@ -1,7 +1,8 @@
 """The operators of the selected branch, and the launches of its kernels.
 
-Two operators are registered, `nsa_lab::selected_fwd` and `nsa_lab::selected_bwd`. q, k, v, out, lse and blocks are saved
-for the backward pass. The inverted indices are rebuilt there, unless the caller passes them, as nsa_operator.py does.
+The operators are `nsa_lab::selected_fwd`, `nsa_lab::selected_bwd` and, for chunks, `nsa_lab::selected_chunk_bwd`. q, k, v,
+out, lse and blocks are saved for the backward pass. The inverted indices are rebuilt there, unless the caller passes them,
+as nsa_operator.py does.
 """
 
 # The functions of torch.library have no type annotations.
@@ -19,7 +20,6 @@ from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.kernel_names import LOG2E
 from nsa_lab.attention.kernels.launch_utils import (
     ceil_div,
-    check_no_chunk_gradients,
     get_strides,
     make_rows_contiguous,
     padded_width,
@@ -69,7 +69,7 @@ def selected_attention(
         documents: `Layout.bounds` of packed documents (B = 1), each computed independently; block indices are local to a
             document. None: not packed.
         longest: upper bound of the tokens of a document.
-        first: position of query 0; keys start at position 0. If it is not 0, there is no backward pass.
+        first: position of query 0; keys start at position 0.
 
     Returns:
         out [B, T, H, Dv] in q's dtype and lse float32 [B, T, H] (natural log). A query without blocks gets 0,
@@ -180,8 +180,16 @@ torch.library.define(
     " Tensor? documents=None, int longest=0) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+# The backward pass of a chunk, whose queries begin at position `first`.
+torch.library.define(
+    "nsa_lab::selected_chunk_bwd",
+    "(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor blocks, int l_sel,"
+    " Tensor? documents, int longest, int first) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 _selected_fwd = torch.ops.nsa_lab.selected_fwd.default
 _selected_bwd = torch.ops.nsa_lab.selected_bwd.default
+_selected_chunk_bwd = torch.ops.nsa_lab.selected_chunk_bwd.default
 
 
 # fmt: off
@@ -281,20 +289,23 @@ def _forward_gather(
     return indices
 
 
-@torch.library.impl("nsa_lab::selected_bwd", ("cpu", "cuda"))
-def _(
+def _compute_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: Tensor,
-    l_sel: int, documents: Tensor | None = None, longest: int = 0,
+    l_sel: int, documents: Tensor | None = None, longest: int = 0, first: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     do = make_rows_contiguous(do)
     dq = q.new_empty(q.shape)
     delta = compute_delta(out, do, dlse)
-    return dq, *backward(do, delta, q, k, v, lse, blocks, l_sel, dq, documents, add=False)
+    return dq, *backward(do, delta, q, k, v, lse, blocks, l_sel, dq, documents, first, add=False)
+
+
+for _name in ("selected_bwd", "selected_chunk_bwd"):
+    torch.library.impl(f"nsa_lab::{_name}", ("cpu", "cuda"), _compute_backward)
 
 
 def backward(
     do: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, blocks: Tensor, l_sel: int, dq: Tensor,
-    documents: Tensor | None = None, *, add: bool, indices: Sequence[InvertedIndex] = (),
+    documents: Tensor | None = None, first: int = 0, *, add: bool, indices: Sequence[InvertedIndex] = (),
 ) -> tuple[Tensor, Tensor]:
     """Return dk and dv. The gradient of q is written to the contiguous `dq`, or added to it.
 
@@ -305,11 +316,12 @@ def backward(
     block = get_kernel_block(k, v, l_sel)
     blocks = _globalize_if_packed(_split_blocks(blocks, l_sel, block), block, bounds)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-    _launch_backward(q, k, v, do, lse.contiguous(), delta, blocks, dq, dk, dv, block, add, indices, bounds)
+    _launch_backward(q, k, v, do, lse.contiguous(), delta, blocks, dq, dk, dv, block, add, indices, bounds, first)
     return dk, dv
 
 
 @torch.library.register_fake("nsa_lab::selected_bwd")
+@torch.library.register_fake("nsa_lab::selected_chunk_bwd")
 def _(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -332,10 +344,10 @@ def compute_delta(out: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
 def _launch_backward(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, blocks: Tensor,
     dq: Tensor, dk: Tensor, dv: Tensor, block: int, add: bool, indices: Sequence[InvertedIndex],
-    bounds: Tensor | None,
+    bounds: Tensor | None, first_query: int,
 ) -> None:
     n_documents = None if bounds is None else len(bounds) - 1
-    sizes, element_size = _make_sizes(q, v, blocks.shape[3], block, n_documents), q.element_size()
+    sizes, element_size = _make_sizes(q, v, blocks.shape[3], block, n_documents, first_query), q.element_size()
     tile = launch_table.selected_items(q.dtype, max(sizes.dk, sizes.dv), sizes.block, q.device)
     sum_rows, sum_elements = launch_table.streaming_rows(sizes.dk), launch_table.SUM_ITEMS_ELEMENTS
     item = sizes.block * (sizes.dk + sizes.dv)
@@ -361,7 +373,7 @@ def _launch_backward(
         item_dkv = q.new_empty(index.work.numel() * item, dtype=torch.float32)
         nsa_selected_backward[(index.work.numel(),)](
             part_q, part_k, part_v, part_do, part_lse, part_delta, *index, pair_dq, item_dkv, part_dk, part_dv, bounds,
-            T, sizes.T, G, sizes.G, sizes.n_blocks, piece.t0, sizes.n_documents,
+            T, sizes.n_keys, G, sizes.G, sizes.n_blocks, sizes.first_query + piece.t0, sizes.n_documents,
             *get_strides(q, k, v, do), *lse.stride()[:2],
             scale_ds, scale_dk, sizes.scale * LOG2E,
             ONE_PIECE=first and last, WIDE=needs_int64_offsets(sizes, T, sizes.dk, q, do), SCALED_V=is_v_scaled,
@@ -372,7 +384,7 @@ def _launch_backward(
         reductions = B * G * sizes.n_blocks * parts
         nsa_selected_sum[(reductions + tiles * B * G,)](
             pair_dq, part_blocks, part_dq, item_dkv, index.starts, sums, part_dk, part_dv, bounds,
-            T, sizes.T, G, sizes.G, sizes.n_blocks, piece.t0, sizes.n_documents,
+            T, sizes.n_keys, G, sizes.G, sizes.n_blocks, sizes.first_query + piece.t0, sizes.n_documents,
             *dq.stride()[:2],
             scale_dk if is_v_scaled else 1.0, tiles, reductions, parts,
             FIRST=first, LAST=last, ADD=add, ITEM_ENTRIES=entries, ROWS=sum_rows, ELEMENTS=sum_elements,
@@ -404,11 +416,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _autograd_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    check_no_chunk_gradients(ctx.first)
     q, k, v, out, lse, blocks, documents = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(out)
-    grads = _selected_bwd(do, dlse, q, k, v, out, lse, blocks, ctx.l_sel, documents, ctx.longest)
+    arguments = do, dlse, q, k, v, out, lse, blocks, ctx.l_sel, documents, ctx.longest
+    grads = _selected_chunk_bwd(*arguments, ctx.first) if ctx.first else _selected_bwd(*arguments)
     return *grads, *(None,) * 6
 
 

@@ -1,0 +1,312 @@
+"""`nsa-lab bench ranks`: several ranks that share one sequence, compared with one rank: attention, and a training step.
+
+The ranks are processes of this host, one per GPU. In every case rank 0 first computes everything while the others wait,
+then all compute together, so the ratio is from one run. A time ends when the slowest rank ends. The results must agree
+before anything is timed.
+
+* operator: gather the keys and values of all branches, compress, attend, and return the gradients, for random inputs.
+* step: the trainer's own step of a model on one sequence (as `bench train`).
+
+`communication_ms`: only the collectives of the operator, forward and backward, without computation to overlap with. Peak
+memory includes the inputs, of which every rank has the whole sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, distributed
+
+from nsa_lab.attention import Span, compress, nsa_attention
+from nsa_lab.attention.context_parallel import ContextShard
+from nsa_lab.bench.harness import Benchmark, Output, RandomInputs, RowColumn, Setup, make_record, measure_if_correct
+from nsa_lab.bench.training_speed import CPU_MODEL, make_bench_config
+from nsa_lab.config import ConfigError, ModelConfig
+from nsa_lab.data import Batch
+from nsa_lab.train.build import build_model
+from nsa_lab.train.distributed import World
+from nsa_lab.train.step import LOSS, Stepper, make_optimizer
+
+PARTS = ("operator", "step")
+GPU_LENGTHS, CPU_LENGTHS = (65_536, 131_072, 262_144), (515,)
+# Target speedup over one rank, as a share of the number of ranks: 1.85 on two.
+TARGET_EFFICIENCY = 0.925
+N_WARMUP, N_TIMED = 3, 8
+# Allowed relative difference of the outputs and of the loss: as attention in low precision, summed in another order.
+MAX_DIFFERENCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+
+
+@dataclass
+class RanksRow:
+    """One part at one length. Times in milliseconds, memory in bytes per rank; field names are keys of the record."""
+
+    part: str
+    tokens: int
+    ranks: int
+    difference: float
+    one_ms: float | None = None
+    shared_ms: float | None = None
+    speedup: float | None = None
+    target: float | None = None
+    communication_ms: float | None = None
+    one_peak_bytes: int | None = None
+    shared_peak_bytes: int | None = None
+    loss: float | None = None
+    note: str = ""
+
+
+def run_ranks_bench(
+    lengths: tuple[int, ...] | None = None,
+    json_path: Path | None = None,
+    *,
+    ranks: int,
+    model: ModelConfig | None = None,
+    parts: tuple[str, ...] = PARTS,
+    alone: bool = True,
+    device: str | None = None,
+    console: Console | None = None,
+) -> list[RanksRow]:
+    """Measure `ranks` ranks at each length, print a table and replace the JSON file after each case.
+
+    `model`: heads and layers; default: the production model, on a CPU a tiny one. `alone`: also measure one rank; without,
+    for lengths that do not fit into one GPU. Raises ConfigError if there are fewer GPUs than ranks.
+    """
+    setup = Setup.resolve(device)
+    if setup.is_gpu and torch.cuda.device_count() < ranks:
+        raise ConfigError(
+            f"--ranks {ranks}: expected at most one rank per GPU, and torch finds {torch.cuda.device_count()}"
+        )
+    base = model or setup.select(gpu=ModelConfig(), cpu=CPU_MODEL)
+    cases = [(part, length) for length in lengths or setup.select(gpu=GPU_LENGTHS, cpu=CPU_LENGTHS) for part in parts]
+    record = make_record(
+        setup, what="ranks that share one sequence, against one rank", ranks=ranks, model=base.model_dump(mode="json")
+    )
+
+    def measure(case: tuple[str, int]) -> list[RanksRow]:
+        return [RanksRow(**_run_processes(base, *case, ranks=ranks, alone=alone, device=setup.device.type))]
+
+    return BENCHMARK.run(
+        cases, measure, Output(json_path, console=console), record, label=lambda case: f"{case[0]}, {case[1]:,} tokens"
+    )
+
+
+def _run_processes(base: ModelConfig, part: str, tokens: int, *, ranks: int, alone: bool, device: str) -> dict[str, Any]:
+    """Run one case in a process per rank. Return the fields of its row. Raises RuntimeError if a rank fails."""
+    with tempfile.TemporaryDirectory(prefix="nsa-lab-bench-") as folder:
+        case = {"model": base.model_dump(mode="json"), "part": part, "tokens": tokens, "alone": alone, "device": device}
+        (Path(folder) / "case.json").write_text(json.dumps(case))
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "nsa_lab.bench.context_parallel", folder, str(rank), str(ranks)],
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"},
+            )
+            for rank in range(ranks)
+        ]
+        errors = [process.communicate()[1] for process in processes]
+        for rank, (process, error) in enumerate(zip(processes, errors, strict=True)):
+            if process.returncode:
+                lines = error.strip().splitlines()
+                raise RuntimeError(
+                    f"bench ranks: rank {rank} failed with {process.returncode}: {lines[-1] if lines else ''}"
+                )
+        return json.loads((Path(folder) / "row.json").read_text())
+
+
+def _measure_on_rank(folder: Path, rank: int, n_ranks: int) -> None:
+    case = json.loads((folder / "case.json").read_text())
+    is_gpu = case["device"] == "cuda"
+    device = torch.device("cuda", rank) if is_gpu else torch.device("cpu")
+    if is_gpu:
+        torch.cuda.set_device(device)
+    world = World(rank, n_ranks, rank, n_ranks, folder / "store", context_parallel=n_ranks)
+    world.init_process_group(device)
+    dtype = torch.bfloat16 if is_gpu else torch.float32
+    base = ModelConfig.model_validate(case["model"])
+    part = (
+        _Operator(base, case["tokens"], device, dtype)
+        if case["part"] == "operator"
+        else _Step(base, case["tokens"], device, is_gpu)
+    )
+    row = RanksRow(case["part"], case["tokens"], n_ranks, 0.0, target=TARGET_EFFICIENCY * n_ranks)
+    expected = None
+    if case["alone"]:
+        if world.is_first:
+            expected = part.compute(World(), None)
+            row.one_ms, row.one_peak_bytes = _time_calls(lambda: part.compute(World(), None), device, lambda: None)
+        distributed.barrier()
+    group = world.make_context_group(n_ranks, device)
+    actual = part.compute(world, group)
+    row.difference = 0.0 if expected is None else part.compare(actual, expected, rank, n_ranks)
+    row.loss = actual[0].item() if isinstance(part, _Step) else None
+
+    def measure() -> None:
+        row.shared_ms, row.shared_peak_bytes = _time_calls(lambda: part.compute(world, group), device, distributed.barrier)
+        if isinstance(part, _Operator):
+            communicate = functools.partial(part.communicate, world, group)
+            row.communication_ms, _ = _time_calls(communicate, device, distributed.barrier)
+        if row.one_ms is not None and row.shared_ms is not None:
+            row.speedup = row.one_ms / row.shared_ms
+
+    # All ranks measure, or none.
+    is_correct = not world.any_rank(row.difference > MAX_DIFFERENCE[dtype], device)
+    measure_if_correct(row, is_correct, measure)
+    if world.is_first:
+        (folder / "row.json").write_text(json.dumps(asdict(row)))
+    world.destroy_process_group()
+
+
+def _time_calls(run: Callable[[], object], device: torch.device, meet: Callable[[], object]) -> tuple[float, int | None]:
+    """Return the median time of `run` in milliseconds and its peak memory. `meet`: a barrier before every call."""
+    times: list[float] = []
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(N_WARMUP + N_TIMED):
+        meet()
+        _synchronize(device)
+        start = time.perf_counter()
+        run()
+        _synchronize(device)
+        meet()  # the call ends when the slowest rank has ended
+        _synchronize(device)
+        times.append((time.perf_counter() - start) * 1e3)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return statistics.median(times[N_WARMUP:]), peak
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class _Operator:
+    """Attention with gathered keys and values, forward and backward, for random inputs of one sequence."""
+
+    def __init__(self, model: ModelConfig, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.model, self.tokens = model, tokens
+        inputs = RandomInputs(device, dtype, seed=0)
+        self.q = inputs.normal(1, tokens, model.n_heads, model.d_k)
+        self.keys = inputs.normal(1, tokens, 3 * model.n_kv_groups, model.d_k + model.d_v)
+        self.gates = inputs.gates(1, tokens, model.n_heads, 3)
+        self.d_out = inputs.normal(1, tokens, model.n_heads, model.d_v)
+
+    def make_shard(self, world: World, group: Any) -> ContextShard:
+        return ContextShard(Span.full(self.tokens), world.rank, world.size, group)
+
+    def compute(self, world: World, group: Any) -> list[Tensor]:
+        """Return the output and the gradients of queries, keys and gates of this rank's tokens."""
+        nsa, shard = self.model.nsa.model_copy(update={"phi": "avg"}), self.make_shard(world, group)
+        leaves = [shard.take(x).detach().requires_grad_() for x in (self.q, self.keys, self.gates)]
+        q, keys, gates = leaves
+        text = shard.gather(keys)
+        k, v = text.split([self.model.d_k, self.model.d_v], dim=3)
+        (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win) = (x.split(self.model.n_kv_groups, dim=2) for x in (k, v))
+        k_cmp, v_cmp = compress(k_cmp, nsa), compress(v_cmp, nsa)
+        outs: list[Tensor] = []
+        for piece in shard.pieces:
+            rows, text_rows = piece.query_rows, piece.key_rows
+            compressed = piece.compressed_rows(shard.text, nsa)
+            cmp, sel, win = (
+                (k[:, part], v[:, part])
+                for k, v, part in ((k_cmp, v_cmp, compressed), (k_sel, v_sel, text_rows), (k_win, v_win, text_rows))
+            )
+            outs.append(nsa_attention(q[:, rows], *cmp, *sel, *win, gates[:, rows], nsa, span=piece.span))
+        out = torch.cat(outs, dim=1)
+        return [out.detach(), *torch.autograd.grad(out, leaves, shard.take(self.d_out))]
+
+    def communicate(self, world: World, group: Any) -> None:
+        """Gather the keys and scatter a gradient, without attention."""
+        shard = self.make_shard(world, group)
+        own = shard.take(self.keys).detach().requires_grad_()
+        text = shard.gather(own)
+        torch.autograd.grad(text, own, text.detach())
+
+    def compare(self, actual: list[Tensor], expected: list[Tensor], rank: int, n_ranks: int) -> float:
+        """Return the largest relative difference of this rank's results."""
+        shard = ContextShard(Span.full(self.tokens), rank, n_ranks)
+        pairs = [(x.float(), shard.take(y).float()) for x, y in zip(actual, expected, strict=True)]
+        return max(((x - y).norm() / y.norm()).item() for x, y in pairs)
+
+
+class _Step:
+    """The trainer's step of a model on one random sequence."""
+
+    def __init__(self, model: ModelConfig, tokens: int, device: torch.device, is_gpu: bool) -> None:
+        self.config = make_bench_config(model, model.attention, tokens, 1, is_gpu, None, graph=False)
+        self.device = device
+        generator = torch.Generator().manual_seed(0)
+        text = torch.randint(model.vocab_size, (1, tokens + 1), generator=generator).to(device)
+        self.batch = Batch(text[:, :-1], text[:, 1:])
+        self._steppers: dict[int, Stepper] = {}
+
+    def compute(self, world: World, group: Any) -> list[Tensor]:
+        """Take a step with a learning rate of 0. Return its loss."""
+        if world.size not in self._steppers:
+            self._steppers.clear()  # one model at a time
+            self._steppers[world.size] = self._make_stepper(world, group)
+        return [self._steppers[world.size].step(*self.batch[:2], 0.0, lambda: None)[LOSS]]
+
+    def _make_stepper(self, world: World, group: Any) -> Stepper:
+        config = self.config
+        model = build_model(config, self.device)
+        if config.runtime.compile:
+            from nsa_lab.train.build import compile_blocks
+
+            compile_blocks(model)
+        return Stepper(
+            model,
+            world.wrap(model, self.device, seed=config.train.seed, use_bf16=config.runtime.precision == "bf16"),
+            make_optimizer(model, config.train),
+            config.train,
+            device=self.device,
+            use_bf16=config.runtime.precision == "bf16",
+            world=world,
+            auxiliary_loss=model.auxiliary_loss if config.model.has_selection_loss else None,
+            context_groups={world.size: group},
+        )
+
+    def compare(self, actual: list[Tensor], expected: list[Tensor], rank: int, n_ranks: int) -> float:
+        return ((actual[0] - expected[0]).abs() / expected[0].abs()).item()
+
+
+def _format_gigabytes(n_bytes: int | None) -> str:
+    return "" if n_bytes is None else f"{n_bytes / 1e9:.2f}"
+
+
+BENCHMARK = Benchmark[RanksRow](
+    title="Ranks that share one sequence: milliseconds, forward and backward",
+    columns=(
+        RowColumn("part", align="left"),
+        RowColumn("tokens", lambda row: f"{row.tokens:,}"),
+        RowColumn("ranks"),
+        RowColumn("one rank", "one_ms"),
+        RowColumn("shared", "shared_ms"),
+        RowColumn("speedup"),
+        RowColumn("target"),
+        RowColumn("communication", "communication_ms"),
+        RowColumn("GB", lambda row: _format_gigabytes(row.one_peak_bytes)),
+        RowColumn("GB shared", lambda row: _format_gigabytes(row.shared_peak_bytes)),
+        RowColumn("loss"),
+        RowColumn("difference", lambda row: f"{row.difference:.1e}"),
+        RowColumn("note", align="left"),
+    ),
+    has_table_per_case=False,
+)
+
+
+if __name__ == "__main__":
+    _measure_on_rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

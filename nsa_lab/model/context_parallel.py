@@ -1,0 +1,229 @@
+"""Layers whose text is shared by several ranks: each computes its own queries over the keys of all (`ContextShard`).
+
+Per layer there is one all-gather of the projected keys, values and index keys, before the convolution of keys, RoPE and
+compression. Every rank repeats these on the whole text: they are linear in its length and cheap next to attention, and the
+tokens at the ends of a chunk then need nothing from their neighbours. The backward pass has one reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from nsa_lab.attention import compress, dense_attention, nsa_attention, score_and_select_blocks, selection_loss
+from nsa_lab.attention.compile_utils import disable_compile
+from nsa_lab.attention.context_parallel import ContextShard
+from nsa_lab.attention.layout import Layout
+from nsa_lab.config import BRANCHES, NSAConfig
+from nsa_lab.model.layers import Rotary, convolve_keys, rotate
+from nsa_lab.model.ngrams import NgramEmbedding
+
+if TYPE_CHECKING:
+    from nsa_lab.model.attention_layers import DenseAttention, SparseAttention
+
+
+def check_shard(shard: ContextShard, n_tokens: int) -> None:
+    """Raise ValueError unless an input of `n_tokens` tokens holds all queries of `shard`."""
+    if shard.n_queries != n_tokens:
+        raise ValueError(
+            f"span = {shard}: this rank has {shard.n_queries} tokens, but the input has {n_tokens}; pass shard.take(tokens)"
+        )
+
+
+def compute_ngram_rows(ngrams: NgramEmbedding, tokens: Tensor, shard: ContextShard) -> Tensor:
+    """Return `NgramEmbedding.compute_rows` of this rank's tokens, int64 [B, n_queries]: [B, n_queries, n - 1].
+
+    The tokens before each chunk come from other ranks, so the tokens of the text are gathered. Collective.
+    """
+    n_previous = ngrams.max_n - 1
+    # Tokens before the text are arbitrary: their position excludes them.
+    text = pad(shard.gather(tokens), (n_previous, 0))
+    positions = shard.text.positions(tokens.device)
+    rows = [
+        ngrams.compute_rows(
+            text[:, n_previous + part.start : n_previous + part.stop],
+            positions[part],
+            text[:, part.start : part.start + n_previous],
+        )
+        for part in shard.ranges
+    ]
+    return torch.cat(rows, dim=1)
+
+
+def attend_shard(
+    layer: SparseAttention,
+    qk: Tensor,
+    values: Tensor,
+    x: Tensor,
+    rotary: Rotary,
+    shard: ContextShard,
+    layouts: tuple[Layout, ...] | None,
+    blocks: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the output [B, T, H, d_v] of this rank's tokens, its share of the selection loss, and the selected blocks.
+
+    qk [B, T, H + sets G, d_k] and values [B, T, sets G, d_v]: the projections of x [B, T, C], as from `split_projection`.
+    `rotary`, `layouts`: of the whole text. `blocks`: as in `SparseAttention.forward`. Collective over the group.
+    """
+    gates = layer.compute_gates(x)
+    index = layer.indexer.qk(x.detach()) if layer.indexer is not None else None
+    return _attend_shard(layer, qk, values, gates, index, rotary, shard, layouts, blocks)
+
+
+class _TextKeys(NamedTuple):
+    """Keys and values of the whole text; arguments of `nsa_attention`, and the keys that score the blocks."""
+
+    k_cmp: Tensor | None
+    v_cmp: Tensor | None
+    k_sel: Tensor | None
+    v_sel: Tensor | None
+    k_win: Tensor | None
+    v_win: Tensor | None
+    scoring: tuple[Tensor, NSAConfig] | None
+    """Compressed keys that score the blocks, and their configuration; None: the blocks are given, or none are selected."""
+
+
+# Each batch has other pieces. Traced, their bounds would be constants, and every batch would be compiled again.
+@disable_compile
+def _attend_shard(
+    layer: SparseAttention,
+    qk: Tensor,
+    values: Tensor,
+    gates: Tensor | None,
+    index: Tensor | None,
+    rotary: Rotary,
+    shard: ContextShard,
+    layouts: tuple[Layout, ...] | None,
+    blocks: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    c = layer.config
+    q, k = qk.split([c.n_heads, values.shape[2]], dim=2)
+    index_q = index_k = None
+    if layer.indexer is not None and index is not None:
+        index_q, index_k = layer.indexer.split(index)
+    rows = [x.flatten(2) for x in (k, values, index_k) if x is not None]
+    pending = shard.start_gather(torch.cat(rows, dim=2))
+    # Queries are rotated while the keys are on their way.
+    own_rotary = shard.take(rotary[0], dim=0), shard.take(rotary[1], dim=0)
+    q = rotate(q, own_rotary)
+    if layer.indexer is not None and index_q is not None:
+        index_q = layer.indexer.rotate_queries(index_q, own_rotary)
+    gates = None if gates is None else gates.to(q.dtype)
+    k, values, *index_keys = pending.wait().split([part.shape[2] for part in rows], dim=2)
+    keys = _prepare_keys(
+        layer,
+        k.unflatten(2, (-1, c.d_k)),
+        values.unflatten(2, (-1, c.d_v)),
+        index_keys[0].unflatten(2, (-1, c.index_width)) if index_keys else None,
+        rotary,
+        shard,
+        layouts,
+        needs_scoring=blocks is None,
+    )
+    scoring_q = q if index_q is None else index_q
+    loss = None
+    if layer.training and c.has_selection_loss and keys.scoring is not None and keys.k_sel is not None:
+        scoring_k, nsa = keys.scoring
+        layout = layouts[-1] if layouts else None
+        loss = selection_loss(
+            scoring_q, scoring_k, keys.k_sel, nsa, attention_q=q, span=shard.text, layout=layout, shard=shard
+        )
+    if keys.scoring is not None and c.scores != "compressed":
+        blocks = _select_blocks(layer, scoring_q, *keys.scoring, shard)
+    out = _attend_pieces(layer, q, keys, gates, shard, blocks)
+    return out, loss, blocks if c.indexer_every > 1 else None
+
+
+def _prepare_keys(
+    layer: SparseAttention,
+    k: Tensor,
+    values: Tensor,
+    index_k: Tensor | None,
+    rotary: Rotary,
+    shard: ContextShard,
+    layouts: tuple[Layout, ...] | None,
+    *,
+    needs_scoring: bool,
+) -> _TextKeys:
+    """Convolve, rotate and compress the keys of the whole text, as `SparseAttention.project` does."""
+    c, text = layer.config, shard.text
+    layout, selection_layout = (layouts[0], layouts[-1]) if layouts else (None, None)
+    starts = layout.is_document_start if layout else None
+    if layer.convolution:
+        by_set = k.unflatten(2, (len(c.kv_sets), c.n_kv_groups))
+        k = convolve_keys(layer.convolution, by_set, starts, None).flatten(2, 3)
+    keys, sets = rotate(k, rotary).split(c.n_kv_groups, dim=2), values.split(c.n_kv_groups, dim=2)
+    by_branch = {name: pair for names, *pair in zip(c.kv_sets, keys, sets, strict=True) for name in names}
+    if "cmp" in by_branch:
+        own_keys, own_values = by_branch["cmp"]
+        by_branch["cmp"] = [
+            compress(own_keys, c.nsa, layer.phi_k, span=text, layout=layout),
+            compress(own_values, c.nsa, layer.phi_v, span=text, layout=layout),
+        ]
+    (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win) = (by_branch.get(name, (None, None)) for name in BRANCHES)
+    scoring: tuple[Tensor, NSAConfig] | None = None
+    if layer.indexer is not None and index_k is not None:
+        prepared = layer.indexer.prepare_keys(index_k, rotary, starts)
+        compressed = layer.indexer.compress(prepared, rotary, text, selection_layout)
+        scoring = compressed.expand(-1, -1, c.n_kv_groups, -1), c.selection_nsa
+    elif needs_scoring and c.scores == "compressed" and k_cmp is not None:
+        scoring = k_cmp, c.nsa
+    elif needs_scoring and c.scores == "mean_key" and k_sel is not None:
+        scoring = compress(k_sel, c.selection_nsa, span=text, layout=selection_layout), c.selection_nsa
+    return _TextKeys(k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, scoring)
+
+
+def _select_blocks(layer: SparseAttention, q: Tensor, k: Tensor, nsa: NSAConfig, shard: ContextShard) -> Tensor:
+    backend = layer.backends or "auto"
+    selected = [
+        score_and_select_blocks(
+            q[:, piece.query_rows], k[:, piece.compressed_rows(shard.text, nsa)], nsa, backend=backend, span=piece.span
+        )
+        for piece in shard.pieces
+    ]
+    return torch.cat(selected, dim=1)
+
+
+def _attend_pieces(
+    layer: SparseAttention, q: Tensor, keys: _TextKeys, gates: Tensor | None, shard: ContextShard, blocks: Tensor | None
+) -> Tensor:
+    nsa, backend = layer.config.nsa, layer.backends or "auto"
+    outs: list[Tensor] = []
+    for piece in shard.pieces:
+        compressed_rows = piece.compressed_rows(shard.text, nsa)
+        k_cmp, v_cmp = (None if x is None else x[:, compressed_rows] for x in (keys.k_cmp, keys.v_cmp))
+        raw = (None if x is None else x[:, piece.key_rows] for x in (keys.k_sel, keys.v_sel, keys.k_win, keys.v_win))
+        k_sel, v_sel, k_win, v_win = raw
+        own_gates, own_blocks = (None if x is None else x[:, piece.query_rows] for x in (gates, blocks))
+        own_q = q[:, piece.query_rows]
+        tensors = own_q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, own_gates
+        outs.append(nsa_attention(*tensors, nsa, blocks=own_blocks, backend=backend, span=piece.span))
+    return torch.cat(outs, dim=1)
+
+
+@disable_compile
+def attend_dense_shard(layer: DenseAttention, qk: Tensor, values: Tensor, rotary: Rotary, shard: ContextShard) -> Tensor:
+    """Return causal attention of this rank's tokens, [B, T, H, d_v]; arguments as in `attend_shard`. Collective."""
+    c = layer.config
+    q, k = qk.split([c.n_heads, values.shape[2]], dim=2)
+    rows = k.flatten(2), values.flatten(2)
+    pending = shard.start_gather(torch.cat(rows, dim=2))
+    q = rotate(q, (shard.take(rotary[0], dim=0), shard.take(rotary[1], dim=0)))
+    k, values = pending.wait().split([part.shape[2] for part in rows], dim=2)
+    k, values = k.unflatten(2, (-1, c.d_k)), values.unflatten(2, (-1, c.d_v))
+    if layer.convolution:
+        is_packed = shard.text.kind == "packed"
+        starts = shard.text.positions(k.device) == 0 if is_packed else None
+        k = convolve_keys(layer.convolution, k.unsqueeze(2), starts, None).squeeze(2)
+    k = rotate(k, rotary)
+    backend = layer.backends["dense"].backend
+    outs = [
+        dense_attention(
+            q[:, piece.query_rows], k[:, piece.key_rows], values[:, piece.key_rows], backend=backend, span=piece.span
+        )
+        for piece in shard.pieces
+    ]
+    return torch.cat(outs, dim=1)
