@@ -139,7 +139,7 @@ class NSALabModel(SavedWithImport, PreTrainedModel):
         outputs = self._run(arguments, output="hidden")
         hidden = outputs.result
         if self._selection_loss is not None and torch.is_grad_enabled():
-            hidden = _AddedLoss.apply(hidden, self.model.auxiliary_loss())
+            hidden = AddedLoss.apply(hidden, self.model.auxiliary_loss())
         if not self._get_flag(return_dict, "return_dict", default=True):
             return tuple(part for part in (hidden, outputs.cache, outputs.hidden_states) if part is not None)
         cache_output: dict[str, Any] = {CACHE_ARGUMENT: outputs.cache}
@@ -392,7 +392,7 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
         return loss + weighted
 
 
-class _AddedLoss(torch.autograd.Function):
+class AddedLoss(torch.autograd.Function):
     """Return x, and add the gradient of `loss` to the backward pass, as if it were added to a loss computed from x."""
 
     @staticmethod
