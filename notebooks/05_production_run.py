@@ -21,9 +21,10 @@
 # code as [04_smoke_training](04_smoke_training.ipynb), with `params/production_50k.yaml`.
 #
 # The outputs in the repository show the recorded run `production_50k-20261121T141448Z-afd3`, which was trained on one H200
-# in November 2026 and killed once on purpose. They were made from its record, without training and without its weights
-# (`run_dir = "production_50k-20261121"`). [Its page](../docs/science/production_50k.md) compares it with dense
-# attention.
+# in November 2026 and killed once on purpose, next to its dense baseline. They were made from the records of both, without
+# training (`run_dir = "production_50k-20261121"`, `reference = "production_50k_dense-20261121"`). The repository does not
+# contain the weights, so the sample after training is missing here. [A page](../docs/science/production_50k.md) has all
+# results.
 #
 # **What you will learn**
 #

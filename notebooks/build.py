@@ -42,8 +42,12 @@ NEW_RUNS = "NEW_RUNS"
 PARAMETERS: dict[str, dict[str, Any]] = {
     "00_start_here": {"outputs": NEW_RUNS},
     "04_smoke_training": {"outputs": NEW_RUNS},
-    # Training needs a GPU. The outputs show the recorded run.
-    "05_production_run": {"run_dir": "production_50k-20261121"},
+    # Training needs a GPU. The outputs show the recorded run and its dense baseline; the sample is of the untrained model.
+    "05_production_run": {
+        "run_dir": "production_50k-20261121",
+        "reference": "production_50k_dense-20261121",
+        "sample_tokens": 100,
+    },
 }
 # Pictures of other pages: file in docs/pictures, and the notebook and start of the alt text of the figure.
 PICTURES = {

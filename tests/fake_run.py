@@ -6,12 +6,12 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.config import RunConfig
+from nsa_lab.config import BRANCHES, RunConfig
 from nsa_lab.runs import checkpoint_files, directory
 from nsa_lab.runs import events as event_log
 from nsa_lab.runs.history import History
@@ -96,7 +96,24 @@ def make_step_event(step: int, config: RunConfig, attempt: int = 1) -> Event:
             "norm_sel": make_layers(0.5 + wobble),
             "norm_win": make_layers(0.6 + wobble),
         }
+        restrict_to_branches(event, config.model.branches)
     return event
+
+
+def restrict_to_branches(event: Event, branches: Sequence[str]) -> None:
+    """Remove the statistics of branches that a model does not have, and scale the shares of the others to a sum of 1."""
+    absent = [name for name in BRANCHES if name not in branches]
+    fields = [f"{field}_{name}" for name in absent for field in ("gate_share", "norm")]
+    fields += [name for name in event if name.startswith("sel_") and "sel" in absent]
+    fields += ["sel_window_overlap"] if "win" in absent else []
+    fields += [name for name in event if name.startswith("gate_") and len(branches) == 1]
+    for name in fields:
+        event.pop(name, None)
+    if absent and len(branches) > 1:
+        shares = [f"gate_share_{name}" for name in branches]
+        total = sum(event[name][0] for name in shares)
+        event |= {name: [value / total for value in event[name]] for name in shares}
+        event["gate_entropy"] = [value * 0.6 for value in event["gate_entropy"]]
 
 
 def make_attempt_facts() -> Event:
@@ -155,7 +172,7 @@ def make_healthy_events(config: RunConfig) -> list[Event]:
             )
         if step % train.eval_every == 0:
             events.append(make_eval_event(step, 2.1 + 5.9 * math.exp(-step / 40)))
-            if config.model.attention == "nsa":
+            if config.model.attention == "nsa" and "sel" in config.model.branches:
                 events.append(make_reach_event(step))
         if train.save_every and step % train.save_every == 0:
             events.append(make_checkpoint_event(step))

@@ -333,6 +333,26 @@ HF = "nsa_lab.inference.hf.export"
 case("export-hf", "run", "export-hf needle-8m {folder}/new", HF, lambda run, folder, step: run.name == "needle-8m", "")
 case("export-hf", "folder", "export-hf needle-8m {folder}/new", HF, lambda run, folder, step: folder.name == "new", "")
 case("export-hf", "step", "export-hf needle-8m {folder}/new --step 1526", HF, lambda run, folder, step: step == 1526, "")
+FIND_CHECKPOINT = "nsa_lab.inference.load.find_checkpoint"
+for name, options, check in (
+    ("run", "", lambda run, step: run.name.startswith("fake")),
+    ("step", "--step 7", lambda run, step: step == 7),
+    ("outputs", "", lambda run, step: run.parent.name == "outputs"),
+):
+    case(
+        "convert-checkpoint",
+        name,
+        f"convert-checkpoint {{run}} {{folder}}/new {options} {OUT}",
+        FIND_CHECKPOINT,
+        check,
+        stop,
+    )
+CONVERT = "nsa_lab.train.checkpoint_convert.convert_checkpoint"
+for name, options, check in (
+    ("folder", "", lambda checkpoint, folder, form: folder.name == "new" and form == "single"),
+    ("form", "--form sharded", lambda checkpoint, folder, form: form == "sharded"),
+):
+    case("convert-checkpoint", name, f"convert-checkpoint {{run}} {{folder}}/new {options} {OUT}", CONVERT, check, "")
 SHIP = "nsa_lab.inference.ship"
 for name, check in (
     ("run", lambda run, folder, about: run.name.startswith("fake")),
@@ -487,7 +507,8 @@ def test_values_arrive(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     workspace = Workspace(tmp_path)
     (tmp_path / "x.ipynb").write_text("{}")
     (tmp_path / "t.txt").write_text("some text " * 9)
-    (tmp_path / "record.json").write_text(json.dumps({"when": "2026", "device": "d", "rows": []}))
+    record = {"when": "2026", "device": "d", "rows": [], "nsa": {}, "dtype": "torch.float32", "rates": {"flops": 1}}
+    (tmp_path / "record.json").write_text(json.dumps(record))
     for name, (line, function, result, check) in CASES[command].items():
         with monkeypatch.context() as patch:
             recorder = Recorder(result)
@@ -513,6 +534,8 @@ def allow_everything(patch: pytest.MonkeyPatch, command: str) -> None:
     if command == "ship":
         for name in ("read_final_evaluation", "find_checkpoint"):
             patch.setattr(f"nsa_lab.cli.model_commands.{name}", lambda *_: Path("step-00000001"))
+    if command == "convert-checkpoint":
+        patch.setattr("nsa_lab.inference.load.find_checkpoint", lambda *_: Path("step-00000001"))
     if command == "compare":
         patch.setattr("nsa_lab.health.model_runs.group_runs", lambda *_: [])
         patch.setattr("nsa_lab.health.model_runs.find_baseline", lambda *_: "a")

@@ -18,9 +18,11 @@ from nsa_lab.train.attempt import run
 from nsa_lab.train.build import Builders, select_device
 from nsa_lab.train.distributed import World
 
+# Without an indexer, its options are not used.
+INDEXER = {"indexer_block": 4, "selection_loss": 0.05}
 SECTIONS: dict[str, Any] = {
     "name": "options",
-    "model": {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_groups": 1, "d_k": 4, "d_v": 4},
+    "model": {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_groups": 1, "d_k": 4, "d_v": 4, **INDEXER},
     "nsa": {"l": 8, "d": 4, "l_sel": 8, "n_sel": 3, "w": 16},
     "runtime": {"device": "cpu", "heartbeat_s": 60.0},
     "data": {"source": "synthetic", "max_tokens": 20_000, "val_fraction": 0.3},

@@ -123,5 +123,15 @@ def test_cells_of_a_notebook_are_joined() -> None:
     assert joined[0]["source"] == "# A\n[x][1-0], [y][1-0]\n\n[1-0]: a.md"
     assert joined[1]["source"] == "## B\n```\n# comment\n```\n### C\n[z][1-1]\n\n[1-1]: b.md"
     assert joined[2]["metadata"]["tags"] == ["hide-input"]
+    tags_and_code = [
+        (["lesson"], "import x"),
+        ([], "y = 1"),
+        ([], "import x"),
+        (["parameters"], "z = 1"),
+        ([], "a = 1\nshow_figure(a)"),
+    ]
+    lesson = [{"cell_type": "code", "metadata": {"tags": tags}, "source": code} for tags, code in tags_and_code]
+    folded = ["hide-input" in cell["metadata"]["tags"] for cell in notebook_pages.join_cells({"cells": lesson})["cells"]]
+    assert folded == [False, False, True, True, True]
     one_title = notebook_pages.join_cells({"cells": [{"cell_type": "markdown", "source": "# A\n## B"}]})["cells"]
     assert one_title[0]["source"] == "# A\n## B"

@@ -5,6 +5,7 @@ Pages are README.md, the Markdown files of docs/, the notebooks and the help tex
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import io
@@ -21,7 +22,7 @@ import typer
 import yaml
 
 from nsa_lab import cli
-from nsa_lab.config import RunConfig
+from nsa_lab.config import ConfigError
 from nsa_lab.runs import resolve
 
 ROOT = Path(__file__).parents[1]
@@ -171,21 +172,51 @@ def test_commands_and_overrides_are_valid() -> None:
 
 
 def check_papermill(words: list[str]) -> list[str]:
-    """Problems of a papermill command line: its notebook, its parameter files, its parameters."""
+    """Problems of a papermill command line: its notebook, its parameter files, the names and types of its parameters.
+
+    Builds the configuration of a training notebook.
+    """
     notebooks = [word for word in words if word.startswith("notebooks/")]
-    problems = [f"{name}: no such file" for name in notebooks if not (ROOT / name).exists()]
-    for option, value in itertools.pairwise(words):
+    if problems := [f"{name}: no such file" for name in notebooks if not (ROOT / name).exists()]:
+        return problems
+    given: dict[str, object] = {}
+    for option, value, following in itertools.zip_longest(words, words[1:], words[2:], fillvalue=""):
         if option == "-f" and not is_placeholder(value):
-            RunConfig.from_yaml(ROOT / value) if (ROOT / value).exists() else problems.append(f"{value}: no such file")
-        if option == "-y":
-            settings = yaml.safe_load(value)
-            flat = [
-                f"{section}.{key}={yaml.safe_dump(v).splitlines()[0]}"
-                for section, keys in settings.items()
-                for key, v in keys.items()
-            ]
-            resolve.load_config("smoke", flat)
+            given |= yaml.safe_load((ROOT / value).read_text("utf-8"))
+        elif option == "-y":
+            given |= yaml.safe_load(value)
+        elif option in ("-p", "-r"):
+            given[value] = following if option == "-r" else yaml.safe_load(following)
+    defaults = read_parameters((ROOT / notebooks[0]).with_suffix(".py"))
+    for name, value in given.items():
+        if name not in defaults:
+            problems.append(f"{name}: no such parameter; there are {', '.join(defaults)}")
+        elif not isinstance(value, type(defaults[name])) and defaults[name] is not None:
+            problems.append(f"{name} = {value!r}: expected the type of {defaults[name]!r}")
+    if "train" in defaults and not problems:
+        sections = {name: value for name, value in given.items() if isinstance(value, dict)}
+        overrides = [
+            f"{s}.{key}={yaml.safe_dump(v).splitlines()[0]}" for s, keys in sections.items() for key, v in keys.items()
+        ]
+        resolve.load_config(str(given.get("name", defaults["name"])), overrides)
     return problems
+
+
+def read_parameters(notebook: Path) -> dict[str, object]:
+    """Return the defaults of the cell tagged `parameters`."""
+    cells = notebook.read_text("utf-8").split("\n# %%")
+    (cell,) = [cell.partition("\n")[2] for cell in cells if 'tags=["parameters"]' in cell.partition("\n")[0]]
+    assignments = [node for node in ast.parse(cell).body if isinstance(node, ast.AnnAssign) and node.value]
+    return {ast.unparse(node.target): ast.literal_eval(node.value) for node in assignments}
+
+
+def test_every_notebook_has_a_papermill_example_with_parameters() -> None:
+    commands = [words for _, words, _ in list_commands() if words[0] == "papermill" and {"-p", "-y", "-f", "-r"} & {*words}]
+    assert {f"notebooks/{path.stem}.ipynb" for path in NOTEBOOKS} == {words[1] for words in commands}
+    assert check_papermill(["papermill", "notebooks/01_branches.ipynb", "out.ipynb", "-p", "seeds", "1"])
+    assert check_papermill(["papermill", "notebooks/01_branches.ipynb", "out.ipynb", "-p", "seed", "one"])
+    with pytest.raises(ConfigError, match="steps"):
+        check_papermill(["papermill", "notebooks/04_smoke_training.ipynb", "out.ipynb", "-y", "{train: {steps: 0}}"])
 
 
 def test_examples_of_the_help_texts_build_a_configuration() -> None:

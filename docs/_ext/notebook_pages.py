@@ -4,7 +4,8 @@ The site shows all cells of a notebook as one document, which JupyterLab and for
 
 * link definitions (`[1]: page.md`) hold for one cell, so their labels are made unique;
 * one title per page: if a notebook has several headings of level 1, all headings after the first move one level down;
-* input cells are folded.
+* input cells are folded. In a lesson (a notebook with cells tagged `lesson`) the code is part of the text: only set-up,
+  figures and answers are folded.
 
 Reports of recorded runs are notebooks, too, and listed below the page of runs.
 """
@@ -22,6 +23,8 @@ RUNS_PAGE = "outputs/README"
 REPORT = re.compile(r"outputs/(.*/report)$")
 CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^(?=#{1,5} )", re.MULTILINE)
+SET_UP = re.compile(r"%|import |from ")
+DISPLAY = ("show_figure(", "show_folded(", "Markdown(")
 LINK_DEFINITION = re.compile(r"^\[([^\]\n]+)\]: ", re.MULTILINE)
 
 
@@ -36,16 +39,24 @@ def prepare_page(app: Sphinx, docname: str, source: list[str]) -> None:
 def join_cells(notebook: dict[str, Any]) -> dict[str, Any]:
     """Return the notebook with its cells changed as the module says."""
     texts = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown"]
+    is_lesson = any("lesson" in cell.get("metadata", {}).get("tags", []) for cell in notebook["cells"])
     has_several_titles, is_title_shown = sum(map(count_titles, texts)) > 1, False
     for number, cell in enumerate(notebook["cells"]):
         if cell["cell_type"] == "code":
             tags = cell["metadata"].setdefault("tags", [])
-            tags += ["hide-input"] * ("hide-input" not in tags)
+            is_folded = not is_lesson or is_aside(tags, "".join(cell["source"]))
+            tags += ["hide-input"] * (is_folded and "hide-input" not in tags)
         elif cell["cell_type"] == "markdown":
             text = make_labels_unique("".join(cell["source"]), number)
             cell["source"] = lower_headings(text) if has_several_titles and is_title_shown else text
             is_title_shown = is_title_shown or count_titles(text) > 0
     return notebook
+
+
+def is_aside(tags: list[str], code: str) -> bool:
+    """Return True for a cell of a lesson that sets up or shows something, and is not a step of the text."""
+    shows = any(call in code for call in DISPLAY)
+    return "lesson" not in tags and ("parameters" in tags or SET_UP.match(code) is not None or shows)
 
 
 def make_labels_unique(text: str, number: int) -> str:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from nsa_lab.figures.evaluation_plots import get_position_ranges, plot_retrieval, plot_retrieval_grid
+from nsa_lab.figures.evaluation_plots import get_position_ranges, plot_retrieval
 from nsa_lab.figures.style import DENSE, SEL, add_legend, add_legend_below, make_panel, render_png
 from nsa_lab.health.comparison import compare_models
-from nsa_lab.health.model_runs import ModelRuns, find_baseline, group_runs
+from nsa_lab.health.model_runs import find_baseline, group_runs
 from nsa_lab.runs.resolve import find_runs
 
 HERE = Path(__file__).parent
@@ -97,17 +97,6 @@ def _cell(task: str, length: int, depth: float, right: int, asked: int, question
     }
 
 
-def of_long_texts() -> list[ModelRuns]:
-    return group_runs([run for name in (LONG, LONG_DENSE) for run in find_runs(name, OUTPUTS)], {}, print)
-
-
-def facts() -> Figure:
-    """What NSA and its dense twin find in long texts, all seeds together."""
-    models = of_long_texts()
-    cells = {model.name: [cell for one in model.evaluated.values() for cell in one["retrieval"]] for model in models}
-    return plot_retrieval_grid(cells, ("needle", "multi_key", "multi_query"))
-
-
 def difference() -> Figure:
     """What NSA loses to its dense twin on long documents, by position: each pair by itself."""
     figure, axes = make_panel(8, 3.8, "long documents: NSA less its dense twin; below 0 NSA is better")
@@ -127,7 +116,7 @@ def difference() -> Figure:
 
 
 if __name__ == "__main__":
-    for page, pictures in {"retrieval": (courses, needles, tasks), "long_texts": (facts, difference)}.items():
+    for page, pictures in {"retrieval": (courses, needles, tasks), "long_texts": (difference,)}.items():
         for drawn in pictures:
             path = HERE.parent / "pictures" / f"{drawn.__name__}_{page}.png"
             path.write_bytes(render_png(drawn()))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
 from nsa_lab.attention import fp32_selection, geometry, input_checks, kernels, reference, torch_backend
-from nsa_lab.attention.dispatch import resolve_backend
+from nsa_lab.attention.dispatch import check_triton_runs
 from nsa_lab.attention.key_storage import decode_keys
 from nsa_lab.attention.layer_cache import LayerCache
 from nsa_lab.attention.layout import Span
@@ -88,7 +88,7 @@ def attend_and_select(
     _check_cache(q, gates, cache, nsa, index_q, selection_nsa, blocks)
     _check_backend("cached_attention", backend)
     if backend == "triton":
-        resolve_backend(q.device, q.dtype, selection_nsa or nsa, backend=backend)
+        check_triton_runs(q.device, q.dtype)
         return kernels.cached_attention(
             q, gates, cache, lengths, nsa, index_q=index_q, selection_nsa=selection_nsa, blocks=blocks
         )

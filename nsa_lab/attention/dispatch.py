@@ -74,11 +74,12 @@ def resolve_backend(
     device_problem = kernels.find_device_problem(device, dtype)
     # Without `model`, head widths are unknown here; the kernels check them when they are called.
     widths = () if model is None else (model.d_k, model.d_v, model.index_width if model.has_indexer else None)
-    scoring_nsa = geometry.get_scoring_geometry(nsa) if model is None else model.selection_nsa
-    shape_problem = kernels.find_shape_problem(nsa, *widths) or kernels.find_scoring_problem(scoring_nsa)
+    shape_problem = kernels.find_shape_problem(nsa, *widths)
+    if model is None or model.scores:  # without a selected branch, no keys are scored
+        scoring_nsa = geometry.get_scoring_geometry(nsa) if model is None else model.selection_nsa
+        shape_problem = shape_problem or kernels.find_scoring_problem(scoring_nsa)
     if backend == "triton":
-        if device_problem:
-            raise BackendError(f"backend = 'triton' cannot run: {device_problem}")
+        check_triton_runs(device, dtype)
         if shape_problem:
             raise NotImplementedError(f"backend = 'triton' does not support this shape: {shape_problem}")
         return dict.fromkeys(PARTS, ResolvedBackend("triton", "requested by name"))
@@ -93,6 +94,12 @@ def resolve_backend(
     if triton_problem is None and device.type == "cuda":
         return dict.fromkeys(PARTS, ResolvedBackend("triton", f"CUDA device {torch.cuda.get_device_name(device)}"))
     return dict.fromkeys(PARTS, ResolvedBackend("torch", triton_problem or f"the device is {device.type}, not cuda"))
+
+
+def check_triton_runs(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise BackendError if the kernels cannot run on `device` in `dtype`."""
+    if problem := kernels.find_device_problem(device, dtype):
+        raise BackendError(f"backend = 'triton' cannot run: {problem}")
 
 
 def compressed_attention(

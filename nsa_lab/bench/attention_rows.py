@@ -1,10 +1,15 @@
-"""Shapes of the benchmarks, and result rows of the attention benchmark. Needs no torch."""
+"""Shapes of the benchmarks, result rows of the attention benchmark, and records read from files. Needs no torch."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from nsa_lab.config import ConfigError, NSAConfig
 
 
 @dataclass(frozen=True)
@@ -91,3 +96,34 @@ def parse_shape_label(text: str) -> Shape:
     if not match:
         raise ValueError(f"shape {text!r}: expected 2048x8, or 32768x1 H64 G4 d192/128")
     return Shape(*(int(x) for x in match.groups() if x))
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Read a record. Raises `ConfigError` for any other file."""
+    expected = f"{path}: expected a record written by nsa-lab bench --json"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{expected}, got an unreadable file: {error}") from None
+    if not isinstance(record, dict) or "when" not in record:
+        raise ConfigError(f"{expected}, got a file without its date (key 'when')")
+    return record
+
+
+def parse_record(
+    record: Mapping[str, Any], flops: float | None = None, bandwidth: float | None = None
+) -> tuple[list[AttentionRow], NSAConfig, float, float | None]:
+    """Return rows, NSA settings, FLOP/s and bytes per second of a `bench attention` record; given rates replace its own.
+
+    Raises ConfigError if the FLOP/s are unknown or if the record is from another benchmark.
+    """
+    try:
+        rows = [AttentionRow(**{key: value for key, value in row.items() if key != "limits"}) for row in record["rows"]]
+        nsa, _ = NSAConfig.model_validate(record["nsa"]), record["dtype"]
+    except (KeyError, TypeError):
+        raise ConfigError("expected a record of `nsa-lab bench attention`, got a record of another benchmark") from None
+    recorded_rates: dict[str, float | None] = record.get("rates", {})
+    flops_per_s = flops or recorded_rates.get("flops")
+    if flops_per_s is None:
+        raise ConfigError("the record has no device limits; measure it again with --parts, or give --flops and --bandwidth")
+    return rows, nsa, flops_per_s, bandwidth or recorded_rates.get("bytes")

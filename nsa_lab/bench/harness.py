@@ -24,7 +24,6 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from nsa_lab.config import ConfigError
 from nsa_lab.runs import tables
 from nsa_lab.runs.environment import get_code_identity, get_versions
 from nsa_lab.runs.tables import Table
@@ -157,18 +156,6 @@ def make_record(setup: Setup, **facts: Any) -> dict[str, Any]:
         "code": get_code_identity(),
         **facts,
     }
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """Read a record. Raises `ConfigError` for any other file."""
-    expected = f"{path}: expected a record written by nsa-lab bench --json"
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{expected}, got an unreadable file: {error}") from None
-    if not isinstance(record, dict) or "when" not in record:
-        raise ConfigError(f"{expected}, got a file without its date (key 'when')")
-    return record
 
 
 def describe_code(record: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nsa_lab.attention import geometry
-from nsa_lab.bench.attention_rows import AttentionRow, Shape, parse_shape_label
+from nsa_lab.bench.attention_rows import AttentionRow, Shape, parse_record, parse_shape_label
 from nsa_lab.bench.harness import RowColumn, format_number, make_table
 from nsa_lab.bench.timing import get_memory_bytes_per_s, measure_matmul_flops_per_s
 from nsa_lab.config import ConfigError, NSAConfig
@@ -203,25 +203,9 @@ def plot_roofline(rows: Sequence[AttentionRow], rates: Rates, title: str, path: 
 def read_rows(
     record: Mapping[str, Any], flops: float | None = None, bandwidth: float | None = None
 ) -> tuple[list[AttentionRow], Rates]:
-    """Return the rows of a `bench attention` record with limits, and the rates used: the given ones, else the record's.
-
-    Raises ConfigError if the FLOP/s are unknown or if the record is from another benchmark.
-    """
-
-    try:
-        rows = [AttentionRow(**{key: value for key, value in row.items() if key != "limits"}) for row in record["rows"]]
-        nsa, width = (
-            NSAConfig.model_validate(record["nsa"]),
-            getattr(torch, record["dtype"].removeprefix("torch.")).itemsize,
-        )
-    except (KeyError, TypeError) as error:
-        raise ConfigError(
-            f"expected a record of `nsa-lab bench attention`, got a record without the field {error}"
-        ) from None
-    recorded_rates: dict[str, float | None] = record.get("rates", {})
-    flops_per_s = flops or recorded_rates.get("flops")
-    if flops_per_s is None:
-        raise ConfigError("the record has no device limits; measure it again with --parts, or give --flops and --bandwidth")
-    rates = Rates(flops_per_s, bandwidth or recorded_rates.get("bytes"))
+    """Return the rows of a `bench attention` record with limits, and the rates used. Raises as `parse_record`."""
+    rows, nsa, flops_per_s, bytes_per_s = parse_record(record, flops, bandwidth)
+    width = getattr(torch, record["dtype"].removeprefix("torch.")).itemsize
+    rates = Rates(flops_per_s, bytes_per_s)
     shapes = {row.shape: parse_shape_label(row.shape) for row in rows}
     return add_limits(rows, shapes, nsa, width, rates), rates

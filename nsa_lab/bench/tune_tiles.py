@@ -27,6 +27,7 @@ from nsa_lab.bench.attention_parts import Part, make_parts
 from nsa_lab.bench.attention_rows import GPU_SHAPES, Shape
 from nsa_lab.bench.harness import Benchmark, Output, RowColumn, Setup, make_record, measure_if_correct
 from nsa_lab.bench.timing import make_forward_backward, time_ms
+from nsa_lab.bench.tuned_kernels import ENTRIES, Entry
 from nsa_lab.config import NSAConfig
 
 AnyTile = Tile | RowTile
@@ -37,26 +38,6 @@ MIN_GAIN = 0.01
 """Minimum fraction of time that a tile must save; less is the variation between runs."""
 MIN_TILE, MAX_TILE = 16, 256  # rows and keys of a tile; a tensor core needs at least 16
 REGISTERS = (96, 128, 168, None)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A function of the launch table, the part of attention that calls it, and whether its backward pass does."""
-
-    function: str
-    part: str
-    backward: bool
-
-
-ENTRIES = {
-    f"{function}, {part}": Entry(function, part, backward)
-    for part in ("compressed", "window")
-    for function, backward in (("band_forward", False), ("band_dq", True), ("band_dkv", True))
-} | {
-    "choice": Entry("block_topk", "choice", False),
-    "selected_union": Entry("selected_union", "selected, smooth", True),
-    "selected_items": Entry("selected_items", "selected, smooth", True),
-}
 
 
 @dataclass
@@ -74,13 +55,6 @@ class TileTiming:
     """Time as a fraction of the time with the table's own tile."""
     note: str = ""
     parity: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-
-
-def parse_kernel(text: str) -> str:
-    """Return `text` if it is a key of `ENTRIES`. Raises ValueError otherwise."""
-    if text not in ENTRIES:
-        raise ValueError(f"kernel {text!r}: expected one of {', '.join(map(repr, ENTRIES))}")
-    return text
 
 
 BENCHMARK = Benchmark[TileTiming](

@@ -21,6 +21,7 @@ from nsa_lab import __version__
 from nsa_lab.cli import bench_commands, inspect_commands, model_commands, sweep_command, training_commands
 from nsa_lab.cli.common import exit_with_usage_error, get_exit_code
 from nsa_lab.config import UsageError
+from nsa_lab.config.errors import describe_os_error, has_working_dir
 from nsa_lab.runs.environment import set_openmp_wait_policy
 from nsa_lab.runs.text_output import allow_any_text
 
@@ -40,7 +41,7 @@ app.add_typer(bench_commands.app, name="bench")
 
 
 def main() -> None:
-    """Run the console script. A usage error gives one line on stderr and exit code 2."""
+    """Run the console script. A usage error, or one of rights or files, gives one line on stderr and exit code 2."""
     # Must be set before torch is imported; child processes inherit it.
     set_openmp_wait_policy(os.environ)
     allow_any_text()
@@ -48,6 +49,11 @@ def main() -> None:
         app()
     except (UsageError, NotImplementedError) as error:  # NotImplementedError: a shape that a backend does not support
         exit_with_usage_error(error)
+    except OSError as error:
+        text = describe_os_error(error)
+        if text is None:
+            raise
+        exit_with_usage_error(UsageError(text))
 
 
 def _show_version(is_requested: bool) -> None:
@@ -63,3 +69,6 @@ def handle_global_options(
     ] = False,
 ) -> None:
     """Handle options that precede a command."""
+    if not has_working_dir():
+        # Even torch cannot be loaded there.
+        raise UsageError("the working directory was deleted; change to another folder")

@@ -88,9 +88,12 @@ def bench_limits(
     ] = None,
 ) -> None:
     """Show how close each part of a recorded benchmark is to the device limits; --picture plots the roofline."""
+    from nsa_lab.bench.attention_rows import parse_record, read_record
+
+    recorded_bench = read_record(record)
+    parse_record(recorded_bench, flops, bandwidth)
     from nsa_lab.bench import harness, roofline
 
-    recorded_bench = harness.read_record(record)
     rows, rates = roofline.read_rows(recorded_bench, flops, bandwidth)
     harness.Output().print(roofline.make_limit_table(rows, rates))
     if picture:
@@ -111,13 +114,14 @@ def bench_tune(
 ) -> None:
     """Time kernel tiles that are not in the launch table, after a parity check. The table is not changed."""
     from nsa_lab.bench.attention_rows import parse_shape
+    from nsa_lab.bench.tuned_kernels import parse_kernel
 
     shapes = _parse_values(parse_shape, shape, "--shape")
-
-    from nsa_lab.bench.tune_tiles import parse_kernel, run_tune
-
     kernels = _parse_values(parse_kernel, kernel, "--kernel")
-    run_tune(shapes, json_file, kernels=kernels, max_tiles=most, device=_resolve_device(device))
+    device = _resolve_device(device)
+    from nsa_lab.bench.tune_tiles import run_tune
+
+    run_tune(shapes, json_file, kernels=kernels, max_tiles=most, device=device)
 
 
 @app.command("decode")

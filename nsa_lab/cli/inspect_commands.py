@@ -60,11 +60,11 @@ def status(
 @app.command()
 def follow(run: Run, outputs: Outputs = None) -> None:
     """Follow a run until its trainer exits. Ctrl-C stops following; the run continues."""
+    run_dir = resolve.find_run(run, resolve.get_outputs_dir(outputs))
     from nsa_lab.health.next_actions import list_next_actions
     from nsa_lab.runs.history import History
     from nsa_lab.runs.live_view import watch
 
-    run_dir = resolve.find_run(run, resolve.get_outputs_dir(outputs))
     try:
         watch(run_dir, lambda: not lifecycle.is_alive(run_dir), Console())
     except KeyboardInterrupt:
@@ -85,13 +85,15 @@ def health(
 
     Recorded runs and runs in folders without write permission are only shown.
     """
+    folder, console = resolve.get_outputs_dir(outputs), Console()
+    # Before numpy is imported, so that a wrong name is refused at once.
+    run_dirs = [resolve.find_run(run, folder) for run in runs]
     from nsa_lab.health import examine
     from nsa_lab.health.verdict_file import to_record, write_verdict
     from nsa_lab.runs.history import History
 
-    folder, console = resolve.get_outputs_dir(outputs), Console()
     levels = []
-    for run_dir in [resolve.find_run(run, folder) for run in runs]:
+    for run_dir in run_dirs:
         history = History.read(run_dir)
         result = examine(history)
         levels.append(result.level)

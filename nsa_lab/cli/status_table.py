@@ -13,6 +13,7 @@ import numpy as np
 from rich.text import Text
 
 from nsa_lab.config import ConfigError, RunConfig
+from nsa_lab.config.errors import describe_os_error
 from nsa_lab.health.next_actions import list_advice
 from nsa_lab.health.verdict_file import read_verdict
 from nsa_lab.runs import directory, lifecycle, resolve
@@ -46,8 +47,9 @@ def summarize_run(run_dir: Path) -> dict[str, Any]:
 
 
 def list_runs(folder: Path, recorded: bool) -> list[Path]:
-    """Return the user's runs or the recorded ones, newest first."""
-    return [path for path in reversed(resolve.list_run_dirs(folder)) if directory.is_recorded(path) == recorded]
+    """Return the user's runs or the recorded ones, newest first; runs that this user may not search are the last."""
+    run_dirs = [path for path in reversed(resolve.list_run_dirs(folder)) if directory.is_recorded(path) == recorded]
+    return run_dirs if recorded else [*run_dirs, *resolve.list_private_run_dirs(folder)]
 
 
 def summarize_runs(folder: Path, *, recorded: bool = False) -> list[dict[str, Any]]:
@@ -95,9 +97,7 @@ def render_runs(folder: Path, width: int, *, recorded: bool = False) -> tuple[li
         except READ_ERRORS as error:
             rows.append([run_dir.name, "?", *[""] * (len(names) - 2)])
             problems.append(Text(f"{run_dir.name}: {format_problem(error)}", style="yellow", overflow="fold"))
-    lines: list[Any] = (
-        [Table(columns, rows)] if run_dirs else [Text(f"no runs in {folder}; start one with nsa-lab run smoke")]
-    )
+    lines: list[Any] = [Table(columns, rows)] if rows else [Text(f"no runs in {folder}; start one with nsa-lab run smoke")]
     if not recorded and (count := len(list_runs(folder, recorded=True))):
         lines.append(f"{count} recorded runs; list them with nsa-lab status --recorded")
     needed = sum(max(map(len, column)) + 2 for column in zip(names, *rows, strict=True))
@@ -106,7 +106,8 @@ def render_runs(folder: Path, width: int, *, recorded: bool = False) -> tuple[li
 
 def format_problem(error: Exception) -> str:
     """Return why a run cannot be read, in one line of bounded length."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = describe_os_error(error) if isinstance(error, OSError) else None
+    text = text or " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= MAX_PROBLEM else f"{text[: MAX_PROBLEM - 3]}..."
 
 

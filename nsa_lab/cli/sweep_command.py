@@ -162,7 +162,7 @@ def _show_results(sweep: Sweep, as_json: bool) -> None:
             f"{result.n_done} of {len(result.runs)}",
             _format_interval(result.bpb, "{:.4f}"),
             "baseline" if result.name == sweep.config.baseline else _format_interval(result.less_baseline, "{:+.4f}"),
-            None if result.apart is None else f"{result.apart:.4f}",
+            None if result.repeat_std is None else f"{result.repeat_std:.4f}",
             result.parameters,
             None if result.seconds is None else format_duration(result.seconds),
             result.tokens,
@@ -177,7 +177,7 @@ def _show_results(sweep: Sweep, as_json: bool) -> None:
 def _format_legend(sweep: Sweep, results: list[VariantResult]) -> list[str]:
     n_seeds = len(sweep.config.seeds)
     lines = [f"final validation: mean ± 95% interval over seeds ({n_seeds} requested); differences are paired by seed"]
-    if any(result.apart is not None for result in results):
+    if any(result.repeat_std is not None for result in results):
         lines.append("repeat std: standard deviation over repeated runs with equal settings and seed")
     return lines + [f"{result.name}: {note}" for result in results for note in result.notes]
 

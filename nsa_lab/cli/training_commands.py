@@ -128,9 +128,8 @@ def plan(
         raise ConfigError(f"--tokens-per-s {tokens_per_s:g}: expected a finite number > 0; omit it if the speed is unknown")
     run_dir = resolve.find_run(run, resolve.get_outputs_dir(outputs)) if run else None
 
-    from nsa_lab.train.estimate import estimate_resources
+    from nsa_lab.train.estimate import estimate_resources, find_reference_speed
     from nsa_lab.train.matched_baseline import build_matched_baseline
-    from nsa_lab.train.reference_throughput import find_reference_speed
 
     # Prefer a measurement of the same configuration over train.min_tokens_per_s, which is only a lower limit.
     reference = find_reference_speed(config) if not tokens_per_s and ranks == 1 else None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import math
+import os
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +18,39 @@ KNOWN_KEYS: list[str] = []
 
 class UsageError(Exception):
     """An error that the user can fix. The message is complete: expected and actual value, and the remedy."""
+
+
+_FILE_KIND = "expected a file where a folder is, or the reverse; move it away"
+_RIGHTS = "check its owner and permissions, or choose another folder"
+_REMEDIES = {
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.EROFS: "choose a folder on a disk that is not read-only",
+    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.EEXIST), _FILE_KIND),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space"),
+    errno.ELOOP: "remove the links that lead to each other",
+    errno.ENAMETOOLONG: "choose a shorter path",
+}
+
+
+def describe_os_error(error: OSError) -> str | None:
+    """Return path, reason and remedy of an error that the user can fix: rights, a file of another kind, a full disk, a
+    deleted working directory. None for any other error.
+    """
+    if isinstance(error, FileNotFoundError) and not has_working_dir():
+        return "the working directory was deleted; change to another folder"
+    if error.filename is None or error.errno not in _REMEDIES:
+        return None
+    return f"{os.fsdecode(error.filename)}: {os.strerror(error.errno).lower()}; {_REMEDIES[error.errno]}"
+
+
+def has_working_dir() -> bool:
+    """Return False if the working directory was deleted."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 class ConfigError(UsageError, ValueError):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
+from nsa_lab.config.errors import has_working_dir
+
 
 def find_project_root() -> Path | None:
     """Return the folder that contains `params/` and `outputs/`, and that relative paths of a configuration start from.
@@ -12,7 +14,8 @@ def find_project_root() -> Path | None:
     It is the nearest folder above the working directory, or above this package, with the pyproject.toml of this project.
     Return None for an installed package that is used elsewhere.
     """
-    for start in (Path.cwd(), Path(__file__).resolve().parent):
+    starts = [Path.cwd()] if has_working_dir() else []
+    for start in (*starts, Path(__file__).resolve().parent):
         for folder in (start, *start.parents):
             if _is_this_project(folder / "pyproject.toml"):
                 return folder

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nsa_lab.data.batches import Batch, Batches, EvalBatches
-    from nsa_lab.data.build_progress import ProgressMeter
-    from nsa_lab.data.build_shards import BuildProgress, compute_split_fraction
+    from nsa_lab.data.build_shards import BuildProgress, ProgressMeter, compute_split_fraction
     from nsa_lab.data.dataset import Dataset, check, describe_split, prepare
     from nsa_lab.data.document_starts import compute_document_capacity, split_documents
     from nsa_lab.data.errors import DataError
@@ -69,7 +68,7 @@ _MODULE_BY_NAME = {
     "EvalBatches": "batches",
     "FileTokenizer": "tokenizer",
     "Prefetcher": "prefetch",
-    "ProgressMeter": "build_progress",
+    "ProgressMeter": "build_shards",
     "Source": "sources",
     "StagedBatches": "stage_batches",
     "StreamPacking": "sequence_packing",

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from nsa_lab.config import DataConfig, find_project_root
+from nsa_lab.config.errors import has_working_dir
 
 
 def get_cache_folder() -> Path:
@@ -24,8 +25,8 @@ def list_candidate_paths(path: str) -> list[Path]:
     if configured.is_absolute():
         return [configured]
     root = find_project_root()
-    candidates = [root / configured] if root else []
-    return list(dict.fromkeys([*candidates, Path.cwd() / configured]))
+    folders = ([root] if root else []) + ([Path.cwd()] if has_working_dir() or not root else [])
+    return list(dict.fromkeys(folder / configured for folder in folders))
 
 
 def make_paths_absolute(data: DataConfig) -> DataConfig:
@@ -39,7 +40,12 @@ def make_paths_absolute(data: DataConfig) -> DataConfig:
 
 def _make_absolute(path: str) -> str:
     *preferred, last = list_candidate_paths(path)
-    if Path.cwd() == find_project_root() or any(map(_matches_a_file, preferred)) or not _matches_a_file(last):
+    if (
+        not has_working_dir()
+        or Path.cwd() == find_project_root()
+        or any(map(_matches_a_file, preferred))
+        or not _matches_a_file(last)
+    ):
         return path
     return str(last)
 

@@ -19,6 +19,7 @@ import torch
 from nsa_lab.data.errors import DataError
 
 POLL_S = 0.05
+MAX_POLL_S = 5.0  # a longer poll is one during which the process was suspended
 
 
 class Prefetcher:
@@ -59,7 +60,7 @@ class Prefetcher:
             raise ValueError(
                 f"get({step}): the next step is {self._next} of {self._stop}; create a new Prefetcher for another step"
             )
-        deadline = time.monotonic() + self._timeout_s
+        waited_s, last_poll = 0.0, time.monotonic()
         while True:
             try:
                 _, value, error = self._queue.get(timeout=POLL_S)
@@ -67,7 +68,10 @@ class Prefetcher:
             except queue.Empty:
                 if should_stop is not None and should_stop():
                     return None
-                if time.monotonic() > deadline:
+                now = time.monotonic()
+                # A longer gap is a suspension of the process, in which no batch can arrive.
+                waited_s, last_poll = waited_s + min(now - last_poll, MAX_POLL_S), now
+                if waited_s > self._timeout_s:
                     raise DataError(
                         f"data: no batch for step {step} within {self._timeout_s:g} s (phase: reading shards); "
                         "check the disk that holds the shards, or raise data.timeout_s"

@@ -17,6 +17,7 @@ from nsa_lab.data.errors import DataError
 
 T = TypeVar("T")
 TICK_INTERVAL_S = 0.5
+MAX_TICK_S = 5.0  # a longer interval is one during which the process was suspended
 MAX_PAUSE_S = 30.0
 
 
@@ -67,8 +68,12 @@ def _run_in_thread(function: Callable[[], T]) -> Future[T]:
 
 
 def _wait_until_done(future: Future, deadline: float, tick: Callable[[], None]) -> bool:
-    """Return whether `future` was done before `deadline`."""
+    """Return whether `future` was done before `deadline`, which is later after a suspension of the process."""
+    last = time.monotonic()
     while not future.done():
+        now = time.monotonic()
+        deadline += max(now - last - MAX_TICK_S, 0.0)
+        last = now
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             return False

@@ -6,7 +6,7 @@ Each part also works directly on a model, on a CPU too: `evaluate_retrieval`, `m
 `measure_document_loss`, `measure_text_loss`, `run_ablations`, `measure_selection_quality`, `measure_selection_benefit`.
 """
 
-from nsa_lab.evaluate.ablations import ABLATIONS, Ablation, forward_with_ablation, run_ablations
+from nsa_lab.evaluate.ablations import ABLATIONS, Ablation, forward_with_ablation, list_ablations, run_ablations
 from nsa_lab.evaluate.block_selectors import compute_block_mass, measure_selection_quality
 from nsa_lab.evaluate.document_loss import measure_document_loss
 from nsa_lab.evaluate.heldout import TextLoss, measure_text_loss, read_text
@@ -26,6 +26,7 @@ __all__ = [
     "evaluate_retrieval",
     "evaluate_run",
     "forward_with_ablation",
+    "list_ablations",
     "measure_document_loss",
     "measure_loss_by_position",
     "measure_selection_benefit",

@@ -1,4 +1,4 @@
-"""Ablations of block selection: other blocks replace the selected ones, or a branch is disabled.
+"""Ablations of block selection: other blocks replace the selected ones, or the output of a branch is set to 0.
 
 The forward pass uses `SparseAttention.project` and the public functions of the operator. Without changes its logits equal
 the logits of the model. An ablation applies to all layers at once.
@@ -27,15 +27,15 @@ from nsa_lab.attention import (
     selected_attention,
     window_attention,
 )
-from nsa_lab.config import NSAConfig
+from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.evaluate import block_selectors
 from nsa_lab.evaluate.scoring import score_teacher_forced
-from nsa_lab.model import BRANCHES, AttentionInputs, Block, NSATransformer, SelectionInputs, SparseAttention
+from nsa_lab.model import AttentionInputs, Block, NSATransformer, SelectionInputs, SparseAttention
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """Blocks of the selected branch, their number as a multiple of n_sel, and a branch whose output is set to 0."""
+    """Blocks of the selected branch, their number as a multiple of n_sel, and a branch whose output is set to 0, if any."""
 
     selection: Literal["chosen", "random", "nearest", "oracle", "all"] = "chosen"
     n_sel_factor: int = 1
@@ -73,6 +73,11 @@ class AblationResult:
     right: list[float]
 
 
+def list_ablations(config: ModelConfig) -> list[str]:
+    """Return the names in `ABLATIONS` that apply to an NSA model, `chosen` first: all that change a branch it has."""
+    return [name for name, ablation in ABLATIONS.items() if not _explain_misfit(ablation, config)]
+
+
 @torch.no_grad()
 def forward_with_ablation(
     model: NSATransformer, tokens: Tensor, ablation: Ablation, seed: int | torch.Generator = 0
@@ -80,17 +85,22 @@ def forward_with_ablation(
     """Return logits [B, T, V] of tokens int64 [B, T] under an ablation.
 
     seed: of random blocks, or a generator on the device of `tokens`. CPU and GPU give different blocks.
-    Raises ValueError for a dense model, which has no block selection and no branches.
+    Raises ValueError for a dense model, which has no block selection and no branches, and for an ablation of a branch that
+    the model does not have.
     """
     block_selectors.check_is_sparse(model)
+    if reason := _explain_misfit(ablation, model.config):
+        raise ValueError(reason)
     generator = torch.Generator(tokens.device).manual_seed(seed) if isinstance(seed, int) else seed
     x, rotary = model.prepare_inputs(tokens)
+    blocks: Tensor | None = None
     for block in cast("list[Block]", model.blocks):
         layer = cast(SparseAttention, block.attention)
         normalized = block.attention_norm(x)
         inputs = layer.project(normalized, rotary)
         scoring = layer.project_selection_inputs(normalized, inputs, rotary)
-        x = x + layer.out(_combine_branches(inputs, scoring, layer, ablation, generator).flatten(2))
+        blocks = _select_blocks(inputs, scoring, blocks, layer, ablation, generator)
+        x = x + layer.out(_combine_branches(inputs, blocks, layer, ablation).flatten(2))
         x = x + block.mlp(block.mlp_norm(x))
     return model.head(model.norm(x))
 
@@ -100,15 +110,18 @@ def run_ablations(
     tokens: Tensor,
     answer_positions: Tensor,
     *,
-    names: Iterable[str] = tuple(ABLATIONS),
+    names: Iterable[str] | None = None,
     seed: int = 0,
     batch_size: int = 1,
 ) -> list[AblationResult]:
     """Measure each ablation on tokens int64 [B, T] with answers at `answer_positions` [B, n, value_length].
 
-    The first result is `chosen`, the unmodified model. Use float32: half precision hides small differences.
+    names: ablations; default: `list_ablations`. The first result is `chosen`, the unmodified model. Use float32: half
+    precision hides small differences. Raises the errors of `forward_with_ablation`.
     """
-    ordered_names = ["chosen", *(name for name in names if name != "chosen")]
+    block_selectors.check_is_sparse(model)
+    requested = list_ablations(model.config) if names is None else names
+    ordered_names = ["chosen", *(name for name in requested if name != "chosen")]
     metrics_by_name = {
         name: _measure_ablation(model, tokens, answer_positions, ABLATIONS[name], seed, batch_size)
         for name in ordered_names
@@ -140,52 +153,67 @@ def _measure_ablation(
     return (text.mean().item(), losses.mean().item(), sequence_accuracy.mean().item()), sequence_accuracy.tolist()
 
 
-def _combine_branches(
+def _explain_misfit(ablation: Ablation, config: ModelConfig) -> str | None:
+    """Return why the ablation does not apply to an NSA model, or None if it does."""
+    if ablation.disabled_branch and ablation.disabled_branch not in config.branches:
+        return (
+            f"Ablation.disabled_branch = {ablation.disabled_branch!r}: expected a branch of the model, which has "
+            f"{', '.join(config.branches)}; use one of list_ablations(model.config)"
+        )
+    if ablation.selection != "chosen" or ablation.n_sel_factor != 1:
+        return block_selectors.explain_no_selection(config)
+    return None
+
+
+def _select_blocks(
     inputs: AttentionInputs,
-    scoring: SelectionInputs,
+    scoring: SelectionInputs | None,
+    earlier_blocks: Tensor | None,
     layer: SparseAttention,
     ablation: Ablation,
     generator: torch.Generator,
-) -> Tensor:
-    """Return `nsa_attention` of one layer under an ablation, [B, T, H, Dv]."""
-    q, k_cmp, v_cmp, _, _, k_win, v_win, gates = inputs
-    nsa, backend = layer.config.nsa, block_selectors.get_backends(layer)
-    out_cmp, _ = compressed_attention(q, k_cmp, v_cmp, nsa, backend=backend["compressed"])
-    out_sel = _attend_selected(inputs, scoring, layer, ablation, generator)
-    out_win, _ = window_attention(q, k_win, v_win, nsa, backend=backend["window"])
-    outs = zip(BRANCHES, (out_cmp, out_sel, out_win), strict=True)
-    cmp, sel, win = (torch.zeros_like(out) if name == ablation.disabled_branch else out for name, out in outs)
-    return reference.combine(cmp, sel, win, gates)
+) -> Tensor | None:
+    """Return the blocks of a layer under an ablation, int32 [B, T, G, n_sel]; None for all blocks or no selected branch.
 
-
-def _attend_selected(
-    inputs: AttentionInputs,
-    scoring: SelectionInputs,
-    layer: SparseAttention,
-    ablation: Ablation,
-    generator: torch.Generator,
-) -> Tensor:
-    q, _, _, k_sel, v_sel, *_ = inputs
-    nsa, G, backend = (
-        _scale_n_sel(layer.config.nsa, ablation),
-        k_sel.shape[2],
-        block_selectors.get_backends(layer)["selected"],
-    )
-    if ablation.selection == "all":
-        return dense_attention(q, k_sel, v_sel)
+    `earlier_blocks`: of the layer before, for a layer that has no indexer in a model with one.
+    """
+    q, _, _, k_sel, *_ = inputs
+    if k_sel is None or ablation.selection == "all":
+        return None
+    nsa, G = _scale_n_sel(layer.config.nsa, ablation), k_sel.shape[2]
     if ablation.selection == "random":
-        blocks = block_selectors.select_random_blocks(q, G, nsa, generator)
-    elif ablation.selection == "nearest":
-        blocks = block_selectors.select_nearest_blocks(q, G, nsa)
-    elif ablation.selection == "oracle":
-        blocks = block_selectors.select_oracle_blocks(q, k_sel, nsa)
-    elif ablation.n_sel_factor == 1:
-        blocks = block_selectors.select_model_blocks(scoring, layer)
-    else:
-        backend = "auto"  # the resolved backend may not support that many blocks; results differ by rounding
-        scoring_q, scoring_k, scoring_nsa = scoring
-        blocks = score_and_select_blocks(scoring_q, scoring_k, _scale_n_sel(scoring_nsa, ablation), backend=backend)
-    return selected_attention(q, k_sel, v_sel, blocks, nsa, backend=backend)[0]
+        return block_selectors.select_random_blocks(q, G, nsa, generator)
+    if ablation.selection == "nearest":
+        return block_selectors.select_nearest_blocks(q, G, nsa)
+    if ablation.selection == "oracle":
+        return block_selectors.select_oracle_blocks(q, k_sel, nsa)
+    if scoring is None:
+        return earlier_blocks
+    if ablation.n_sel_factor == 1:
+        return block_selectors.select_model_blocks(scoring, layer)
+    # The resolved backend may not support that many blocks; results differ by rounding.
+    scoring_q, scoring_k, scoring_nsa = scoring
+    return score_and_select_blocks(scoring_q, scoring_k, _scale_n_sel(scoring_nsa, ablation), backend="auto")
+
+
+def _combine_branches(inputs: AttentionInputs, blocks: Tensor | None, layer: SparseAttention, ablation: Ablation) -> Tensor:
+    """Return `nsa_attention` of one layer under an ablation, [B, T, H, Dv]."""
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
+    nsa, backend = layer.config.nsa, block_selectors.get_backends(layer)
+    outs: dict[str, Tensor] = {}
+    if k_cmp is not None and v_cmp is not None:
+        outs["cmp"], _ = compressed_attention(q, k_cmp, v_cmp, nsa, backend=backend["compressed"])
+    if k_sel is not None and v_sel is not None:
+        if ablation.selection == "all":
+            outs["sel"] = dense_attention(q, k_sel, v_sel)
+        else:
+            assert blocks is not None, "the first layer selects blocks"
+            name = backend["selected"] if ablation.n_sel_factor == 1 else "auto"
+            outs["sel"], _ = selected_attention(q, k_sel, v_sel, blocks, _scale_n_sel(nsa, ablation), backend=name)
+    if k_win is not None and v_win is not None:
+        outs["win"], _ = window_attention(q, k_win, v_win, nsa, backend=backend["window"])
+    ordered = [torch.zeros_like(out) if name == ablation.disabled_branch else out for name, out in outs.items()]
+    return ordered[0] if gates is None else reference.combine(*ordered, gates)
 
 
 def _scale_n_sel(nsa: NSAConfig, ablation: Ablation) -> NSAConfig:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from nsa_lab.attention import geometry, reference, score_and_select_blocks
-from nsa_lab.config import NSAConfig
-from nsa_lab.model import AttentionInputs, Block, NSATransformer, SelectionInputs, SparseAttention
+from nsa_lab.config import ModelConfig, NSAConfig
+from nsa_lab.model import Block, NSATransformer, SelectionInputs, SparseAttention
 
 # Maximum elements of a temporary tensor of scores.
 MAX_SCORE_ELEMENTS = 1 << 25
@@ -60,9 +60,11 @@ def measure_selection_quality(model: NSATransformer, tokens: Tensor, seed: int =
 
     `chosen`, `nearest`, `random`: fraction of the total mass. `chosen_free` and so on: fraction of the mass outside the
     forced blocks, which all selections contain. Computed over queries after the first n_sel blocks, since earlier queries
-    select all blocks; None if there are none. Raises ValueError for a dense model.
+    select all blocks; None if there are none. Raises ValueError for a dense model and for one without a selected branch.
     """
     check_is_sparse(model)
+    if reason := explain_no_selection(model.config):
+        raise ValueError(reason)
     nsa = model.config.nsa
     if tokens.shape[1] <= nsa.n_sel * nsa.l_sel:
         return None
@@ -79,32 +81,42 @@ def check_is_sparse(model: NSATransformer) -> None:
         )
 
 
+def explain_no_selection(config: ModelConfig) -> str | None:
+    """Return why a model selects no blocks, or None if it does."""
+    if "sel" in config.branches:
+        return None
+    return f"model.branches = {list(config.branches)} has no selected branch, so no blocks are selected; train with sel"
+
+
 def get_backends(layer: SparseAttention) -> dict[str, str]:
     """Return {part: backend} of a layer of an `NSATransformer`."""
     assert layer.backends is not None, "NSATransformer resolves backends at construction"
     return {part: resolved.backend for part, resolved in layer.backends.items()}
 
 
-def _iterate_layers(
-    model: NSATransformer, tokens: Tensor
-) -> Iterator[tuple[AttentionInputs, SelectionInputs, SparseAttention]]:
-    """Yield the attention inputs and selection inputs of every layer in an unmodified forward pass."""
+def _iterate_layers(model: NSATransformer, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, NSAConfig]]:
+    """Yield q, k_sel, the selected blocks and the configuration of every layer in an unmodified forward pass."""
     x, rotary = model.prepare_inputs(tokens)
+    selected: Tensor | None = None
     for block in cast("list[Block]", model.blocks):
         layer = cast(SparseAttention, block.attention)
         normalized = block.attention_norm(x)
         inputs = layer.project(normalized, rotary)
-        yield inputs, layer.project_selection_inputs(normalized, inputs, rotary), layer
-        x, _ = block(x, rotary)
+        scoring = layer.project_selection_inputs(normalized, inputs, rotary)
+        # A layer without an indexer has the blocks of the last layer with one.
+        earlier, selected = (selected, selected) if scoring is None else (None, select_model_blocks(scoring, layer))
+        q, _, _, k_sel, *_ = inputs
+        assert k_sel is not None and selected is not None, "only models with a selected branch get here"
+        yield q, k_sel, selected, layer.config.nsa
+        x, _ = block(x, rotary, blocks=earlier)
 
 
 def _measure_layer_quality(
-    inputs: AttentionInputs, scoring: SelectionInputs, layer: SparseAttention, generator: torch.Generator
+    q: Tensor, k_sel: Tensor, selected: Tensor, nsa: NSAConfig, generator: torch.Generator
 ) -> dict[str, float]:
-    q, k_sel, nsa = inputs[0], inputs[3], layer.config.nsa
     G, first_query = k_sel.shape[2], nsa.n_sel * nsa.l_sel
     selections = {
-        "chosen": select_model_blocks(scoring, layer),
+        "chosen": selected,
         "nearest": select_nearest_blocks(q, G, nsa),
         "random": select_random_blocks(q, G, nsa, generator),
         "oracle": select_oracle_blocks(q, k_sel, nsa),

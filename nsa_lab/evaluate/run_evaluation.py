@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from nsa_lab.config import ConfigError, RecallConfig, RunConfig
+from nsa_lab.config import ConfigError, ModelConfig, RecallConfig, RunConfig
 from nsa_lab.data import Dataset, TokenStore, prepare
-from nsa_lab.evaluate.ablations import ABLATIONS, run_ablations
+from nsa_lab.evaluate.ablations import list_ablations, run_ablations
 from nsa_lab.evaluate.block_selectors import measure_selection_quality
 from nsa_lab.evaluate.document_loss import measure_document_loss
 from nsa_lab.evaluate.heldout import compute_text_digest, measure_text_loss, read_text
@@ -184,19 +184,19 @@ def _count_tokens(
     ablation_sequences: int,
 ) -> int:
     """Return the number of tokens that all parts of an evaluation pass through the model, without those it generates."""
-    nsa, longest = config.nsa, config.train.longest_stage.seq_len
+    longest = config.train.longest_stage.seq_len
     n_sequences = {n: len(settings.depths) * settings.per_depth_at.get(n, settings.per_depth) for n in lengths}
     retrieval = sum(
         n_sequences[length] * length
         for task, length in itertools.product(tasks, lengths)
         if not explain_misfit(task, length, settings.recall, settings.text)
     )
-    ablated = [n for n in lengths if n > nsa.n_sel * nsa.l_sel and config.model.attention != "dense"]
+    ablated = [n for n in lengths if config.model.attention != "dense" and not _explain_no_ablation(config.model, n)]
     return (
         retrieval
         + 3 * windows * longest  # by position once; whole documents separately and packed
         + 2 * sum(map(len, texts))
-        + (len(ABLATIONS) + 1) * ablation_sequences * sum(ablated)
+        + (len(list_ablations(config.model)) + 1) * ablation_sequences * sum(ablated)
     )
 
 
@@ -268,10 +268,8 @@ def _run_text_loss(model: NSATransformer, name: str, text: TokenStore, config: R
 
 def _run_ablations(settings: _RetrievalSettings, length: int, count: int, log: Log) -> dict[str, Any]:
     """Run the ablations and measure the selection quality on `count` needles of one length."""
-    nsa = settings.model.config.nsa
-    reason = explain_misfit("needle", length, settings.recall, settings.text)
-    if length <= nsa.n_sel * nsa.l_sel:
-        reason = f"not evaluated: {length} tokens <= nsa.n_sel * nsa.l_sel = {nsa.n_sel * nsa.l_sel}, so all are selected"
+    config = settings.model.config
+    reason = _explain_no_ablation(config, length) or explain_misfit("needle", length, settings.recall, settings.text)
     if not count:
         reason = "not requested"
     if reason:
@@ -287,5 +285,15 @@ def _run_ablations(settings: _RetrievalSettings, length: int, count: int, log: L
         "depths": spread_depths(count),
         "why_not": None,
         "interventions": [asdict(result) for result in results],
-        "quality": measure_selection_quality(settings.model, tokens[:1], settings.seed),
+        "quality": measure_selection_quality(settings.model, tokens[:1], settings.seed)
+        if "sel" in config.branches
+        else None,
     }
+
+
+def _explain_no_ablation(model: ModelConfig, length: int) -> str | None:
+    """Return why ablations of an NSA model have no effect at this length, or None."""
+    n_selected = model.nsa.n_sel * model.nsa.l_sel
+    if "sel" in model.branches and length <= n_selected:
+        return f"not evaluated: {length} tokens <= nsa.n_sel * nsa.l_sel = {n_selected}, so all are selected"
+    return None

@@ -13,7 +13,7 @@ import numpy as np
 from nsa_lab.config import NSAConfig, RecallConfig
 from nsa_lab.data.recall import compute_max_fact_bytes, make_needle_task
 from nsa_lab.evaluate.ablations import run_ablations
-from nsa_lab.evaluate.block_selectors import check_is_sparse
+from nsa_lab.evaluate.block_selectors import check_is_sparse, explain_no_selection
 from nsa_lab.evaluate.scoring import stack_samples
 from nsa_lab.model import NSATransformer
 
@@ -45,11 +45,14 @@ def measure_selection_benefit(
 ) -> SelectionBenefit | str:
     """Measure the benefit on `sequences` needles of `length` tokens in held-out `text`, int64 bytes.
 
-    Returns a string with the reason if it is undefined: all blocks are selected at this length, no fact fits outside the
-    window and the forced blocks, or the text is too short. The result depends only on the arguments and on the device type,
-    which determines the random blocks. The dtype is that of autocast. Raises ValueError for a dense model.
+    Returns a string with the reason if it is undefined: the model has no selected branch, all blocks are selected at this
+    length, no fact fits outside the window and the forced blocks, or the text is too short. The result depends only on the
+    arguments and on the device type, which determines the random blocks. The dtype is that of autocast. Raises ValueError
+    for a dense model.
     """
     check_is_sparse(model)
+    if reason := explain_no_selection(model.config):
+        return reason
     depths = _compute_depths(length, model.config.nsa, recall, sequences)
     if isinstance(depths, str):
         return depths

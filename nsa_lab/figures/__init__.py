@@ -14,7 +14,7 @@ require("matplotlib")
 from matplotlib.figure import Figure
 
 from nsa_lab.figures.architecture import plot_architecture, plot_branch_masks
-from nsa_lab.figures.benchmarks import plot_attention_time, plot_decode_speed, plot_step_time
+from nsa_lab.figures.benchmarks import plot_allowed_errors, plot_attention_time, plot_decode_speed, plot_step_time
 from nsa_lab.figures.blocks import plot_block_geometry, plot_overlap_weights, plot_reads_by_length, plot_visible_blocks
 from nsa_lab.figures.branch_curves import (
     plot_branch_norms,
@@ -24,7 +24,6 @@ from nsa_lab.figures.branch_curves import (
     plot_selection_statistics,
 )
 from nsa_lab.figures.document_boundaries import plot_document_boundaries
-from nsa_lab.figures.error_bars import plot_allowed_errors
 from nsa_lab.figures.evaluation_plots import (
     get_position_ranges,
     plot_ablation_accuracy,

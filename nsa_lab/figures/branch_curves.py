@@ -37,19 +37,20 @@ ABLATION_LINES = {
 def plot_gate_shares(run: Run) -> Figure:
     """Plot each branch's share of the gates, and the gate entropy, of every layer over steps."""
     history = History.read(run)
-    figure = Figure(figsize=(7.5, 10), layout="constrained")
+    branches = history.config.model.branches
+    figure = Figure(figsize=(7.5, 2.5 * (len(branches) + 1)), layout="constrained")
     figure.suptitle(f"Gates of {history.run}, by layer", fontsize=11)
-    panels = figure.subplots(4, 1, sharex=True)
-    for axes, branch in zip(panels, BRANCHES, strict=False):
+    *share_panels, entropy_panel = figure.subplots(len(branches) + 1, 1, sharex=True)
+    for axes, branch in zip(share_panels, branches, strict=True):
         draw_layers(figure, axes, history, f"gate_share_{branch}")
         axes.set_title(f"share of the {BRANCHES[branch]} branch", fontsize=9, color=BRANCH_COLOURS[branch])
-        axes.axhline(1 / 3, color="black", linestyle=":", linewidth=1)
+        axes.axhline(1 / len(branches), color="black", linestyle=":", linewidth=1)
         axes.set(ylabel="share of the gates", ylim=(0, 1))
-    draw_layers(figure, panels[3], history, "gate_entropy")
-    mark_level(panels[3], math.log(3), "ln 3: equal shares")
-    panels[3].set_title("entropy", fontsize=9)
-    panels[3].set(ylabel="nats", ylim=(0, 1.25))
-    panels[-1].set_xlabel(STEP_LABEL)
+    draw_layers(figure, entropy_panel, history, "gate_entropy")
+    mark_level(entropy_panel, math.log(len(branches)), f"ln {len(branches)}: equal shares")
+    entropy_panel.set_title("entropy", fontsize=9)
+    entropy_panel.set(ylabel="nats", ylim=(0, 1.25))
+    entropy_panel.set_xlabel(STEP_LABEL)
     return figure
 
 
@@ -105,8 +106,8 @@ def plot_branch_norms(run: Run) -> Figure:
     """Plot the root mean square of each branch's output over steps: mean and range over layers."""
     history = History.read(run)
     figure, axes = make_panel(8, 3.8, f"Norm of each branch's output: {history.run}")
-    for branch, label in BRANCHES.items():
-        draw_band(axes, *history.layer_series(f"norm_{branch}"), BRANCH_COLOURS[branch], label)
+    for branch in history.config.model.branches:
+        draw_band(axes, *history.layer_series(f"norm_{branch}"), BRANCH_COLOURS[branch], BRANCHES[branch])
     axes.set(xlabel=STEP_LABEL, ylabel="root mean square of the output")
     add_legend(axes)
     return figure
@@ -131,17 +132,19 @@ def plot_selection_benefit(run: Run) -> Figure:
 
 
 def draw_gate_shares(axes: Axes, history: History) -> None:
-    for branch, label in BRANCHES.items():
-        draw_band(axes, *history.layer_series(f"gate_share_{branch}"), BRANCH_COLOURS[branch], label)
-    axes.axhline(1 / 3, color="black", linestyle=":", linewidth=1)
+    branches = history.config.model.branches
+    for branch in branches:
+        draw_band(axes, *history.layer_series(f"gate_share_{branch}"), BRANCH_COLOURS[branch], BRANCHES[branch])
+    axes.axhline(1 / len(branches), color="black", linestyle=":", linewidth=1)
     axes.set(ylabel="share of the gates", ylim=(0, 1))
     add_legend(axes, columns=3)
 
 
 def _draw_stacked_shares(axes: Axes, history: History, index: int) -> None:
     bottom: np.ndarray | float = 0.0
-    shares = [history.layer_series(f"gate_share_{branch}")[1][index] for branch in BRANCHES]
-    for (branch, label), values in zip(BRANCHES.items(), shares, strict=True):
-        axes.bar(np.arange(len(values)), values, bottom=bottom, color=BRANCH_COLOURS[branch], label=label)
+    branches = history.config.model.branches
+    shares = [history.layer_series(f"gate_share_{branch}")[1][index] for branch in branches]
+    for branch, values in zip(branches, shares, strict=True):
+        axes.bar(np.arange(len(values)), values, bottom=bottom, color=BRANCH_COLOURS[branch], label=BRANCHES[branch])
         bottom = bottom + values
     axes.set_xticks(get_layer_ticks(len(shares[0])))

@@ -134,7 +134,7 @@ def plot_difference_by_position(text: TextDifference, target: float | None = Non
     if shown := [bound for place in ranges for bound in place.over_windows or ()]:
         low, high = min(0.0, *shown), max(target or 0.0, *shown)
         axes.set_ylim(low - (high - low) / 4, high + (high - low) / 4)
-    axes.set_xticks(x, [place.place.replace(" to ", "–") for place in ranges], fontsize=7)
+    axes.set_xticks(x, [place.place.replace(" to ", "–") for place in ranges], fontsize=7, rotation=20)
     axes.set(xlabel="position, bytes", ylabel="bits per byte")
     add_legend(axes, columns=2)
     return figure
@@ -178,7 +178,7 @@ def plot_loss_by_position(evaluation: dict[str, Any]) -> Figure:
     bpb = [item["loss"] / math.log(2) for item in ranges]
     errors = [item["error"] / math.log(2) for item in ranges]
     axes.errorbar(x, bpb, yerr=errors, color=SEL, marker="o", capsize=3)
-    axes.set_xticks(x, [f"{item['first']:,}–{item['last']:,}" for item in ranges], fontsize=7)
+    axes.set_xticks(x, [f"{item['first']:,}–{item['last']:,}" for item in ranges], fontsize=7, rotation=20)
     axes.set(xlabel="position, bytes", ylabel="bits per byte")
     return figure
 

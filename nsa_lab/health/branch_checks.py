@@ -11,24 +11,29 @@ from nsa_lab.config import BRANCHES
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.history import History
 
-MAX_ENTROPY = math.log(3)
+MAX_ENTROPY = math.log(3)  # of three branches, for which the limits hold
 
 
 def check_gates_moved(history: History, limits: Limits) -> Verdict | None:
-    """Check that gates are never stuck: weights and shares change, and the entropy is not ln 3, which zeros give."""
-    if is_dense(history) or len(list_active_branches(history)) < 2:
+    """Check that gates are never stuck: weights and shares change.
+
+    The entropy must not stay at its maximum, the logarithm of the number of branches, which gate weights of 0 give.
+    """
+    n_branches = len(list_active_branches(history))
+    if is_dense(history) or n_branches < 2:
         return None
+    highest = math.log(n_branches)
     _, entropy = history.layer_series("gate_entropy")
     if not len(entropy):
         return Verdict("gates moved", None, None, limits.gate_min_change, "no gate statistics were recorded")
-    pinned = np.all(np.abs(entropy - MAX_ENTROPY) < limits.gate_pinned, axis=0)
+    pinned = np.all(np.abs(entropy - highest) < limits.gate_pinned, axis=0)
     if pinned.any():
         return Verdict(
             "gates moved",
             False,
-            MAX_ENTROPY,
-            MAX_ENTROPY - limits.gate_pinned,
-            f"entropy pinned at ln 3 = {MAX_ENTROPY:.4f} in every reading of {format_layers(pinned)}",
+            highest,
+            highest - limits.gate_pinned,
+            f"entropy pinned at ln {n_branches} = {highest:.4f} in every reading of {format_layers(pinned)}",
         )
     _, update = history.layer_series("gate_update")
     constant = (update == 0).all(axis=0) if len(update) else np.zeros(entropy.shape[1], bool)
@@ -90,11 +95,12 @@ def _format_range(change: np.ndarray) -> str:
 
 def _describe_unspecialized(shares: dict[str, np.ndarray], limits: Limits) -> str:
     """Return the layers that never preferred a branch on average. Their gates may still differ between tokens."""
-    deviations = [np.abs(values - 1 / 3).max(axis=0) for values in shares.values() if len(values)]
+    even_share = 1 / len(shares)
+    deviations = [np.abs(values - even_share).max(axis=0) for values in shares.values() if len(values)]
     even = np.max(deviations, axis=0) < limits.gate_even if deviations else np.zeros(0, bool)
     if not even.any():
         return "every layer specialized" if len(even) else "unknown which layers specialized"
-    deviation = f"within {np.max(deviations, axis=0)[even].max():.3f} of 1/3"
+    deviation = f"within {np.max(deviations, axis=0)[even].max():.3f} of 1/{len(shares)}"
     return f"never specialized (all mean shares {deviation}): {format_layers(even)}"
 
 
@@ -112,7 +118,7 @@ def check_gates_alive(history: History, limits: Limits) -> Verdict | None:
     if not len(entropy):
         return Verdict("gates alive", None, None, limits.gate_entropy, "no gate statistics were recorded")
     _, saturation = history.layer_series("gate_saturation")
-    shares = {branch: values for branch, values in _get_gate_shares(history).items() if branch in active}
+    shares = _get_gate_shares(history)
     problems = [
         (
             entropy,
@@ -165,7 +171,7 @@ def check_gates_alive(history: History, limits: Limits) -> Verdict | None:
         True,
         float(last.min()),
         limits.gate_entropy,
-        f"{mean_shares}; lowest entropy of a layer {last.min():.2f} of {MAX_ENTROPY:.2f} nats",
+        f"{mean_shares}; lowest entropy of a layer {last.min():.2f} of {math.log(len(active)):.2f} nats",
     )
 
 
@@ -205,13 +211,14 @@ def _find_output_problems(values: np.ndarray, limits: Limits) -> list[tuple[Any,
 
 
 def list_active_branches(history: History) -> list[str]:
-    """Return the branches that the configuration does not disable."""
-    return [branch for branch in BRANCHES if branch not in history.config.model.silent]
+    """Return the branches that exist and that the configuration does not disable."""
+    model = history.config.model
+    return [branch for branch in model.branches if branch not in model.silent]
 
 
 def _get_gate_shares(history: History) -> dict[str, np.ndarray]:
-    """Return each branch's share of the gates, [readings, layers]."""
-    return {branch: history.layer_series(f"gate_share_{branch}")[1] for branch in BRANCHES}
+    """Return the share of the gates, [readings, layers], of each branch that is not disabled."""
+    return {branch: history.layer_series(f"gate_share_{branch}")[1] for branch in list_active_branches(history)}
 
 
 def _compute_longest_streak(mask: np.ndarray) -> np.ndarray:

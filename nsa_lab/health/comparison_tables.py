@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from nsa_lab.health.comparison import AblationSummary, ModelComparison, ModelCost, NeedleResult, RunCost
+from nsa_lab.health.comparison import AblationSummary, ModelComparison, ModelCost, NeedleResult, Proportion, RunCost
 from nsa_lab.health.paired_text_loss import RangeDifference, TextDifference
-from nsa_lab.health.proportions import Proportion
 from nsa_lab.health.sweep_results import SeedMean
 from nsa_lab.runs.tables import EMPTY_CELL, Table
 

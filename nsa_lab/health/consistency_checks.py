@@ -52,7 +52,7 @@ def check_consistent(history: History, limits: Limits) -> Verdict:
 
 
 def _check_gate_shares(history: History) -> Problem | None:
-    series = [history.layer_series(f"gate_share_{branch}") for branch in BRANCHES]
+    series = [history.layer_series(f"gate_share_{branch}") for branch in history.config.model.branches]
     steps, _ = series[0]
     if not len(steps) or any(not np.array_equal(steps, own) for own, _ in series):
         return None
@@ -64,7 +64,7 @@ def _check_gate_shares(history: History) -> Problem | None:
 def _check_gate_entropy(history: History) -> Problem | None:
     """The mean of entropies is at most the entropy of the mean shares."""
     steps, entropy = history.layer_series("gate_entropy")
-    series = [history.layer_series(f"gate_share_{branch}") for branch in BRANCHES]
+    series = [history.layer_series(f"gate_share_{branch}") for branch in history.config.model.branches]
     if not len(steps) or any(not np.array_equal(steps, own) for own, _ in series):
         return None
     highest = -sum(values * np.log(np.maximum(values, 1e-12)) for _, values in series)

@@ -11,18 +11,24 @@ from typing import Any
 
 import numpy as np
 
+from nsa_lab.config import ModelConfig
 from nsa_lab.health.due_steps import DueSteps
 from nsa_lab.health.verdict import Limits, Verdict, join_lines
 from nsa_lab.runs.event_schema import GuardEvent
 from nsa_lab.runs.history import Attempt, History, find_stages
 
-# Fields of a reading of statistics, one value per layer.
-LAYER_STATISTICS = ("grad_norm_layers",)
-BRANCH_STATISTICS = (
-    *(f"gate_share_{branch}" for branch in ("cmp", "sel", "win")),
-    *("gate_entropy", "gate_saturation", "gate_update", "sel_reuse", "sel_distance", "sel_sink_share"),
-    *(f"norm_{branch}" for branch in ("cmp", "sel", "win")),
-)
+
+def list_layer_statistics(model: ModelConfig) -> list[str]:
+    """Return the fields of a reading of statistics that have one value per layer, for the branches that the model has."""
+    names = ["grad_norm_layers"]
+    if model.attention == "dense":
+        return names
+    if len(model.branches) > 1:  # a single branch has no gate
+        names += [f"gate_share_{branch}" for branch in model.branches]
+        names += ["gate_entropy", "gate_saturation", "gate_update"]
+    if "sel" in model.branches:
+        names += ["sel_reuse", "sel_distance", "sel_sink_share"]
+    return names + [f"norm_{branch}" for branch in model.branches]
 
 
 def check_one_run(history: History, limits: Limits) -> Verdict:
@@ -107,8 +113,11 @@ def check_heartbeats(history: History, limits: Limits) -> Verdict:
         a: config.runtime.heartbeat_s for a in history.attempts() if (config := history.config_of_attempt(a.number))
     }
 
+    suspended_s = _sum_suspensions(history)
+
     def count_due(attempt: Attempt) -> int:
-        return int((attempt.ended_at - attempt.started_at) / intervals[attempt])
+        awake_s = attempt.ended_at - attempt.started_at - suspended_s.get(attempt.number, 0.0)
+        return int(awake_s / intervals[attempt])
 
     # With fewer than three, the start time of the thread and the load of the machine dominate the count.
     long = [attempt for attempt in intervals if count_due(attempt) >= 3]
@@ -121,12 +130,20 @@ def check_heartbeats(history: History, limits: Limits) -> Verdict:
             )
             return Verdict("heartbeats", False, beats.count(attempt.number), n_required, text)
     every = ", then ".join(dict.fromkeys(f"{every_s:g}" for every_s in intervals.values()))
+    suspension = f"; suspended for {sum(suspended_s.values()):,.0f} s" if suspended_s else ""
     if not long:
         every = every or f"{history.config.runtime.heartbeat_s:g}"
         return Verdict("heartbeats", None, len(beats), None, f"too short for heartbeats every {every} s")
     return require_known_settings(
-        history, Verdict("heartbeats", True, len(beats), None, f"{len(beats)}, one every {every} s")
+        history, Verdict("heartbeats", True, len(beats), None, f"{len(beats)}, one every {every} s{suspension}")
     )
+
+
+def _sum_suspensions(history: History) -> dict[int, float]:
+    """Return the seconds for which the process or the machine was suspended, by attempt; only of those with any."""
+    beats = history.events_of_kind("heartbeat")
+    seconds, attempts = np.nan_to_num(beats.numbers("suspended_s")), beats.ints("attempt")
+    return {int(attempt): float(seconds[attempts == attempt].sum()) for attempt in np.unique(attempts[seconds > 0])}
 
 
 def check_evaluations(history: History, limits: Limits) -> Verdict:
@@ -142,10 +159,9 @@ def check_evaluations(history: History, limits: Limits) -> Verdict:
 
 def check_statistics(history: History, limits: Limits) -> Verdict:
     """Check that every reading of layer statistics that was due is complete and not a copy of earlier readings."""
-    names = LAYER_STATISTICS + (BRANCH_STATISTICS if history.config.model.attention == "nsa" else ())
     due = DueSteps(history, ("statistics",))
     is_complete = np.ones(len(history.steps), dtype=bool)
-    for name in names:
+    for name in list_layer_statistics(history.config.model):
         is_complete &= _has_list(history, name)
     complete = history.steps.ints("step")[is_complete]
     verdict = _check_complete(history, "statistics", due, complete, "readings of the layers")
@@ -165,10 +181,13 @@ def _find_repeated_readings(history: History, n_equal: int) -> str | None:
 
     Gates and zero branches have other checks. If all blocks are selected, the statistics of selection are constant anyway.
     """
-    nsa, train = history.config.model.nsa, history.config.train
+    model, train = history.config.model, history.config.train
+    nsa, names = model.nsa, list_layer_statistics(model)
     has_selection = np.array([stage.seq_len > nsa.n_sel * nsa.l_sel for stage in train.plan])
     for subject, prefix in (("selection statistics are", "sel_"), ("branch norms are", "norm_")):
-        readings = [history.layer_series(name) for name in BRANCH_STATISTICS if name.startswith(prefix)]
+        readings = [history.layer_series(name) for name in names if name.startswith(prefix)]
+        if not readings:
+            continue
         steps = readings[0][0]
         values = [own for own_steps, own in readings if np.array_equal(own_steps, steps)]
         layers = np.concatenate(values, axis=1)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nsa_lab.config import NSAConfig
-from nsa_lab.health.branch_checks import format_layers, is_dense
+from nsa_lab.health.branch_checks import format_layers, is_dense, list_active_branches
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.history import History, find_stages
 
@@ -33,12 +33,16 @@ def compute_selection_range(length: int, nsa: NSAConfig) -> SelectionRange:
     own = np.arange(length) // nsa.l_sel
     candidates = own + 1
     selected = np.minimum(candidates, nsa.n_sel)
-    forced = np.minimum(candidates, 3)
+    # Forced: the first blocks, then the query's own block and those before it.
+    sinks = np.minimum(candidates, nsa.sink_blocks)
+    local = np.minimum(candidates - sinks, nsa.local_blocks)
+    forced = sinks + local
     free, others = selected - forced, candidates - forced
-    # Block 0 is at distance `own`; the nearest others are at distances 0, 1, ..., selected - 2.
-    nearest = own + (selected - 1) * (selected - 2) / 2
-    # Forced: block 0, the query's own block and the one before it. The farthest others are blocks 1, 2, ..., selected - 3.
-    oldest = own + (own > 1) + free * own - free * (free + 1) / 2
+    sink_distance = sinks * own - sinks * (sinks - 1) / 2
+    # The nearest others are at distances 0, 1, 2, ...
+    nearest = sink_distance + (selected - sinks) * (selected - sinks - 1) / 2
+    # The farthest others are the first blocks after the sinks.
+    oldest = sink_distance + local * (local - 1) / 2 + free * (own - sinks) - free * (free - 1) / 2
     shared = forced + np.divide(free**2, others, out=np.zeros(length), where=others > 0)
     return SelectionRange(
         chance_reuse=float((shared / selected)[1:].mean()) if length > 1 else 1.0,
@@ -183,8 +187,8 @@ def check_sink_share(history: History, limits: Limits) -> Verdict | None:
 
 
 def selects_blocks(history: History) -> bool:
-    """Return True for an NSA model whose selected branch is not disabled."""
-    return not is_dense(history) and "sel" not in history.config.model.silent
+    """Return True for an NSA model with a selected branch that is not disabled."""
+    return "sel" in list_active_branches(history) and not is_dense(history)
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class Curve:
 class VariantResult:
     """Results of the finished runs of a variant.
 
-    `apart`: standard deviation of runs with the same seed, pooled over seeds. `less_baseline`: variant minus baseline,
+    `repeat_std`: standard deviation of runs with the same seed, pooled over seeds. `less_baseline`: variant minus baseline,
     paired by seed. `seconds`: mean over runs. `notes`: values that could not be computed, with the reasons.
     """
 
@@ -98,7 +98,7 @@ class VariantResult:
     tokens: int
     seconds: float | None
     bpb: SeedMean | None
-    apart: float | None
+    repeat_std: float | None
     less_baseline: SeedMean | None
     notes: list[str]
     curve: Curve | None
@@ -143,7 +143,7 @@ def _build_result(
         tokens=tokens,
         seconds=float(np.mean(seconds)) if seconds else None,
         bpb=SeedMean.from_values([float(np.mean(values)) for values in bpb_by_seed.values()]) if has_mean else None,
-        apart=_compute_seed_std(bpb_by_seed) if has_mean else None,
+        repeat_std=_compute_seed_std(bpb_by_seed) if has_mean else None,
         less_baseline=difference,
         notes=_make_notes(runs, texts, is_comparable, difference),
         curve=compute_curve(variant, [histories[run.run] for run in runs if run.bpb is not None])

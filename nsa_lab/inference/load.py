@@ -57,9 +57,13 @@ def load_model(
 def _read_weights(folder: Path, device: torch.device | str) -> dict[str, Tensor]:
     """Return the weights of a checkpoint by name; of a sharded one, those that all ranks wrote."""
     if (folder / WEIGHTS).is_file():
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        return load_file(folder / WEIGHTS, device=str(device))
+        try:
+            return load_file(folder / WEIGHTS, device=str(device))
+        except (SafetensorError, OSError) as error:
+            raise NoCheckpoint(f"{folder / WEIGHTS}: cannot be read ({error}); use another checkpoint of the run") from None
     from nsa_lab.model import sharded_files
 
     try:

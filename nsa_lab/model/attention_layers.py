@@ -34,7 +34,7 @@ from nsa_lab.attention.dispatch import ResolvedBackend
 from nsa_lab.attention.exported import compress_traceable, exported_attention, exported_selection
 from nsa_lab.attention.layout import Layout
 from nsa_lab.config import BRANCHES, ModelConfig, NSAConfig
-from nsa_lab.model.cached_pass import CachedLayer
+from nsa_lab.model.cache_protocols import CachedLayer
 from nsa_lab.model.indexer import Indexer
 from nsa_lab.model.layers import Rotary, ShortConvolution, convolve_keys, rotate
 
@@ -47,7 +47,7 @@ SelectionInputs = tuple[Tensor, Tensor, NSAConfig]
 
 
 class Selection(NamedTuple):
-    """Result of block selection in a layer, besides the output of the layer."""
+    """Result of block selection in a layer."""
 
     loss: Tensor | None = None
     """Selection loss, 0-d, in training with `ModelConfig.selection_loss`; otherwise None."""
@@ -189,8 +189,8 @@ class SparseAttention(nn.Module):
         """Return the output and the result of block selection.
 
         `layouts`: the result of `get_layouts` for this layer; None: build it here, which breaks a compiled graph in two.
-        `cache`: the cache of this layer, if x are new tokens; it holds the selected blocks. `blocks`: those of an earlier
-        layer, for a layer without an indexer in a model with one.
+        `cache`: the cache of this layer, if x are new tokens; it holds the selected blocks. `blocks`: the blocks that an
+        earlier layer selected, for a layer without an indexer in a model with one.
         """
         if cache is not None:
             return self.out(cache.attend(self, x)), Selection()
@@ -229,9 +229,9 @@ class SparseAttention(nn.Module):
     def project_selection_inputs(
         self, x: Tensor, inputs: AttentionInputs, rotary: Rotary, span: Span | None = None
     ) -> SelectionInputs | None:
-        """Return what scores the blocks: queries and keys of the indexer, or those in `inputs` (from `project`).
+        """Return queries and keys that score the blocks: of the indexer, or in `inputs` (from `project`).
 
-        None if this layer scores no blocks: without a selected branch, or if the blocks are those of an earlier layer.
+        None if this layer scores no blocks: without a selected branch, or if it uses the blocks of an earlier layer.
         """
         layouts = get_layouts(span, self.config, x.device)
         return self._project_selection_inputs(x, inputs, rotary, span, layouts[-1] if layouts else None)

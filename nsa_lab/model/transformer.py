@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -21,7 +22,7 @@ from nsa_lab.model.attention_layers import (
     get_layouts,
     scale_selection_loss,
 )
-from nsa_lab.model.cached_pass import CachedLayer, CachedPass
+from nsa_lab.model.cache_protocols import CachedLayer, CachedPass
 from nsa_lab.model.init_weights import initialize_weights
 from nsa_lab.model.layers import MLP, RMSNorm, Rotary, check_span, get_rotary_table, rms_normalize
 from nsa_lab.model.ngrams import NgramEmbedding
@@ -85,6 +86,9 @@ class NSATransformer(nn.Module):
         self.config = config
         self.backends = resolve_backend(device, dtype, config.nsa, config, backend)
         self.gradient_checkpointing = False
+        # With gradient checkpointing, how blocks are recomputed, and of how many blocks the first is.
+        self.checkpoint_function: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
+        self.checkpoint_interval = 1
         self._selection_loss: Tensor | None = None
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.ngrams = NgramEmbedding(config) if config.ngrams else None
@@ -157,8 +161,8 @@ class NSATransformer(nn.Module):
                 x, _ = block(x, layer.rotary, cache=layer)
                 continue
             blocks = None if self.config.has_indexer_in(index) else selected
-            if self.gradient_checkpointing and self.training:
-                x, selection = checkpoint(block, x, rotary, span, layouts, None, blocks, use_reentrant=False)
+            if self.gradient_checkpointing and self.training and index % self.checkpoint_interval == 0:
+                x, selection = self.checkpoint_function(block, x, rotary, span, layouts, None, blocks)
             else:
                 x, selection = block(x, rotary, span, layouts, None, blocks)
             selected = selection.blocks

@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import os
+import shutil
 import stat
 import threading
 from pathlib import Path
@@ -67,7 +68,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     # Two threads of one process may write at once: the trainer's and the one that handles a second signal.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", opener=open_without_following) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -75,6 +76,19 @@ def write_bytes(path: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def open_without_following(path: str, flags: int) -> int:
+    """Open a file that is not a symbolic link, as `opener` of `open`: writing never changes a file elsewhere."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def remove_path(path: Path) -> None:
+    """Remove a file, a link or a folder with its content. A link is not followed. No effect if nothing is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -8,15 +8,22 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from nsa_lab.runs.atomic_io import read_bounded
 from nsa_lab.runs.directory import CHECKPOINTS
 
 MANIFEST = "MANIFEST.json"
 FORMAT_VERSION = 1
+# The weights of a checkpoint: one file, or the index of sharded ones.
+WEIGHT_FILES = ("model.safetensors", ".metadata")
+MAX_MANIFEST_BYTES = 1 << 24
+MAX_FILES = 100_000  # of a checkpoint: one per rank, and a few more
+N_READERS = 8  # threads that compute hashes
+MAX_PROBLEMS = 10
 PREFIX = "step-"
 _STEP_NAME = re.compile(rf"{PREFIX}[0-9]{{8,18}}")
 
@@ -105,7 +112,7 @@ def find_problems(checkpoint: Path, *, check_hashes: bool = True) -> list[str]:
     if not checkpoint.is_dir():
         return [f"{checkpoint.name} does not exist"]
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads(read_bounded(checkpoint / MANIFEST, MAX_MANIFEST_BYTES))
         recorded_digest = manifest.pop("digest")
     except FileNotFoundError:
         return [f"{MANIFEST} is missing"]
@@ -122,15 +129,31 @@ def find_problems(checkpoint: Path, *, check_hashes: bool = True) -> list[str]:
     files = _get_manifest_files(manifest)
     if files is None:
         return [f"{MANIFEST} has no valid list of files with size and sha256"]
-    with ThreadPoolExecutor(max(len(files), 1)) as readers:
-        problems = readers.map(lambda item: _find_file_problem(checkpoint / item[0], item[1], check_hashes), files)
-        return [problem for problem in problems if problem]
+    if not any(name in WEIGHT_FILES for name, _ in files):
+        return [f"{MANIFEST} lists no weights ({' or '.join(WEIGHT_FILES)})"]
+    # Sizes first: hashes of gigabytes need not be computed if a file is missing.
+    problems = _list_problems(checkpoint, files, False)
+    return _list_problems(checkpoint, files, True) if check_hashes and not problems else problems
+
+
+def _list_problems(checkpoint: Path, files: Sequence[tuple[str, Mapping[str, Any]]], check_hashes: bool) -> list[str]:
+    """Return the problems of the files, at most `MAX_PROBLEMS` and the number of others."""
+    if check_hashes:
+        with ThreadPoolExecutor(min(len(files), N_READERS)) as readers:
+            found = list(readers.map(lambda item: _find_file_problem(checkpoint / item[0], item[1], True), files))
+    else:
+        found = [_find_file_problem(checkpoint / name, entry, False) for name, entry in files]
+    problems = [problem for problem in found if problem]
+    more = [f"{len(problems) - MAX_PROBLEMS} further files"] if len(problems) > MAX_PROBLEMS else []
+    return [*problems[:MAX_PROBLEMS], *more]
 
 
 def _get_manifest_files(manifest: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]] | None:
     """Return names and entries of the files; None if the manifest's `files` field is malformed."""
     files = manifest.get("files")
     if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
+        return None
+    if len(files) > MAX_FILES:
         return None
     # A name that contains a folder would lead out of the checkpoint.
     is_valid = all(

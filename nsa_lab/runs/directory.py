@@ -56,6 +56,11 @@ def make_run_id(name: str) -> str:
     return f"{name}-{datetime.now(UTC):{_TIME_FORMAT}}-{secrets.token_hex(2)}"
 
 
+def is_run_id(name: str) -> bool:
+    """Return whether a name ends as those of `make_run_id`."""
+    return bool(_RUN_ID_TIME.search(name))
+
+
 def get_creation_time(run_dir: Path) -> tuple[str, float]:
     """Return a sort key for the time at which a run was created: (time in its id, modification time of its config file).
 

@@ -79,10 +79,11 @@ def _run_git(folder: Path, *arguments: str) -> str | None:
 
 
 def _run_command(*command: str) -> str | None:
-    """Return the standard output of a command; None if it is missing, fails or times out."""
+    """Return the standard output of a command; None if it is missing, cannot be started, fails or times out."""
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.TimeoutExpired):
+        # Also a folder on PATH that may not be searched.
         return None
     return process.stdout.strip() if process.returncode == 0 else None
 

@@ -151,6 +151,9 @@ class HeartbeatEvent(Event):
     phase_age_s: Annotated[Number, Field("age of the phase", "seconds", low=0)]
     rss_bytes: Annotated[Number, _count("resident memory of the trainer", "bytes")]
     gpu_util: Annotated[Number, Field("GPU utilization; null if unknown", "percent", low=0, high=100)]
+    suspended_s: NotRequired[
+        Annotated[Number, Field("suspension of the process or machine since the last one", "seconds", low=0)]
+    ]
 
 
 class StallEvent(Event):

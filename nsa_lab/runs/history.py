@@ -16,14 +16,22 @@ from typing import Any
 
 import numpy as np
 
-from nsa_lab.config import RunConfig, TrainConfig
-from nsa_lab.runs import directory, events, monitor_settings
+from nsa_lab.config import ConfigError, RunConfig, TrainConfig, apply_overrides
+from nsa_lab.runs import directory, events
 from nsa_lab.runs.atomic_io import read_json
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.event_schema import FIRST_KINDS, AttemptEvent, EvalEvent, StepEvent
 from nsa_lab.runs.event_table import Events
 from nsa_lab.runs.events import Event
 from nsa_lab.runs.lock import lock_owner
+
+# Settings that health checks need to judge a record: intervals of logging, evaluation and saving, and rules that may halt
+# the run. They may change when a run is resumed, so the first event of each attempt records them.
+MONITOR_SETTINGS = (
+    *("train.log_every", "train.stats_every", "train.eval_every", "train.save_every"),
+    *("train.spike_sigma", "train.min_tokens_per_s", "train.stall_action"),
+    "runtime.heartbeat_s",
+)
 
 
 @dataclass(frozen=True)
@@ -206,7 +214,7 @@ class History:
         """
         first_event: Any = next((e for e in reversed(self.first_events) if e["attempt"] == attempt), {})
         if "settings" in first_event:
-            return monitor_settings.apply_monitor_settings(self.config, first_event["settings"])
+            return apply_monitor_settings(self.config, first_event["settings"])
         return self.config if first_event.get("config_hash", self.config.hash()) == self.config.hash() else None
 
     def step_ranges(self) -> list[StepRange]:
@@ -390,3 +398,23 @@ def collect_facts(run: str | Path | History) -> RunFacts:
         seq_len=history.config.train.longest_stage.seq_len,
         config_hash=history.config.hash(),
     )
+
+
+def get_monitor_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the monitor settings of a configuration, dotted key -> value."""
+    return {key: getattr(getattr(config, section), name) for key in MONITOR_SETTINGS for section, name in [key.split(".")]}
+
+
+def apply_monitor_settings(config: RunConfig, settings: Any) -> RunConfig | None:
+    """Return `config` with the recorded `settings` of `get_monitor_settings`; None if `settings` are invalid.
+
+    Unknown keys are ignored, because a newer version may record more settings.
+    """
+    if not isinstance(settings, dict):
+        return None
+    try:
+        return RunConfig.from_dict(
+            apply_overrides(config.to_dict(), {k: v for k, v in settings.items() if k in MONITOR_SETTINGS})
+        )
+    except ConfigError:
+        return None

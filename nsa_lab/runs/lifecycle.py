@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -23,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from nsa_lab.config import ConfigError, RunConfig
+from nsa_lab.config.errors import has_working_dir
 from nsa_lab.runs import directory, resolve
 from nsa_lab.runs.atomic_io import warn_once
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.environment import collect_environment, set_openmp_wait_policy
-from nsa_lab.runs.lock import lock_owner, sign_lock, take_lock
+from nsa_lab.runs.lock import is_local, lock_owner, send_signal, sign_lock, take_lock
 
 
 def create_run(config: RunConfig, outputs: Path | None = None) -> Path:
@@ -49,15 +51,34 @@ def ensure(run: RunConfig | str | Path, outputs: Path | None = None, *, new: boo
 
     `run` is a directory: attach if its trainer is alive, resume it if it is incomplete, do nothing if it is DONE or HALTED.
     `run` is a configuration: do the same with the latest run of the same name and configuration that is neither DONE nor
-    HALTED. If there is none, or with `new`, start a new run. Executing a notebook again is therefore always safe.
+    HALTED. If there is none, or with `new`, start a new run. Executing a notebook again is therefore always safe. Of two
+    calls at once for one configuration, one starts a run and the other attaches to it.
     """
     if not isinstance(run, RunConfig):
         run_dir = directory.check_run_dir(run)
         if not is_alive(run_dir) and get_state(run_dir) not in (directory.DONE, directory.HALTED):
             start(run_dir, ranks=ranks)
         return run_dir
-    unfinished = None if new else find_unfinished(run, outputs)
-    return ensure(unfinished or create_run(run, outputs), ranks=ranks)
+    with hold_creation_lock(outputs or resolve.get_outputs_dir()):
+        unfinished = None if new else find_unfinished(run, outputs)
+        return ensure(unfinished or create_run(run, outputs), ranks=ranks)
+
+
+@contextlib.contextmanager
+def hold_creation_lock(outputs: Path) -> Iterator[None]:
+    """Wait until no other process finds or starts a run in this folder."""
+    try:
+        outputs.mkdir(parents=True, exist_ok=True)
+        lock = os.open(outputs / ".creation.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:
+        # No run can be created here, but a running one can be found. Otherwise `create_run` explains the error.
+        yield
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def find_unfinished(config: RunConfig, outputs: Path | None = None) -> Path | None:
@@ -110,6 +131,8 @@ def start(run_dir: str | Path, *, ranks: int = 1, gpu: str | None = None) -> int
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                # torch cannot be loaded in a folder that was deleted.
+                cwd=None if has_working_dir() else "/",
                 pass_fds=[lock],
                 env=_make_environment(gpu),
             )
@@ -132,8 +155,14 @@ def resume(run_dir: str | Path, *, ranks: int = 1) -> int:
 
 
 def attach(run_dir: str | Path, timeout_s: float = 10.0) -> int:
-    """Return the pid of the live trainer of the directory. Raises `RunDirectoryError` if there is none."""
-    folder, deadline = directory.check_run_dir(run_dir), time.monotonic() + timeout_s
+    """Return the pid of the live trainer of the directory, which may be on another host. Raises `RunDirectoryError` if
+    there is none."""
+    return _find_owner(directory.check_run_dir(run_dir), timeout_s)["pid"]
+
+
+def _find_owner(folder: Path, timeout_s: float = 10.0) -> dict[str, Any]:
+    """Return the process that holds the lock, as `lock_owner`. Raises `RunDirectoryError` if no trainer does."""
+    deadline = time.monotonic() + timeout_s
     while (owner := lock_owner(folder)) is not None:
         if "orphan" in owner:
             raise RunDirectoryError(
@@ -141,7 +170,7 @@ def attach(run_dir: str | Path, timeout_s: float = 10.0) -> int:
                 f"It should exit within seconds; if it does not, kill it (kill -9 {owner['pid']}), then resume"
             )
         if owner:
-            return owner["pid"]
+            return owner
         # Another launcher holds the lock and has not signed it yet.
         if time.monotonic() > deadline:
             raise RunDirectoryError(
@@ -195,8 +224,19 @@ def stop(run_dir: str | Path, timeout_s: float = 120.0) -> str:
 
 
 def request_stop(run_dir: str | Path) -> None:
-    """Send the trainer the signal to save and exit, without waiting. Raises `RunDirectoryError` if there is none."""
-    os.kill(attach(run_dir), signal.SIGTERM)
+    """Send the trainer the signal to save and exit, without waiting.
+
+    Raises `RunDirectoryError` if there is none on this host, or it is the process of another user.
+    """
+    folder = directory.check_run_dir(run_dir)
+    owner = _find_owner(folder)
+    trainer = f"process {owner['pid']} on host {owner['host']}"
+    if not is_local(owner):
+        raise RunDirectoryError(f"{folder}: its trainer is {trainer}; stop it there: nsa-lab stop {folder.name}")
+    try:
+        send_signal(owner, signal.SIGTERM)
+    except PermissionError:
+        raise RunDirectoryError(f"{folder}: its trainer, {trainer}, belongs to another user, who can stop it") from None
 
 
 def wait(run_dir: str | Path, timeout_s: float | None = None, poll_s: float = 0.05) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.runs.directory import LOCK
+from nsa_lab.runs.directory import LOCK, RunDirectoryError
 
 ANOTHER_TRAINER = "{folder}: another trainer is using this run ({owner}); attach to it or stop it first"
 
@@ -34,8 +35,17 @@ def process_start(pid: int) -> str | None:
 
 
 def take_lock(run_dir: Path) -> int | None:
-    """Acquire the run's lock. Return its open descriptor; None if another process holds it."""
-    descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    """Acquire the run's lock. Return its open descriptor; None if another process holds it.
+
+    Raises `RunDirectoryError` if this user may not write to the run.
+    """
+    try:
+        descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        reason = (error.strerror or "").lower()
+        raise RunDirectoryError(
+            f"{run_dir}: this user cannot train here ({LOCK}: {reason}); copy the run, or let its owner resume it"
+        ) from None
     for _ in range(20):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -59,7 +69,8 @@ def sign_lock(descriptor: int, pid: int, ranks: Sequence[int] = ()) -> None:
 def lock_owner(run_dir: str | Path) -> dict[str, Any] | None:
     """Return the owner of the run's lock: pid, started, host. `{}` if it has not signed yet; None if no process holds it.
 
-    If the owner has exited and one of its ranks lives, return that rank, with its number as `orphan`.
+    If the owner has exited and one of its ranks lives, return that rank, with its number as `orphan`. The owner may be a
+    process of another host (`is_local`). A pid of at most 1 is none: a signal to it would reach other processes.
     """
     path = Path(run_dir) / LOCK
     try:
@@ -77,18 +88,57 @@ def lock_owner(run_dir: str | Path) -> dict[str, Any] | None:
         os.close(descriptor)
     try:
         owner = json.loads(text)
-        if owner["host"] != socket.gethostname() or _is_alive(owner):
+        _check_signature(owner)
+        if not is_local(owner) or _is_alive(owner):
             return owner
         orphans = [{**rank, "host": owner["host"], "orphan": n} for n, rank in enumerate(owner["ranks"]) if _is_alive(rank)]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         # Held by a trainer that is signing it right now, or by another program.
         return {}
     return orphans[0] if orphans else None
+
+
+def is_local(owner: dict[str, Any]) -> bool:
+    """Return whether the owner of a lock is a process of this host."""
+    return owner["host"] == socket.gethostname()
+
+
+def send_signal(owner: dict[str, Any], number: signal.Signals) -> bool:
+    """Send a signal to the process that signed a lock on this host. Return False if that process has ended.
+
+    Raises PermissionError if it is the process of another user.
+    """
+    try:
+        # A descriptor of the process, so that its pid cannot be given to another process meanwhile.
+        descriptor = os.pidfd_open(owner["pid"]) if hasattr(os, "pidfd_open") else None
+    except ProcessLookupError:
+        return False
+    try:
+        if not _is_alive(owner):
+            return False
+        if descriptor is None:
+            os.kill(owner["pid"], number)
+        else:
+            signal.pidfd_send_signal(descriptor, number)
+    except ProcessLookupError:
+        return False
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+    return True
 
 
 def _identify_process(pid: int) -> dict[str, Any]:
     return {"pid": pid, "started": process_start(pid)}
 
 
+def _check_signature(signature: dict[str, Any]) -> None:
+    """Raise ValueError unless this identifies a process: a pid above 1, and a start time unless it had ended already."""
+    pid, started = signature["pid"], signature["started"]
+    if type(pid) is not int or not 1 < pid < 1 << 31 or not isinstance(started, str | None):
+        raise ValueError(f"not a process: {signature!r:.80}")
+
+
 def _is_alive(signature: dict[str, Any]) -> bool:
+    _check_signature(signature)
     return signature["started"] is not None and process_start(signature["pid"]) == signature["started"]

@@ -86,6 +86,12 @@ def list_run_dirs(outputs: Path) -> list[Path]:
     return sorted(run_dirs, key=lambda path: (directory.get_creation_time(path), path.name))
 
 
+def list_private_run_dirs(outputs: Path) -> list[Path]:
+    """Return the folders with a run id as name that this user may not search, by name."""
+    folders = [path for path in outputs.glob("*") if directory.is_run_id(path.name) and path.is_dir()]
+    return sorted(path for path in folders if not os.access(path, os.R_OK | os.X_OK))
+
+
 def list_own_run_dirs(outputs: Path) -> list[Path]:
     """Return the run directories in the folder without the recorded ones, oldest first."""
     return [run_dir for run_dir in list_run_dirs(outputs) if not directory.is_recorded(run_dir)]
@@ -111,6 +117,9 @@ def find_run(run: str, outputs: Path) -> Path:
         raise RunDirectoryError(
             f"{run!r} matches {len(matching)} runs; give one of: {_format_names([path.name for path in matching])}"
         )
+    for path in (Path(run), outputs / run):
+        if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
+            raise RunDirectoryError(f"{path}: permission denied; let its owner open the folder")
     suggestion = _suggest(run, [path.name for path in run_dirs], "no runs yet; start one: nsa-lab run smoke")
     raise RunDirectoryError(f"{run!r}: no such run in {outputs}; {suggestion}")
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import logging
 import sys
 
 from nsa_lab.config import UsageError
+from nsa_lab.config.errors import describe_os_error
 from nsa_lab.runs.directory import EXIT_USAGE
 from nsa_lab.runs.text_output import allow_any_text
 from nsa_lab.train import launcher
@@ -20,6 +22,9 @@ def main() -> int:
     parser.add_argument("--supervised", metavar="HANDLE", help="run as a rank of the supervisor that started this process")
     arguments = parser.parse_args()
     allow_any_text()
+    # A fault that ends the process, such as SIGBUS for a data shard that was truncated meanwhile, leaves its stacks in the
+    # log.
+    faulthandler.enable(all_threads=True)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stdout)
     try:
         if arguments.ranks > 1:
@@ -30,6 +35,12 @@ def main() -> int:
         return run(arguments.run_dir, lock=lock, store=store)
     except UsageError as error:
         print(error, file=sys.stderr)
+        return EXIT_USAGE
+    except OSError as error:
+        text = describe_os_error(error)
+        if text is None:
+            raise
+        print(text, file=sys.stderr)
         return EXIT_USAGE
 
 

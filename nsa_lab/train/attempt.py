@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,14 +19,17 @@ import torch
 
 from nsa_lab.attention import BackendError, geometry
 from nsa_lab.config import ConfigError, RunConfig
+from nsa_lab.config.errors import describe_os_error
 from nsa_lab.data import BuildProgress, DataError, ProgressMeter
 from nsa_lab.model import NSATransformer
-from nsa_lab.runs import directory, monitor_settings
+from nsa_lab.runs import directory
+from nsa_lab.runs.atomic_io import remove_path
 from nsa_lab.runs.checkpoint_files import parse_step
 from nsa_lab.runs.environment import get_code_identity, get_versions
 from nsa_lab.runs.events import read_events
+from nsa_lab.runs.history import get_monitor_settings
 from nsa_lab.runs.lock import ANOTHER_TRAINER, lock_owner, sign_lock, take_lock
-from nsa_lab.train import checkpoint_state
+from nsa_lab.train import checkpoint_content, checkpoint_state
 from nsa_lab.train.build import Builders, TrainContext, build_context, select_device, set_determinism
 from nsa_lab.train.checkpoint import CheckpointStore, NoValidCheckpoint
 from nsa_lab.train.distributed import World
@@ -44,7 +46,10 @@ from nsa_lab.train.validation import compute_probe_logits, measure_references
 
 logger = logging.getLogger("nsa_lab.train")
 
-USAGE_ERRORS = (ConfigError, DataError, BackendError, NotImplementedError, checkpoint_state.ResumeRefused)
+USAGE_ERRORS = (
+    *(ConfigError, DataError, BackendError, NotImplementedError, checkpoint_state.ResumeRefused),
+    directory.RunDirectoryError,
+)
 
 # Minimum duration of a stall for phases that may run long without progress; other phases use StallRule.floor_s.
 PHASE_STALL_FLOORS_S = {
@@ -78,10 +83,13 @@ def run(
             raise environment_error
         config = RunConfig.from_yaml(folder / directory.CONFIG)
         return _Attempt(folder, config, world, builders or Builders()).run()
-    except ConfigError as error:
-        logger.error("%s", error)
+    except (ConfigError, OSError) as error:
+        reason = describe_os_error(error) if isinstance(error, OSError) else str(error)
+        if reason is None:
+            raise
+        logger.error("%s", reason)
         directory.write_status(
-            folder, run=folder.name, status=directory.HALTED, exit_code=directory.EXIT_USAGE, reason=str(error)
+            folder, run=folder.name, status=directory.HALTED, exit_code=directory.EXIT_USAGE, reason=reason
         )
         return directory.EXIT_USAGE
     finally:
@@ -111,7 +119,9 @@ class _Attempt:
         )
         self._fill_pace = ProgressMeter()
         self._stall_finding: Finding | None = None
-        self.signals = StopSignals(folder / "stacks.txt", self._on_signal, self._on_second_signal)
+        self.signals = StopSignals(
+            folder / "stacks.txt", self._on_signal, self._on_second_signal, self.recorder.phases.clock.note_continued
+        )
 
     def run(self) -> int:
         with self.signals:
@@ -131,7 +141,10 @@ class _Attempt:
                 self.recorder.record_error(error, expected=True)
                 return self._record_end("halt", directory.HALTED, directory.EXIT_USAGE, str(error))
             except Exception as error:  # noqa: BLE001 - any other error is a bug; record it
-                self.recorder.record_error(error)
+                text = describe_os_error(error) if isinstance(error, OSError) else None
+                self.recorder.record_error(error, expected=text is not None)
+                if text is not None:
+                    return self._record_end("halt", directory.HALTED, directory.EXIT_USAGE, text)
                 return self._record_end("halt", directory.HALTED, directory.EXIT_BUG, f"{type(error).__name__}: {error}")
             finally:
                 self.recorder.close()
@@ -182,10 +195,10 @@ class _Attempt:
     def _remove_leftovers(self) -> None:
         """Remove the files that a killed process left: folders of a preflight, and a half-written status."""
         for leftover in self.folder.glob(".preflight-*"):
-            shutil.rmtree(leftover)
+            remove_path(leftover)
         # No other process writes these: this process holds the lock and has written its first status.
         for leftover in self.folder.glob(f".{directory.STATUS}.*"):
-            leftover.unlink()
+            remove_path(leftover)
 
     def _build_context(self, device: torch.device) -> TrainContext:
         model, train = self.config.model, self.config.train
@@ -257,7 +270,7 @@ class _Attempt:
                     f"{store.folder}: the events record checkpoints, but the folder has none. "
                     "The run is not started over; restore a step-… folder, or create a new run"
                 )
-            self.recorder.record_start(0, {**context.facts, "settings": monitor_settings.get_monitor_settings(self.config)})
+            self.recorder.record_start(0, {**context.facts, "settings": get_monitor_settings(self.config)})
             self.recorder.record_references(measure_references(context))
             self._run_preflight(context)
             return 0, []
@@ -273,7 +286,7 @@ class _Attempt:
         )
         restored = {"checkpoint": path.name, "probe_difference": difference}
         self.recorder.record_start(
-            state["step"], {**context.facts, "settings": monitor_settings.get_monitor_settings(self.config), **restored}
+            state["step"], {**context.facts, "settings": get_monitor_settings(self.config), **restored}
         )
         return state["step"], state["guard"]["losses"]
 
@@ -292,7 +305,7 @@ class _Attempt:
 
     def _find_newest_checkpoint(self, store: CheckpointStore, device: torch.device) -> Path | None:
         """Return the newest valid checkpoint. Rank 0 verifies and quarantines damaged ones; other ranks get its result."""
-        path, quarantined = store.load_latest() if self.world.is_first else (None, [])
+        path, quarantined = store.load_latest(checkpoint_content.find_problems) if self.world.is_first else (None, [])
         for checkpoint in quarantined:
             self.recorder.record_quarantine(checkpoint)
         step = self.world.broadcast_from_first(float(parse_step(path)) if path else -1.0, device)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.runs.atomic_io import is_disk_full
+from nsa_lab.runs.atomic_io import is_disk_full, open_without_following, remove_path
 from nsa_lab.runs.checkpoint_files import (
     MANIFEST,
     find_problems,
@@ -32,6 +32,7 @@ from nsa_lab.runs.checkpoint_files import (
     list_steps,
     make_manifest_entry,
 )
+from nsa_lab.runs.directory import RunDirectoryError
 
 LATEST, QUARANTINE = "latest", "quarantine"
 
@@ -53,7 +54,7 @@ class Filesystem:
         path.mkdir()
 
     def write(self, path: Path, data: bytes | memoryview) -> None:
-        with open(path, "wb") as file:
+        with open(path, "wb", opener=open_without_following) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -72,7 +73,7 @@ class Filesystem:
         path.unlink()
 
     def remove_tree(self, path: Path) -> None:
-        shutil.rmtree(path)
+        remove_path(path)
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,10 @@ class CheckpointStore:
         self.folder = folder
         self._keep_last, self._keep_every = keep_last, keep_every
         self._fs = fs or Filesystem()
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise RunDirectoryError(f"{folder}: expected a folder, got a file; move it away") from None
 
     def get_path(self, step: int) -> Path:
         return get_checkpoint_path(self.folder, step)
@@ -204,14 +208,18 @@ class CheckpointStore:
         free = shutil.disk_usage(self.folder).free
         return DiskFull(f"the disk is full: a checkpoint needs {needed_bytes:,} bytes, {free:,} are free")
 
-    def load_latest(self) -> tuple[Path | None, list[QuarantinedCheckpoint]]:
+    def load_latest(
+        self, find_content_problems: Callable[[Path], list[str]] = lambda path: []
+    ) -> tuple[Path | None, list[QuarantinedCheckpoint]]:
         """Return the newest checkpoint whose files all match its manifest, and the newer ones that were quarantined.
 
-        None if no checkpoint was ever completed. Raises `NoValidCheckpoint` if there were some and none is valid.
+        `find_content_problems`: returns problems of files that match their manifest. None if no
+        checkpoint was ever completed. Raises `NoValidCheckpoint` if there were some and none is valid.
         """
         quarantined: list[QuarantinedCheckpoint] = []
         for step in reversed(self.list_steps()):
-            problems = find_problems(self.get_path(step))
+            path = self.get_path(step)
+            problems = find_problems(path) or find_content_problems(path)
             if not problems:
                 return self.get_path(step), quarantined
             quarantined.append(QuarantinedCheckpoint(step, self._quarantine(step), problems))
@@ -245,7 +253,11 @@ class CheckpointStore:
         return [self.get_path(step).name for step in removed]
 
     def _remove_leftovers(self) -> None:
-        for leftover in [*self.folder.glob(".saving-*"), *self.folder.glob(".removing-*")]:
+        # Also files and links: whatever has the name of a temporary file would block every save.
+        leftovers = (
+            leftover for pattern in (".saving-*", ".removing-*", f".{LATEST}") for leftover in self.folder.glob(pattern)
+        )
+        for leftover in leftovers:
             self._fs.remove_tree(leftover)
 
     def _quarantine(self, step: int) -> Path:

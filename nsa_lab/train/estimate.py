@@ -7,9 +7,11 @@ the driver reserves. A CPU run records the whole process including Python and to
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,8 @@ CHECKPOINT_BYTES_PER_PARAM = 12
 BYTES_PER_MOMENT = 4
 # Minimum size of a model with runtime.profile = production.
 MIN_PRODUCTION_PARAMS = 50_000_000
+# A part of a record of `nsa-lab bench train`, shipped with the package for estimates without another measurement.
+REFERENCE_THROUGHPUT = Path(__file__).with_name("reference_throughput.json")
 
 
 @dataclass(frozen=True)
@@ -250,3 +254,26 @@ def compare_with_measured(
     if estimate.hours:
         rows.append(("hours", estimate.hours, compute_hours(estimate.tokens, speed)))
     return [(name, estimated, value, value / estimated) for name, estimated, value in rows]
+
+
+def load_reference_throughput() -> dict[str, Any]:
+    """Return device, date and model, and for each shape tokens per second and time shares of NSA and the dense baseline."""
+    return json.loads(REFERENCE_THROUGHPUT.read_text(encoding="utf-8"))
+
+
+def find_reference_speed(config: RunConfig) -> tuple[float, str] | None:
+    """Return (tokens per second, GPU name) measured for this model and shape; None for any other."""
+    record, train, model = load_reference_throughput(), config.train, config.model
+    # Settings added after the record was made have their default, which is off.
+    if model.model_copy(update={"attention": "nsa"}) != ModelConfig.model_validate(record["model"]):
+        return None
+    for row in record["rows"]:
+        measured = row[model.attention]
+        is_same_shape = all(
+            (row["seq_len"], row["micro_batch"], measured["cuda_graph"])
+            == (stage.seq_len, stage.sequences_per_forward, config.uses_cuda_graph(stage))
+            for stage in train.plan
+        )
+        if is_same_shape and config.runtime.compile:
+            return measured["tokens_per_s"], record["device"]
+    return None

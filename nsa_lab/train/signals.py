@@ -4,6 +4,8 @@ Invariants
 * The first request sets a flag. The loop polls it between micro-batches, while it waits for data, and between evaluation
   batches. Inside `raise_immediately()` (compilation, data preparation) nothing polls, so `StopRequested` is raised at the
   current line of the main thread.
+* SIGCONT reports that a suspended process was continued, in the main thread and, if that is inside a long call, in the
+  listening thread.
 * The second request ends the process immediately, even if the main thread is inside a long call that never returns to
   Python: a separate thread reads the signals from a pipe that the C-level handler writes to.
 """
@@ -31,12 +33,18 @@ class StopSignals:
     """Installs the signal handlers for the duration of a `with` block; does nothing outside the main thread.
 
     `on_first(name)` and `on_second(name)` are called from the listening thread; after `on_second` the process exits with
-    75.
+    75. `on_continued` is called from both threads.
     """
 
-    def __init__(self, stacks: Path, on_first: Callable[[str], None], on_second: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        stacks: Path,
+        on_first: Callable[[str], None],
+        on_second: Callable[[str], None],
+        on_continued: Callable[[], None] = lambda: None,
+    ) -> None:
         self._stacks_path = stacks
-        self._on_first, self._on_second = on_first, on_second
+        self._on_first, self._on_second, self._on_continued = on_first, on_second, on_continued
         self._requested: str | None = None
         self._raise_now = False
         self._cleanup: list[Callable[[], Any]] = []
@@ -80,6 +88,8 @@ class StopSignals:
         for number in STOP_SIGNALS:
             previous = signal.signal(number, self._handle)
             self._cleanup.insert(0, lambda number=number, previous=previous: signal.signal(number, previous))
+        previous = signal.signal(signal.SIGCONT, lambda number, frame: self._on_continued())
+        self._cleanup.insert(0, lambda previous=previous: signal.signal(signal.SIGCONT, previous))
         # The launcher blocked these signals in this process. A request that arrived meanwhile is delivered now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         stacks = open(self._stacks_path, "a", encoding="utf-8")
@@ -101,6 +111,8 @@ class StopSignals:
         # The pipe ends when `__exit__` closes its write end.
         while received := os.read(read_end, 64):
             for signal_number in received:
+                if signal_number == signal.SIGCONT:
+                    self._on_continued()
                 if signal_number not in STOP_SIGNALS:
                     continue
                 n_requests += 1

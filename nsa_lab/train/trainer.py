@@ -14,7 +14,6 @@ import contextlib
 import gc
 import logging
 import math
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from nsa_lab.train.lr_schedule import compute_learning_rate
 from nsa_lab.train.packing import find_steps_with_new_capacity
 from nsa_lab.train.signals import StopRequested, StopSignals
 from nsa_lab.train.step import AUXILIARY, GRAD_NORM, LOSS, NON_FINITE, STOP, TEXT_LOSS, TEXT_TOKENS, AsyncHostCopy, Readback
+from nsa_lab.train.telemetry.awake_clock import AwakeClock
 from nsa_lab.train.telemetry.recorder import Recorder
 from nsa_lab.train.telemetry.system_metrics import compute_percentile, count_bytes_by_dtype, get_peak_memory_bytes
 from nsa_lab.train.validation import (
@@ -74,7 +74,7 @@ class Trainer:
         self._latest_result: list[float] = []
         # Steps to log once their result is read: learning rate and, if collected, statistics.
         self._pending_logs: dict[int, tuple[float, AsyncHostCopy | None]] = {}
-        self._interval = _LogInterval(completed_steps)
+        self._interval = _LogInterval(completed_steps, recorder.phases.clock)
         self._first_step = completed_steps + 1
         self._stage_first_steps = self.train.first_steps
 
@@ -386,14 +386,15 @@ class Trainer:
 class _LogInterval:
     """Measures the time between two log points, without evaluation, saves and statistics."""
 
-    def __init__(self, step: int) -> None:
-        self._step, self._start_time = step, time.monotonic()
+    def __init__(self, step: int, clock: AwakeClock) -> None:
+        self._clock = clock
+        self._step, self._start_time = step, clock.now()
         self.excluded_s = 0.0
         self.data_waits_s: list[float] = []
 
     def close(self, step: int) -> tuple[int, float, list[float]]:
         """Return steps since the last call, mean seconds per step, and the seconds that each step waited for data."""
-        n_steps, now = step - self._step, time.monotonic()
+        n_steps, now = step - self._step, self._clock.now()
         result = n_steps, max(now - self._start_time - self.excluded_s, 1e-9) / n_steps, self.data_waits_s
         self._step, self._start_time = step, now
         self.excluded_s, self.data_waits_s = 0.0, []

@@ -76,18 +76,20 @@ def start_run(config: RunConfig, run_dir: str = "", *, outputs: str = "", new_ru
     """
     folder = resolve.get_root() / outputs if outputs else resolve.get_outputs_dir()
     try:
-        if run_dir:
-            existing_run = find_run_directory(run_dir)
-        elif new_run:
-            existing_run = None
-        else:
-            existing_run = lifecycle.find_unfinished(config, folder) or _find_finished(config, folder)
-        if existing_run is None:
-            run = lifecycle.ensure(config, folder, new=True)
-            print(f"new run: {run}")
-            return run
-        state, action = lifecycle.get_state(existing_run), _describe_start(existing_run)
-        run = lifecycle.ensure(existing_run)
+        # If two notebooks have the same parameters, one starts a run and the other attaches to it.
+        with lifecycle.hold_creation_lock(folder):
+            if run_dir:
+                existing_run = find_run_directory(run_dir)
+            elif new_run:
+                existing_run = None
+            else:
+                existing_run = lifecycle.find_unfinished(config, folder) or _find_finished(config, folder)
+            if existing_run is None:
+                run = lifecycle.ensure(lifecycle.create_run(config, folder))
+                print(f"new run: {run}")
+                return run
+            state, action = lifecycle.get_state(existing_run), _describe_start(existing_run)
+            run = lifecycle.ensure(existing_run)
     except UsageError as error:
         raise Stop(f"{type(error).__name__}: {error}") from None
     messages = {

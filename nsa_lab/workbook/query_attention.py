@@ -63,7 +63,7 @@ def _softmax(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
 def mark_token(figure: Figure, token: int) -> None:
     """Mark a token with a dashed line in every lane of a query plot."""
     for axes in figure.axes:
-        axes.axvline(token + 0.5, color="#CC79A7", linewidth=1.5, linestyle="--")
+        axes.axvline(token + 0.5, color="#CC79A7", linewidth=1.5, linestyle="--", zorder=0.5)
 
 
 def describe_selected_blocks(reads: AttentionReads, text: str, width: int = 48) -> str:

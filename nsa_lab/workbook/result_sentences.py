@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from nsa_lab.figures import get_position_ranges
-from nsa_lab.health.comparison import AblationSummary, ModelComparison, NeedleResult
+from nsa_lab.health.comparison import AblationSummary, ModelComparison, NeedleResult, Proportion
 from nsa_lab.health.paired_text_loss import RangeDifference, TextDifference
-from nsa_lab.health.proportions import Proportion
 
 FACTS = {
     "needle": "single facts",

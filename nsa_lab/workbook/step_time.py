@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 from nsa_lab.attention import geometry
 from nsa_lab.config import ModelConfig
 from nsa_lab.figures.benchmarks import STEP_COLOURS, plot_step_time
-from nsa_lab.train.estimate import build_meta_model
-from nsa_lab.train.reference_throughput import load_reference_throughput
+from nsa_lab.train.estimate import build_meta_model, load_reference_throughput
 from nsa_lab.workbook.display import show_figure, show_folded
 
 # FLOP/s of the attention floor: the useful work of the best attention kernels on one H200.
@@ -80,9 +79,9 @@ def plot_report(report: BenchmarkReport) -> Figure:
             floors = compute_floors(row, model, report["gemm_flops_per_s"])
             bars = {
                 "NSA": compute_part_times(row, "nsa"),
-                "its\nfloor": floors["nsa"],
+                "NSA floor": floors["nsa"],
                 "dense": compute_part_times(row, "dense"),
-                "its \nfloor": floors["dense"],
+                "dense floor": floors["dense"],
             }
             panels.append((f"{row['seq_len']:,} x {row['micro_batch']}", bars))
     return plot_step_time(panels, f"Training step by part, {report['device']}, {report['when'][:10]}")

@@ -401,7 +401,8 @@ def index_queries_and_keys(x: Array, model: Model, prefix: str) -> tuple[Array, 
             k = rms_norm(k, model.weights[f"{prefix}.norm.weight"], model.eps)
         else:
             k, positions = compress(k, geometry, phi), [block[0] for block in compressed_blocks(T, geometry)]
-    k = np.apply_along_axis({"bf16": lambda key: key, "fp8": round_to_fp8, "mxfp4": round_to_mxfp4}[model.index_format], -1, k)
+    if k.size and model.index_format != "bf16":
+        k = np.apply_along_axis({"fp8": round_to_fp8, "mxfp4": round_to_mxfp4}[model.index_format], -1, k)
     return rotate_some(q, R, model.theta), np.concatenate([k] * (G // groups), 2), geometry
 
 
@@ -442,7 +443,7 @@ def get_phi(model: Model, prefix: str) -> Callable[[Array], Array]:
 
 
 def logits(tokens: Array, model: Model, layers: int, selections: list | None = None) -> Array:
-    """Return the logits of the transformer, tokens [B, T] -> [B, T, V]. The blocks of each layer are added to `selections`."""
+    """Return the logits of the transformer, tokens [B, T] -> [B, T, V]. `selections` gets the blocks of each layer."""
     w = model.weights
     x = w["embedding.weight"][tokens]
     if model.ngrams[0]:

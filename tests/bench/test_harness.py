@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from nsa_lab.bench import harness
-from nsa_lab.bench.attention_rows import AttentionRow
+from nsa_lab.bench.attention_rows import AttentionRow, read_record
 from nsa_lab.bench.attention_speed import _compute_shares
 from nsa_lab.bench.harness import Benchmark, Output, RowColumn, Setup, make_record
 from nsa_lab.config import ConfigError
@@ -53,11 +53,11 @@ def test_uncommitted_changes_are_reported() -> None:
 
 def test_only_records_are_read(tmp_path: Path) -> None:
     for record in RECORDS:
-        assert harness.read_record(record)["when"]
+        assert read_record(record)["when"]
     for content in ("[]", "{}", "not JSON"):
         (tmp_path / "other.json").write_text(content)
         with pytest.raises(ConfigError, match="expected a record written by nsa-lab bench --json"):
-            harness.read_record(tmp_path / "other.json")
+            read_record(tmp_path / "other.json")
 
 
 def test_the_defaults_follow_the_device() -> None:

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from looping import looped
 
 from nsa_lab.config import RunConfig
 from nsa_lab.runs import directory, events, lifecycle
+from nsa_lab.runs.checkpoint_files import MANIFEST, find_problems, format_manifest, read_manifest_entry
+from nsa_lab.train import checkpoint_content
 from nsa_lab.train.attempt import run
+from nsa_lab.train.checkpoint import CheckpointStore
+from nsa_lab.train.checkpoint_state import MODEL, OPTIMIZER, STATE
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +76,207 @@ def test_with_no_valid_checkpoint_left_the_run_halts_and_is_not_started_over(fin
     assert "not started over" in directory.read_status(finished_run)["reason"]
     shutil.rmtree(finished_run / "checkpoints")
     assert run(finished_run) == directory.EXIT_HALTED, "the record remembers that there were checkpoints"
+
+
+def sign(folder: Path) -> None:
+    """Write a manifest that agrees with the files as they are."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    facts = {name: value for name, value in manifest.items() if name not in ("v", "step", "files", "digest")}
+    files = {path.name: read_manifest_entry(path) for path in folder.iterdir() if path.name != MANIFEST}
+    (folder / MANIFEST).write_text(format_manifest(manifest["step"], files, facts))
+
+
+def edit_state(**changes: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        state = json.loads((folder / STATE).read_text())
+        (folder / STATE).write_text(json.dumps({**state, **changes}))
+
+    return edit
+
+
+def write(name: str, data: bytes) -> Callable[[Path], None]:
+    def write_file(folder: Path) -> None:
+        (folder / name).write_bytes(data)
+
+    return write_file
+
+
+def truncate(name: str, fraction: float) -> Callable[[Path], None]:
+    def cut(folder: Path) -> None:
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: int(len(data) * fraction)])
+
+    return cut
+
+
+def edit_header(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    """Return an edit of the header of the weights, of the same length."""
+
+    def edit(folder: Path) -> None:
+        data = (folder / MODEL).read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        change(header)
+        (folder / MODEL).write_bytes(
+            data[:8] + json.dumps(header).replace(" ", "").encode().ljust(size)[:size] + data[8 + size :]
+        )
+
+    return edit
+
+
+def lie_about_shape(header: dict[str, Any]) -> None:
+    next(entry for entry in header.values() if "shape" in entry)["shape"] = [10**6, 10**6]
+
+
+def lie_about_type(header: dict[str, Any]) -> None:
+    for entry in header.values():
+        if "dtype" in entry:
+            entry["dtype"] = "I32"
+
+
+def lie_about_offsets(header: dict[str, Any]) -> None:
+    entry = next(entry for entry in header.values() if "shape" in entry)
+    entry["data_offsets"] = [0, 10**12]
+
+
+def save_optimizer(content: Any) -> Callable[[Path], None]:
+    return lambda folder: torch.save(content, folder / OPTIMIZER)
+
+
+# Signed by whoever wrote them: every file matches its digest.
+SIGNED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "state of {}": (write(STATE, b"{}"), STATE),
+    "state that is a list": (write(STATE, b"[1]"), STATE),
+    "state of another step": (edit_state(step=4), STATE),
+    "step that is a text": (edit_state(step="6"), STATE),
+    "guard without losses": (edit_state(guard={}), STATE),
+    "losses that are texts": (edit_state(guard={"losses": ["x"]}), STATE),
+    "code of nothing": (edit_state(code={}), STATE),
+    "empty optimizer": (write(OPTIMIZER, b""), OPTIMIZER),
+    "truncated optimizer": (truncate(OPTIMIZER, 0.5), OPTIMIZER),
+    "almost whole optimizer": (truncate(OPTIMIZER, 0.99), OPTIMIZER),
+    "optimizer without rng": (save_optimizer({"moments": {}}), OPTIMIZER),
+    "optimizer that is a tensor": (save_optimizer(torch.zeros(3)), OPTIMIZER),
+    "no weights": (write(MODEL, b""), MODEL),
+    "header of 10^18 bytes": (write(MODEL, (10**18).to_bytes(8, "little") + b"{}"), MODEL),
+    "header that is no JSON": (write(MODEL, (4).to_bytes(8, "little") + b"nope"), MODEL),
+    "shape that lies": (edit_header(lie_about_shape), MODEL),
+    "type that lies": (edit_header(lie_about_type), MODEL),
+    "offsets that lie": (edit_header(lie_about_offsets), MODEL),
+    "truncated weights": (truncate(MODEL, 0.7), MODEL),
+    "probe of nothing": (write("probe.safetensors", b""), "probe.safetensors"),
+}
+
+
+@looped
+@pytest.mark.slow
+@pytest.mark.parametrize(("spoil", "name"), SIGNED.values(), ids=SIGNED)
+def test_signed_but_bad_files_cost_one_checkpoint(
+    trained_run: Path, tmp_path: Path, spoil: Callable[[Path], None], name: str
+) -> None:
+    copy = Path(tempfile.mkdtemp(dir=tmp_path)) / "checkpoints"
+    store = CheckpointStore(shutil.copytree(trained_run / "checkpoints", copy))
+    spoil(store.get_path(6))
+    sign(store.get_path(6))
+    assert not find_problems(store.get_path(6)), "every file matches its digest"
+    path, quarantined = store.load_latest(checkpoint_content.find_problems)
+    assert path == store.get_path(4)
+    assert [(checkpoint.step, name in checkpoint.problems[0]) for checkpoint in quarantined] == [(6, True)]
+
+
+@pytest.mark.slow
+def test_run_with_a_signed_but_bad_checkpoint_resumes_from_the_one_before(finished_run: Path) -> None:
+    expected = weights(finished_run, 6)
+    for spoil in (edit_state(guard=7), truncate(OPTIMIZER, 0.3), edit_header(lie_about_type)):
+        folder = finished_run / "checkpoints/step-00000006"
+        spoil(folder)
+        sign(folder)
+        assert run(finished_run) == 0
+        assert weights(finished_run, 6) == expected
+    guards = [event for event in events.read_events(finished_run) if event["kind"] == "guard"]
+    assert [guard["action"] for guard in guards] == ["quarantined"] * 3
+
+
+def test_odd_files_among_the_checkpoints_block_no_save(trained_run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(trained_run / "checkpoints", tmp_path / "checkpoints")
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "file").write_text("mine")
+    (folder / ".saving-step-00000008").write_text("left over")
+    (folder / ".saving-step-00000007").symlink_to(victim)
+    (folder / ".removing-step-00000001").mkdir()
+    (folder / ".latest").symlink_to(victim / "file")
+    store = CheckpointStore(folder)
+    saved = store.save(8, {MODEL: lambda: b"weights"}, {})
+    assert saved.path == store.get_path(8) and (folder / "latest").read_text() == "step-00000008\n"
+    assert (victim / "file").read_text() == "mine"
+    assert not list(folder.glob(".*"))
+
+
+def test_checkpoints_that_are_a_file_halt_the_run_with_a_line(finished_run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.rmtree(finished_run / "checkpoints")
+    (finished_run / "checkpoints").write_text("")
+    assert run(finished_run) == directory.EXIT_USAGE
+    assert "checkpoints: expected a folder, got a file; move it away" in directory.read_status(finished_run)["reason"]
+    assert "Traceback" not in caplog.text
+
+
+def test_many_files_of_a_manifest_start_few_threads(trained_run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(trained_run / "checkpoints" / "step-00000006", tmp_path / "step-00000006")
+    entry = read_manifest_entry(folder / STATE)
+    real = {path.name: read_manifest_entry(path) for path in folder.iterdir() if path.name != MANIFEST}
+    for name in (f"part-{n}" for n in range(2000)):
+        shutil.copyfile(folder / STATE, folder / name)
+        real[name] = entry
+    (folder / MANIFEST).write_text(format_manifest(6, real))
+    most, start = [0], threading.Thread.start
+
+    def count(thread: threading.Thread) -> None:
+        start(thread)
+        most[0] = max(most[0], threading.active_count())
+
+    before = threading.active_count()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", count)
+        assert find_problems(folder) == []
+        assert most[0] <= before + 8
+        missing = {**real, **{f"missing-{n}": entry for n in range(95_000)}}
+        (folder / MANIFEST).write_text(format_manifest(6, missing))
+        problems = find_problems(folder)
+        assert problems[0] == "missing-0 is missing" and problems[-1] == "94990 further files"
+        assert most[0] <= before + 8
+        (folder / MANIFEST).write_text(format_manifest(6, {**missing, **{f"more-{n}": entry for n in range(10_000)}}))
+        assert find_problems(folder) in (
+            ["MANIFEST.json has no valid list of files with size and sha256"],
+            ["MANIFEST.json cannot be read (OSError)"],
+        )
+
+
+def test_manifest_without_weights_is_not_whole(trained_run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(trained_run / "checkpoints" / "step-00000006", tmp_path / "step-00000006")
+    for files in ({}, {STATE: read_manifest_entry(folder / STATE)}):
+        (folder / MANIFEST).write_text(format_manifest(6, files))
+        assert find_problems(folder) == ["MANIFEST.json lists no weights (model.safetensors or .metadata)"]
+
+
+def test_truncated_shard_leaves_the_stacks_in_the_log(tmp_path: Path) -> None:
+    """SIGBUS ends the process. `faulthandler`, enabled by the trainer's command, writes where."""
+    code = f"""
+import sys
+from pathlib import Path
+import numpy as np
+import nsa_lab.train
+import nsa_lab.train.__main__ as command
+path = Path({str(tmp_path / "shard")!r})
+path.write_bytes(bytes(1 << 20))
+def read_shard(*_, **__):
+    shard = np.memmap(path, mode="r")
+    path.write_bytes(b"")
+    return int(shard[1 << 19])
+nsa_lab.train.run = read_shard
+sys.argv = ["train", "."]
+command.main()
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == -signal.SIGBUS, result
+    assert "Bus error" in result.stderr and "read_shard" in result.stderr

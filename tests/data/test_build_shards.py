@@ -22,7 +22,6 @@ from nsa_lab.data import (
     DataError,
     Document,
     ProgressMeter,
-    build_progress,
     check,
     compute_split_fraction,
     prepare,
@@ -581,7 +580,7 @@ def test_without_a_source_every_shard_is_hashed_whatever_its_size(
 
 def test_progress_reports_rate_and_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(build_progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("nsa_lab.data.build_shards.time.monotonic", lambda: now[0])
     told = ProgressMeter(interval_s=5.0)
     assert told.take_report() is None
     assert not told.observe(BuildProgress("waiting for the source", 0, 0, None))

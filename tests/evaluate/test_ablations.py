@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from nsa_lab.evaluate import (
     block_selectors,
     compute_block_mass,
     forward_with_ablation,
+    list_ablations,
     measure_selection_quality,
     run_ablations,
 )
@@ -25,10 +26,28 @@ NSA = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=11)
 LENGTH = 101
 
 
-def make_model(nsa: NSAConfig = NSA, **changes: object) -> NSATransformer:
+def make_model(nsa: NSAConfig = NSA, **changes: Any) -> NSATransformer:
     sizes = {"dim": 24, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 6, "d_v": 5, "nsa": nsa}
     input_layers = {"embedding_norm": True, "ngrams": 3, "ngram_rows": 50, "ngram_width": 4}
     return NSATransformer(ModelConfig(**{**sizes, **input_layers, **changes}), seed=3, backend="torch").double().eval()
+
+
+INDEXER = {"indexer_block": 4, "selection_loss": 0.05}
+MEAN_KEY = {"nsa": NSA.model_copy(update={"scores": "mean_key"})}
+# Sets of branches, other scores, and blocks that several layers share.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "cmp sel win": {},
+    "shared keys": {"shared_kv": True},
+    "indexer": INDEXER,
+    "indexer in every second layer": {**INDEXER, "n_layers": 3, "indexer_every": 2},
+    "cmp sel": {"branches": ("cmp", "sel")},
+    "cmp win": {"branches": ("cmp", "win")},
+    "sel win by mean keys": {"branches": ("sel", "win"), **MEAN_KEY},
+    "sel win by an indexer": {"branches": ("sel", "win"), **INDEXER, "indexer_every": 2},
+    "sel": {"branches": ("sel",), **MEAN_KEY},
+    "cmp": {"branches": ("cmp",)},
+    "win": {"branches": ("win",)},
+}
 
 
 def make_tokens(length: int = LENGTH, rows: int = 2) -> Tensor:
@@ -108,9 +127,57 @@ def test_random_blocks_are_valid_and_depend_on_the_seed() -> None:
     assert free.any()
 
 
-def test_no_ablation_equals_the_model() -> None:
-    model, tokens = make_model(), make_tokens()
+@looped
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_ablation_equals_the_model(variant: str) -> None:
+    model, tokens = make_model(**VARIANTS[variant]), make_tokens()
     assert torch.equal(forward_with_ablation(model, tokens, ABLATIONS["chosen"]), model(tokens))
+
+
+@pytest.mark.slow
+@looped
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ablations_apply_to_branches_that_exist(variant: str) -> None:
+    """Each that applies changes the logits; any other is refused, by name too."""
+    model, tokens = make_model(**VARIANTS[variant]), make_tokens()
+    branches = model.config.branches
+    selections = ["random", "nearest", "oracle", "twice", "all"] if "sel" in branches else []
+    expected = ["chosen", *selections, *(f"no_{branch}" for branch in branches)]
+    assert list_ablations(model.config) == expected
+    logits = model(tokens)
+    for name, ablation in ABLATIONS.items():
+        if name in expected:
+            changed = (forward_with_ablation(model, tokens, ablation) - logits).abs().max()
+            assert name == "chosen" or changed > 1e-6, name
+            continue
+        message = "expected a branch of the model" if ablation.disabled_branch else "has no selected branch"
+        with pytest.raises(ValueError, match=message):
+            forward_with_ablation(model, tokens, ablation)
+        with pytest.raises(ValueError, match=message):
+            run_ablations(model, tokens, torch.tensor([[[40]]]).expand(2, 1, 1), names=[name])
+    results = run_ablations(model, tokens, torch.tensor([[[40]]]).expand(2, 1, 1))
+    assert [result.name for result in results] == expected
+
+
+@looped
+@pytest.mark.parametrize("branches", [("cmp", "win"), ("sel", "win"), ("cmp", "sel"), ("win",), ("sel",)])
+def test_disabled_branch_of_any_set_equals_a_gate_of_zero(branches: tuple[str, ...]) -> None:
+    """One layer: its output without a branch is the gated sum of the others, and 0 without the only one."""
+    model = make_model(n_layers=1, branches=branches, **({} if "cmp" in branches else MEAN_KEY))
+    tokens = make_tokens()
+    block = cast(Block, model.blocks[0])
+    layer = cast(SparseAttention, block.attention)
+    x, rotary = model.prepare_inputs(tokens)
+    observed = layer.observe(block.attention_norm(x), rotary)
+    for disabled in branches:
+        combined = torch.zeros(2, LENGTH, 4, 5, dtype=torch.float64)
+        for column, branch in enumerate(branches):
+            if branch != disabled:
+                combined += observed["gates"][..., column : column + 1] * observed[f"out_{branch}"]
+        after = x + layer.out(combined.flatten(2))
+        expected = model.head(model.norm(after + block.mlp(block.mlp_norm(after))))
+        logits = forward_with_ablation(model, tokens, ABLATIONS[f"no_{disabled}"])
+        torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_all_blocks_equals_selecting_every_block() -> None:
@@ -121,11 +188,13 @@ def test_all_blocks_equals_selecting_every_block() -> None:
     assert (found - few(make_tokens())).abs().max() > 1e-6
 
 
-@pytest.mark.parametrize("indexer", [0, 4])
-def test_twice_equals_a_model_with_twice_n_sel(indexer: int) -> None:
-    """Blocks with the highest scores, with and without an indexer."""
-    indexer_options = {"indexer_block": indexer, "selection_loss": 0.05} if indexer else {}
-    model, expected_model = (make_model(NSA.model_copy(update={"n_sel": n * NSA.n_sel}), **indexer_options) for n in (1, 2))
+@looped
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if "sel" in name or "indexer" in name])
+def test_twice_equals_a_model_with_twice_n_sel(variant: str) -> None:
+    """Blocks with the highest scores: of the compressed branch, of mean keys, of indexers that several layers share."""
+    options = {"nsa": NSA, **VARIANTS[variant]}
+    doubled = options["nsa"].model_copy(update={"n_sel": 2 * NSA.n_sel})
+    model, expected_model = make_model(**options), make_model(**{**options, "nsa": doubled})
     expected_model.load_state_dict(model.state_dict())
     logits = forward_with_ablation(model, make_tokens(), ABLATIONS["twice"])
     torch.testing.assert_close(logits, expected_model(make_tokens()), rtol=1e-9, atol=1e-9)
@@ -228,12 +297,40 @@ def test_selection_quality_is_a_fraction_of_the_oracle_mass() -> None:
     assert all(0 <= quality[name][0] <= 1 + 1e-6 for name in quality)
 
 
+@looped
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_selection_quality_measures_the_blocks_of_the_model(variant: str) -> None:
+    """Also of layers that use the blocks of an earlier one. A model without a selected branch is refused."""
+    model, tokens = make_model(**VARIANTS[variant]), make_tokens(rows=1)
+    if "sel" not in model.config.branches:
+        with pytest.raises(ValueError, match="has no selected branch"):
+            measure_selection_quality(model, tokens)
+        return
+    quality, observed = measure_selection_quality(model, tokens), model.observe(tokens)
+    assert quality is not None and len(quality["chosen"]) == len(observed) == model.config.n_layers
+    x, rotary = model.prepare_inputs(tokens)
+    selected: Tensor | None = None
+    for number, block in enumerate(cast("list[Block]", model.blocks)):
+        layer = cast(SparseAttention, block.attention)
+        q, _, _, k_sel, *_ = layer.project(block.attention_norm(x), rotary)
+        mass = compute_block_mass(q, k_sel, NSA)
+        chosen, oracle = (
+            (mass.gather(-1, blocks.long().clamp_min(0)) * (blocks >= 0))[:, NSA.n_sel * NSA.l_sel :].double().sum().item()
+            for blocks in (observed[number]["blocks"], block_selectors.select_oracle_blocks(q, k_sel, NSA))
+        )
+        assert quality["chosen"][number] == pytest.approx(chosen / oracle, rel=1e-6), number
+        x, selection = block(x, rotary, blocks=None if layer.indexer or not model.config.has_indexer else selected)
+        selected = selection.blocks
+
+
 def test_dense_model_is_rejected() -> None:
     model = make_model(attention="dense")
     with pytest.raises(ValueError, match=r"model\.attention: nsa"):
         forward_with_ablation(model, make_tokens(), ABLATIONS["chosen"])
     with pytest.raises(ValueError, match=r"model\.attention: nsa"):
         measure_selection_quality(model, make_tokens())
+    with pytest.raises(ValueError, match=r"model\.attention: nsa"):
+        run_ablations(model, make_tokens(), torch.tensor([[[40]]]).expand(2, 1, 1))
 
 
 def test_ablations_match_their_names() -> None:

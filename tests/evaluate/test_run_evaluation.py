@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from looping import looped
 from typer.testing import CliRunner
 from unpainted import unpainted
 
@@ -19,7 +20,7 @@ from nsa_lab import cli, figures
 from nsa_lab.config import ConfigError, ModelConfig, NSAConfig, RecallConfig, RunConfig
 from nsa_lab.data import DataError, prepare
 from nsa_lab.evaluate import ABLATIONS, NEEDLE_FORMS, TASKS, evaluate_run, run_evaluation
-from nsa_lab.evaluate.ablations import run_ablations
+from nsa_lab.evaluate.ablations import list_ablations, run_ablations
 from nsa_lab.evaluate.retrieval import make_needles
 from nsa_lab.evaluate.scoring import stack_samples
 from nsa_lab.model import NSATransformer
@@ -360,6 +361,19 @@ def test_ablations_use_the_seed() -> None:
     )
     expected = run_ablations(model, *stack_samples(make_needles(330, 2, recall, 7, text), torch.device("cpu")), seed=7)
     assert [result["d_loss"] for result in results["interventions"]] == [result.d_loss for result in expected]
+
+
+@looped
+@pytest.mark.parametrize("branches", [("cmp", "sel"), ("cmp", "win"), ("win",)])
+def test_ablations_of_a_model_without_some_branches(branches: tuple[str, ...]) -> None:
+    """Those of the branches that exist; the length that selects all blocks has no effect without a selected branch."""
+    model, text = NSATransformer(SMALL.model_copy(update={"branches": branches}), seed=0), np.arange(5000) % 26 + 97
+    settings = run_evaluation._RetrievalSettings(model, text, RecallConfig(value_length=4), (0.0,), 1, {}, 0, 7)
+    results = run_evaluation._run_ablations(settings, 330, 2, lambda line: None)
+    assert [result["name"] for result in results["interventions"]] == list_ablations(model.config)
+    assert (results["quality"] is None) == ("sel" not in branches)
+    short = run_evaluation._run_ablations(settings, 32, 2, lambda line: None)
+    assert not short["interventions"] and ("so all are selected" in short["why_not"]) == ("sel" in branches)
 
 
 def test_evaluation_uses_the_held_out_text_of_the_run(

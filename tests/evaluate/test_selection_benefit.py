@@ -91,6 +91,8 @@ def test_reason_is_returned_if_undefined() -> None:
         == "nsa.n_sel = 3: all selected blocks are forced"
     )
     assert "has 5000 bytes, and a sequence needs 6000" in str(measure_selection_benefit(model, TEXT, 6000, RECALL))
+    without_selection = measure_selection_benefit(make_model(branches=("cmp", "win")), TEXT, LENGTH, RECALL)
+    assert "has no selected branch" in str(without_selection)
     with pytest.raises(ValueError, match="got a dense model"):
         measure_selection_benefit(make_model(attention="dense"), TEXT, LENGTH, RECALL)
 

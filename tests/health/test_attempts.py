@@ -26,9 +26,9 @@ from looping import looped
 
 from nsa_lab.config import RunConfig
 from nsa_lab.health import Verdict, examine
-from nsa_lab.runs import directory, monitor_settings
+from nsa_lab.runs import directory
 from nsa_lab.runs import events as record
-from nsa_lab.runs.history import History
+from nsa_lab.runs.history import History, get_monitor_settings
 
 # The trainer stopped at step 120 with a save, and was resumed with other settings.
 BEFORE = make_config()
@@ -64,7 +64,7 @@ def with_settings(*configs: RunConfig, key: str = "settings") -> Callable[[list[
         events = make_resumed_events()
         first_events = [event for event in events if event["kind"] in ("start", "resume")]
         for event, config in zip(first_events, configs, strict=True):
-            event[key] = monitor_settings.get_monitor_settings(config) if key == "settings" else config.hash()
+            event[key] = get_monitor_settings(config) if key == "settings" else config.hash()
         return events
 
     return spoil
@@ -131,7 +131,7 @@ def test_invalid_recorded_settings_are_unknown(settings: Any, tmp_path: Path) ->
 
 
 def test_unknown_recorded_settings_are_ignored(tmp_path: Path) -> None:
-    settings = monitor_settings.get_monitor_settings(BEFORE) | {"train.log_every": 5, "train.of_tomorrow": 1}
+    settings = get_monitor_settings(BEFORE) | {"train.log_every": 5, "train.of_tomorrow": 1}
     run_dir = write_run(tmp_path, spoil=lambda events: events[0].update(settings=settings))
     config = History.read(run_dir).config_of_attempt(1)
     assert config is not None and config.train.log_every == 5

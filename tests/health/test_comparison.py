@@ -18,12 +18,11 @@ from looping import looped
 
 from nsa_lab import cli
 from nsa_lab.config import ConfigError
-from nsa_lab.health.comparison import ModelComparison, compare_models, is_far
+from nsa_lab.health.comparison import ModelComparison, Proportion, compare_models, is_far
 from nsa_lab.health.comparison_tables import format_markdown
 from nsa_lab.health.model_runs import find_baseline, get_model_name, group_runs
 from nsa_lab.health.paired_difference import MAX_SEGMENTS, T_QUANTILES, PairedDifference, compute_paired_difference
 from nsa_lab.health.paired_text_loss import SLOPE_LABEL
-from nsa_lab.health.proportions import Proportion
 from nsa_lab.runs.evaluation import compute_wilson_interval, write_evaluation
 from nsa_lab.runs.history import History
 

@@ -69,7 +69,7 @@ def test_interval_matches_hand_calculation(get_results: GetResults) -> None:
     assert baseline.bpb == SeedMean(pytest.approx(2.03), pytest.approx(HALF_BASELINE, rel=1e-12), 3)
     assert other.less_baseline == SeedMean(pytest.approx(-0.08 / 3), pytest.approx(HALF_DIFFERENCE, rel=1e-12), 3)
     assert abs(HALF_BASELINE - 0.089574) < 1e-6 and abs(HALF_DIFFERENCE - 0.037949) < 1e-6
-    assert baseline.less_baseline is None and baseline.apart is None and not baseline.notes
+    assert baseline.less_baseline is None and baseline.repeat_std is None and not baseline.notes
     assert other.notes == ["difference to the baseline not significant"]
     assert (baseline.n_done, len(baseline.runs), baseline.parameters, baseline.tokens) == (3, 3, 123_456, 200 * 2 * 2048)
 
@@ -84,7 +84,7 @@ def test_repeated_runs_of_a_seed_are_averaged(get_results: GetResults) -> None:
     """Repeated runs of the same seeds do not narrow the interval over seeds."""
     baseline, other = get_results([[2.00, 2.04], [2.03, 2.03]], [[1.9, 2.1], [2.0, 2.0]], repeats=2)
     assert baseline.bpb == SeedMean(pytest.approx(2.025), pytest.approx(12.706 * 0.005), 2)
-    assert baseline.apart == pytest.approx(math.sqrt(0.0008 / 2))
+    assert baseline.repeat_std == pytest.approx(math.sqrt(0.0008 / 2))
     assert other.less_baseline == SeedMean(pytest.approx(-0.025), pytest.approx(12.706 * 0.005), 2)
     assert baseline.curve.low[-1] == 2.00 and baseline.curve.high[-1] == 2.04 and baseline.curve.seeds == 2
 

@@ -438,6 +438,32 @@ def test_disabled_branches_are_not_judged(tmp_path: Path) -> None:
             assert {"gates alive", "branch outputs"} <= {v.name for v in enabled if v.level == "failed"}
 
 
+@looped
+@pytest.mark.parametrize(
+    "branches", [("cmp", "sel"), ("cmp", "win"), ("sel", "win"), ("cmp",), ("sel",), ("win",)], ids="-".join
+)
+def test_branches_that_do_not_exist_are_not_judged(branches: tuple[str, ...], tmp_path: Path) -> None:
+    config = make_config(model__branches=list(branches), nsa__scores=None if "cmp" in branches else "mean_key")
+    verdicts = list_verdicts(write_run(tmp_path / "healthy", config))
+    assert [(v.name, v.text) for v in verdicts if v.level != "passed"] == []
+    names = {verdict.name for verdict in verdicts}
+    assert ("selection reaches" in names) == ("selection finds" in names) == ("sel" in branches)
+    assert ("gates alive" in names) == ("gates moved" in names) == (len(branches) > 1)
+
+    def pin(events: list[Event]) -> None:
+        for event in events:
+            if "gate_entropy" in event:
+                event |= {f"gate_share_{name}": [1 / len(branches)] * LAYERS for name in branches}
+                event["gate_entropy"] = [math.log(len(branches))] * LAYERS
+
+    if len(branches) > 1:
+        pinned = get_verdict(list_verdicts(write_run(tmp_path / "pinned", config, pin)), "gates moved")
+        assert pinned.ok is False and "pinned at ln 2 = 0.6931 in every reading of every layer" in pinned.text
+        uneven = set_all(**{f"gate_share_{branches[0]}": per_layer(0.5, 0.9, 0.5)})
+        wrong = get_verdict(list_verdicts(write_run(tmp_path / "wrong", config, uneven)), "consistent numbers")
+        assert wrong.ok is False and "the gate shares of a layer add up to" in wrong.text
+
+
 def test_reuse_below_chance_is_named(tmp_path: Path) -> None:
     verdict = get_verdict(
         list_verdicts(write_run(tmp_path, spoil=set_all(sel_reuse=per_layer(0.93, 0.5, 0.93)))), "selection chooses"
@@ -946,12 +972,16 @@ def test_incomplete_last_line_is_skipped(tmp_path: Path) -> None:
     assert examine(run_dir).ok
 
 
-def test_selection_range_matches_counting() -> None:
-    nsa, length = NSAConfig(l_sel=4, n_sel=4, l=4, d=2), 64
+@looped
+@pytest.mark.parametrize(("sinks", "local"), [(1, 2), (1, 1), (2, 1), (2, 4), (3, 2)])
+def test_selection_range_matches_counting(sinks: int, local: int) -> None:
+    """For any number of first and latest blocks that are always selected."""
+    n_sel, length = sinks + local + 1, 64
+    nsa = NSAConfig(l_sel=4, n_sel=n_sel, l=4, d=2, sink_blocks=sinks, local_blocks=local)
     selected = near = far = 0
     for t in range(length):
         own = t // 4
-        forced = {0, own, max(own - 1, 0)}
+        forced = {j for j in range(own + 1) if j < sinks or j > own - local}
         others = sorted(set(range(own + 1)) - forced)
         free = min(own + 1, nsa.n_sel) - len(forced)
         nearest, oldest = forced | set(others[::-1][:free]), forced | set(others[:free])
@@ -962,8 +992,8 @@ def test_selection_range_matches_counting() -> None:
     assert bounds.has_selection
     assert bounds.nearest == pytest.approx(near / selected)
     assert bounds.farthest == pytest.approx(far / selected)
-    assert not compute_selection_range(16, nsa).has_selection
-    assert compute_selection_range(16, nsa).chance_reuse == 1.0
+    assert not compute_selection_range(4 * n_sel, nsa).has_selection
+    assert compute_selection_range(4 * n_sel, nsa).chance_reuse == 1.0
 
 
 def test_status_done_before_the_last_step_fails(tmp_path: Path) -> None:

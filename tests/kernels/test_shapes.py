@@ -1,4 +1,4 @@
-"""Every part of `bench attention` at one small shape; shapes.py draws more of them."""
+"""Every part of `bench attention` at one small shape, and the shapes that shapes.py draws for a GPU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ import pytest
 import shapes
 import torch
 
-from nsa_lab.attention import geometry
+from nsa_lab.attention import geometry, kernels
 from nsa_lab.config import NSAConfig
+
+
+def test_random_shapes_are_supported_and_cover_every_width_and_block() -> None:
+    drawn = [shapes.draw_shape(number) for number in range(200)]
+    assert drawn == [shapes.draw_shape(number) for number in range(200)] and len({str(shape) for shape in drawn}) == 200
+    assert not [shape for shape in drawn if kernels.find_shape_problem(shape.nsa, shape.D, shape.Dv)]
+    assert all(shape.T % 2 for shape in drawn)
+    assert {shape.h for shape in drawn} == set(shapes.HEADS)
+    assert {shape.D for shape in drawn} == set(range(16, 257, 16)) == {shape.Dv for shape in drawn}
+    assert {shape.nsa.l_sel for shape in drawn} >= {16, 48, 80, 128} and min(shape.nsa.w for shape in drawn) == 1
+    assert any(shape.Dv != shape.D for shape in drawn) and len({shape.dtype for shape in drawn}) > 1
 
 
 @pytest.mark.slow

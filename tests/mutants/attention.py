@@ -435,8 +435,8 @@ MUTANTS = [
     Mutant(
         "dispatch: a backend that cannot run falls back silently",
         "attention.dispatch",
-        "raise BackendError(f\"backend = 'triton' cannot run: {device_problem}\")",
-        'return dict.fromkeys(PARTS, ResolvedBackend("torch", "requested by name"))',
+        "        check_triton_runs(device, dtype)\n",
+        '        if device_problem:\n            return dict.fromkeys(PARTS, ResolvedBackend("torch", "requested by name"))\n',
     ),
     Mutant(
         "dispatch: a shape that the kernels refuse falls back silently",
@@ -546,8 +546,8 @@ MUTANTS = [
     Mutant(
         "indexer: decoding chooses by the compressed keys",
         "attention.cached_attention",
-        "if index_q is not None and cache.k_index",
-        "if False and cache.k_index",
+        "            scoring = index_q[:, rows], k_index\n            p = _compute",
+        "            scoring = index_q[:, rows], k_index\n            _ = _compute",
     ),
     Mutant(
         "indexer: decoding carries by the compressed branch's geometry",

@@ -25,7 +25,18 @@ MUTANTS = [
     Mutant(
         "indexer: one token is weighed", "config.model_config", "self.indexer_block > 1 else", "self.indexer_block > 0 else"
     ),
-    Mutant("indexer: the heads' blocks", "config.model_config", "if not self.has_indexer:", "if True:"),
+    Mutant(
+        "indexer: the heads' blocks",
+        "config.model_config",
+        "if self.has_indexer:\n            phi",
+        "if False:\n            phi",
+    ),
+    Mutant(
+        "mean keys: of the blocks of phi",
+        "config.model_config",
+        'self.nsa.model_copy(update={"l": self.nsa.l_sel, "d": self.nsa.l_sel, "phi": "avg"})',
+        'self.nsa.model_copy(update={"phi": "avg"})',
+    ),
     Mutant(
         "indexer: blocks that overlap",
         "config.model_config",

@@ -66,6 +66,24 @@ MUTANTS = [
         "0.5 * out if name",
     ),
     Mutant(
+        "evaluation: a branch that does not exist is disabled",
+        "evaluate.ablations",
+        "if ablation.disabled_branch and ablation.disabled_branch not in config.branches:",
+        "if False:",
+    ),
+    Mutant(
+        "evaluation: only layers with an indexer have twice as many blocks",
+        "evaluate.ablations",
+        "return earlier_blocks",
+        "return earlier_blocks if earlier_blocks is None else earlier_blocks[..., : layer.config.nsa.n_sel].contiguous()",
+    ),
+    Mutant(
+        "evaluation: the selection of an earlier layer is not passed on",
+        "evaluate.block_selectors",
+        "(selected, selected) if scoring is None",
+        "(selected, selected.flip(1)) if scoring is None",
+    ),
+    Mutant(
         "evaluation: n_sel is not doubled",
         "evaluate.ablations",
         "nsa.n_sel * ablation.n_sel_factor",

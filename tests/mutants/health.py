@@ -357,8 +357,20 @@ MUTANTS = [
     Mutant(
         "health: a disabled branch counts",
         "health.branch_checks",
-        "if branch not in history.config.model.silent]",
-        "]",
+        "for branch in model.branches if branch not in model.silent]",
+        "for branch in model.branches]",
+    ),
+    Mutant(
+        "health: gates of two branches are pinned at ln 3",
+        "health.branch_checks",
+        "highest = math.log(n_branches)",
+        "highest = math.log(3)",
+    ),
+    Mutant(
+        "health: one sink block, whatever the configuration",
+        "health.selection_checks",
+        "sinks = np.minimum(candidates, nsa.sink_blocks)",
+        "sinks = np.minimum(candidates, 1)",
     ),
     Mutant(
         "health: only the last reading of the selection counts",
@@ -420,7 +432,7 @@ MUTANTS = [
     Mutant(
         "health: a gate of zeros passes",
         "health.branch_checks",
-        "pinned = np.all(np.abs(entropy - MAX_ENTROPY) < limits.gate_pinned, axis=0)",
+        "pinned = np.all(np.abs(entropy - highest) < limits.gate_pinned, axis=0)",
         "pinned = np.zeros(entropy.shape[1], bool)",
     ),
     Mutant(

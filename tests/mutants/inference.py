@@ -161,8 +161,8 @@ MUTANTS = [
     Mutant(
         "memory: previous keys of an indexer counted with the head width",
         "inference.kv_cache_size",
-        "config.has_indexer * config.index_width",
-        "config.has_indexer * config.d_k",
+        "widths += c.n_scoring_layers * c.index_groups * c.index_width",
+        "widths += c.n_scoring_layers * c.index_groups * c.d_k",
     ),
     Mutant(
         "indexer: prefill ignores the blocks of the indexer",
@@ -173,8 +173,8 @@ MUTANTS = [
     Mutant(
         "indexer: decoding loses the previous key",
         "inference.cache.attention_cache",
-        "indexer(x, rotary, previous_k=self.previous_keys and self.previous_keys.read_previous(step))",
-        "indexer(x, rotary, previous_k=None)",
+        "indexer(x, step.select_rotary(rotary_table), previous_k=self._read_previous(step))",
+        "indexer(x, step.select_rotary(rotary_table), previous_k=None)",
     ),
     Mutant(
         "decoding: embeddings are not normalized",
@@ -191,7 +191,7 @@ MUTANTS = [
     Mutant(
         "decoding: reorder leaves tokens for n-grams in place",
         "inference.cache.model_cache",
-        "yield self.latest_tokens.ring.data",
+        "yield self.latest_tokens.ring.rows",
         "pass",
     ),
     Mutant(

@@ -9,44 +9,44 @@ MUTANTS = [
     Mutant(
         "model: Q rotated before the head split",
         "model.attention_layers",
-        "n_kv_groups] * n_branches], dim=2)\n",
-        "n_kv_groups] * n_branches], dim=2)\n    from nsa_lab.model.layers import get_rotary_table\n    whole = get_rotary_table(qkv.shape[1], c.n_heads * c.d_k, c.rope_theta, qkv.device)\n    q = rotate(qkv[..., : c.n_heads * c.d_k].unsqueeze(2), whole).squeeze(2).unflatten(-1, (c.n_heads, c.d_k))\n",
+        "* len(config.kv_sets)], dim=2)\n    return",
+        "* len(config.kv_sets)], dim=2)\n    from nsa_lab.model.layers import get_rotary_table\n    raw = unrotated.qk[:, :, : config.n_heads].flatten(2).unsqueeze(2)\n    whole = get_rotary_table(raw.shape[1], raw.shape[3], config.rope_theta, raw.device)\n    q = rotate(raw, whole).squeeze(2).unflatten(-1, (config.n_heads, config.d_k))\n    return",
     ),
     Mutant(
         "model: K not rotated",
         "model.attention_layers",
-        "n_kv_groups] * n_branches], dim=2)\n",
-        "n_kv_groups] * n_branches], dim=2)\n    turned = qk[:, :, c.n_heads :].split(c.n_kv_groups, dim=2)\n",
+        "* len(config.kv_sets)], dim=2)\n    return",
+        "* len(config.kv_sets)], dim=2)\n    keys = unrotated.qk[:, :, config.n_heads :].split(config.n_kv_groups, dim=2)\n    return",
     ),
     Mutant(
         "model: compressed keys rotated by nothing",
         "model.attention_layers",
-        "n_kv_groups] * n_branches], dim=2)\n",
-        "n_kv_groups] * n_branches], dim=2)\n    turned = [qk[:, :, c.n_heads : c.n_heads + c.n_kv_groups], *turned[1:]]\n",
+        "* len(config.kv_sets)], dim=2)\n    return",
+        "* len(config.kv_sets)], dim=2)\n    keys = [unrotated.qk[:, :, config.n_heads : config.n_heads + config.n_kv_groups], *keys[1:]]\n    return",
     ),
     Mutant(
         "model: compressed values from the selected branch",
         "model.attention_layers",
-        "(v_cmp, self.phi_v))",
-        "(v_sel, self.phi_v))",
+        "compress_traceable(v, self.config.nsa, self.phi_v,",
+        "compress_traceable(by_branch['sel'][1], self.config.nsa, self.phi_v,",
     ),
     Mutant(
         "model: compressed branch cut off from its keys",
         "model.attention_layers",
-        "((k_cmp, self.phi_k),",
-        "((k_cmp.detach(), self.phi_k),",
+        "compress_traceable(k, self.config.nsa, self.phi_k,",
+        "compress_traceable(k.detach(), self.config.nsa, self.phi_k,",
     ),
     Mutant(
         "model: window on the selected branch's keys",
         "model.attention_layers",
-        "k_win, v_win, self.compute_gates(x).to(q.dtype)",
-        "k_sel, v_sel, self.compute_gates(x).to(q.dtype)",
+        "k_sel, v_sel, k_win, v_win, None if gates",
+        "k_sel, v_sel, k_sel, v_sel, None if gates",
     ),
     Mutant(
         "model: gates by branch, then by head",
         "model.attention_layers",
-        "logits = logits.unflatten(-1, (self.config.n_heads, 3))",
-        "logits = logits.unflatten(-1, (3, self.config.n_heads)).mT",
+        "logits.unflatten(-1, (self.config.n_heads, len(self.config.branches)))",
+        "logits.unflatten(-1, (len(self.config.branches), self.config.n_heads)).mT",
     ),
     Mutant("model: a silent branch is heard", "model.attention_layers", "if self.config.silent:", "if False:"),
     Mutant(
@@ -108,22 +108,24 @@ MUTANTS = [
     Mutant(
         "indexer: starts with every group's last head",
         "model.init_weights",
-        "queries[:: c.heads_per_group, channels]",
-        "queries[c.heads_per_group - 1 :: c.heads_per_group, channels]",
+        "c.heads_per_group + torch.arange(c.indexer_heads) % c.heads_per_group",
+        "c.heads_per_group + (torch.arange(c.indexer_heads) - 1) % c.heads_per_group",
     ),
     Mutant(
         "indexer: documents are compressed as the heads' keys",
         "model.attention_layers",
-        "geometries = (config.nsa, config.selection_nsa) if",
-        "geometries = (config.nsa, config.nsa) if",
+        "dict.fromkeys((config.nsa, config.selection_nsa)))",
+        "dict.fromkeys((config.nsa,)))",
     ),
     Mutant(
         "indexer: taught by the geometry of the heads' keys",
         "model.attention_layers",
-        "q, k, nsa = selection_inputs or (*inputs[:2], self.config.nsa)",
-        "q, k, nsa = (*(selection_inputs or inputs)[:2], self.config.nsa)",
+        "q, k, nsa = scoring\n",
+        "q, k, _ = scoring\n            nsa = self.config.nsa\n",
     ),
-    Mutant("indexer: its scores are not counted", "model.transformer", "if c.has_indexer:", "if False:"),
+    Mutant(
+        "indexer: its scores are not counted", "model.transformer", 'if c.scores in ("indexer", "mean_key"):', "if False:"
+    ),
     Mutant(
         "indexer: a narrow one is turned by the quickest angles",
         "model.layers",
@@ -133,8 +135,8 @@ MUTANTS = [
     Mutant(
         "indexer: starts with the window's keys",
         "model.init_weights",
-        "index_keys.copy_(keys[1]",
-        "index_keys.copy_(keys[2]",
+        'c.get_kv_set("sel"))]',
+        'c.get_kv_set("win"))]',
     ),
     Mutant(
         "indexer: taught by its own attention",
@@ -151,8 +153,8 @@ MUTANTS = [
     Mutant(
         "indexer: what is observed are the branch's own blocks",
         "model.attention_layers",
-        "*self.project_selection_inputs(x, inputs, rotary, span), backend",
-        "q, k_cmp, nsa, backend",
+        "if blocks is None else None\n            if scoring is not None:",
+        "if blocks is None else None\n            if scoring is not None:\n                scoring = q, k_cmp, nsa",
     ),
     Mutant(
         "model: gates start at zero",
@@ -210,8 +212,8 @@ MUTANTS = [
     Mutant(
         "model: gate shares of compressed and selected swapped",
         "model.statistics",
-        "for i, name in enumerate(BRANCHES)}",
-        "for i, name in zip((1, 0, 2), BRANCHES)}",
+        "for i, name in enumerate(config.branches)}",
+        "for i, name in zip((1, 0, 2), config.branches)}",
     ),
     Mutant(
         "model: keys of all queries counted as one's",
@@ -243,8 +245,8 @@ MUTANTS = [
     Mutant(
         "model: an indexer's keys of documents lie as the compressed branch's",
         "model.attention_layers",
-        "layout, index_layout = (layouts[0], layouts[-1])",
-        "layout, index_layout = (layouts[0], layouts[0])",
+        "layout, selection_layout = (layouts[0], layouts[-1])",
+        "layout, selection_layout = (layouts[0], layouts[0])",
     ),
     Mutant(
         "layer: under autocast it takes anything",

@@ -5,11 +5,13 @@ the first test fails. Prints a line per mutant, `caught by <test>` or `SURVIVED`
 one does not apply to the source any more, or if the unchanged library fails. A mutant of tier "test" must be caught without
 the tests that only `make nightly` runs.
 
-    --check    only report the mutants whose text does not occur exactly once in its module, and missing tests; runs no test
+    --check        only report the mutants whose text does not occur exactly once in its module, and missing tests
+    --workers N    number of processes (default: the CPUs that this process may use)
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.abc
 import importlib.machinery
@@ -32,11 +34,9 @@ from mutants import MUTANTS
 from mutants.mutant import Mutant
 from mutants.suites import MODEL, OTHERS, QUICK, SUITES, attention_tests
 
-WORKERS = 2
-
 
 def import_slow_packages() -> None:
-    """Import what is slow to import and is not the library itself, once; every fork inherits it."""
+    """Import packages that are slow to import, but not the library; every fork inherits them."""
     import hypothesis  # noqa: F401
     import numpy  # noqa: F401
     import pydantic  # noqa: F401
@@ -58,7 +58,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         self.text = text
 
     def get_code(self, fullname: str) -> object:
-        # Triton's interpreter reads a kernel's source again, through this cache; an entry without a date stays.
+        # Triton's interpreter reads the source of a kernel through this cache, which keeps an entry without a date.
         linecache.cache[self.path] = (len(self.text), None, self.text.splitlines(keepends=True), self.path)
         return compile(self.text, self.path, "exec")
 
@@ -72,7 +72,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _FirstFailure:
-    """A pytest plugin that remembers which test failed first, and whether it was one; cheap tests go first."""
+    """A pytest plugin that records the first failure, of a test or of the collection. Fast tests run first."""
 
     name: str | None = None
     broken: str | None = None
@@ -122,7 +122,7 @@ def run_tests(files: list[str], tier: str = "test") -> _FirstFailure:
     if tier == "test":
         options += ["-m", "not nightly"]
     for file in files:
-        # Folders of its own: pytest numbers those of all processes, and warns where one gets in the way of another.
+        # A separate folder, because pytest numbers the folders of all processes and warns of conflicts.
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), TemporaryDirectory() as folder:
             code = pytest.main([*options, f"--basetemp={folder}/tests", str(ROOT / file)], plugins=[first])
         if first.name or first.broken:
@@ -134,7 +134,7 @@ def run_tests(files: list[str], tier: str = "test") -> _FirstFailure:
 
 
 def try_mutant(mutant: Mutant) -> tuple[bool, str]:
-    """Whether the tests caught it, and what to say. Runs in a fork that has not imported the library."""
+    """Return whether the tests caught it, and the result as text. Runs in a fork that has not imported the library."""
     path = source(mutant.module)
     text = path.read_text(encoding="utf-8")
     if text.count(mutant.old) != 1:
@@ -151,14 +151,17 @@ def try_unchanged(files: list[str]) -> tuple[bool, str]:
     return (False, f"FAILS: {first.name or first.broken}") if first.name or first.broken else (True, "passes")
 
 
-def attempt(task: Mutant | list[str]) -> tuple[bool, str]:
+def attempt(task: Mutant | list[str]) -> tuple[str, bool, str]:
+    """Return the name of the task, whether its result is as it should be, and the result with the duration."""
     started = time.monotonic()
-    good, said = try_mutant(task) if isinstance(task, Mutant) else try_unchanged(task)
-    return good, f"{time.monotonic() - started:4.0f} s  {said}"
+    is_mutant = isinstance(task, Mutant)
+    name = task.name if is_mutant else f"unchanged: {Path(task[0]).stem} ..."
+    is_good, result = try_mutant(task) if is_mutant else try_unchanged(task)
+    return name, is_good, f"{time.monotonic() - started:4.0f} s  {result}"
 
 
 def list_stale() -> list[str]:
-    """Names of the mutants whose text does not occur exactly once in its module."""
+    """Return the mutants whose text does not occur exactly once in its module."""
     stale = []
     for mutant in MUTANTS:
         path = source(mutant.module)
@@ -169,8 +172,8 @@ def list_stale() -> list[str]:
 
 
 def list_missing_tests() -> list[str]:
-    """Names of files and tests in suites.py that do not exist."""
-    missing = []
+    """Return the files and tests in suites.py that do not exist, and the modules with mutants that have no tests there."""
+    missing = [f"{module}: no tests in suites.py" for module in sorted({m.module for m in MUTANTS} - SUITES.keys())]
     for name in sorted({name for names in SUITES.values() for name in names}):
         file, _, test = name.partition("::")
         path = ROOT / file
@@ -181,29 +184,42 @@ def list_missing_tests() -> list[str]:
     return missing
 
 
-def main(words: list[str]) -> int:
-    if words == ["--check"]:
-        stale, missing = list_stale(), list_missing_tests()
-        print(
-            "\n".join(
-                [*stale, *missing, f"{len(MUTANTS)} mutants, {len(stale)} do not apply, {len(missing)} tests missing"]
-            )
-        )
-        return 1 if stale or missing else 0
+def count_cpus() -> int:
+    """Return the number of CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def report_stale() -> int:
+    stale, missing = list_stale(), list_missing_tests()
+    summary = f"{len(MUTANTS)} mutants, {len(stale)} do not apply, {len(missing)} tests missing"
+    print(*stale, *missing, summary, sep="\n")
+    return 1 if stale or missing else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="run the mutants whose module and name contain one of these texts")
+    parser.add_argument("--check", action="store_true", help="run no test; report what does not apply")
+    parser.add_argument("--workers", type=int, default=count_cpus(), help="number of processes")
+    args = parser.parse_args()
+    if args.check:
+        return report_stale()
     import_slow_packages()
     started = time.monotonic()
-    chosen = [m for m in MUTANTS if not words or any(word in f"{m.module} {m.name}" for word in words)]
-    suites = [] if words else [attention_tests("dispatch"), MODEL, *map(list, dict.fromkeys(map(tuple, OTHERS.values())))]
+    mutants = [m for m in MUTANTS if not args.words or any(word in f"{m.module} {m.name}" for word in args.words)]
+    # The longest first, so that none is left over at the end.
+    mutants.sort(key=lambda m: m.tier != "nightly")
+    suites = [attention_tests("dispatch"), MODEL, *map(list, dict.fromkeys(map(tuple, OTHERS.values())))]
+    tasks = [*([] if args.words else suites), *mutants]
     failed = 0
     # One fork per task: a mutated module must not be found imported by the next.
-    with multiprocessing.get_context("fork").Pool(WORKERS, maxtasksperchild=1) as pool:
-        names = [f"unchanged: {Path(files[0]).stem} ..." for files in suites] + [m.name for m in chosen]
-        for name, (good, said) in zip(names, pool.imap(attempt, [*suites, *chosen], chunksize=1), strict=True):
-            failed += not good
-            print(f"{name:<66} {said}", flush=True)
-    print(f"{len(chosen)} mutants, {failed} lines to look at, {time.monotonic() - started:.0f} s")
+    with multiprocessing.get_context("fork").Pool(args.workers, maxtasksperchild=1) as pool:
+        for name, is_good, result in pool.imap_unordered(attempt, tasks, chunksize=1):
+            failed += not is_good
+            print(f"{name:<66} {result}", flush=True)
+    print(f"{len(mutants)} mutants, {failed} lines to look at, {time.monotonic() - started:.0f} s")
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -14,8 +14,8 @@ MUTANTS = [
     Mutant(
         "events: an attempt ends only where the next one starts",
         "runs.events",
-        "lowest = min(lowest, from_step)",
-        "lowest = from_step",
+        "lowest = min(lowest, resumed_at.get(attempt, math.inf))",
+        "lowest = resumed_at.get(attempt, math.inf)",
     ),
     Mutant(
         "history: the best validation is the worst",
@@ -45,7 +45,7 @@ MUTANTS = [
     Mutant(
         "history: an attempt is judged by the latest settings",
         "runs.history",
-        'return monitor_settings.apply_monitor_settings(self.config, first_event["settings"])',
+        'return apply_monitor_settings(self.config, first_event["settings"])',
         "return self.config",
     ),
     Mutant(
@@ -67,7 +67,7 @@ MUTANTS = [
     Mutant("history: training loss includes early readings", "runs.history", "len(finite) // 2 and", "len(finite) and"),
     Mutant(
         "rerun: the run's own settings are lost",
-        "runs.rerun_command",
+        "health.divergence",
         "[*changed_keys, *(key for key, *_ in diff_settings(base, new_config))]",
         "changed_keys",
     ),
@@ -96,7 +96,7 @@ MUTANTS = [
     Mutant(
         "events: a repeated step counts twice",
         "runs.events",
-        "lowest = min(lowest, from_step)",
+        "lowest = min(lowest, resumed_at.get(attempt, math.inf))",
         "lowest = math.inf",
     ),
     Mutant(
@@ -114,8 +114,8 @@ MUTANTS = [
     Mutant(
         "checkpoint: sizes checked, contents not",
         "runs.checkpoint_files",
-        'return None if sha256 == entry["sha256"] else',
-        "return None if sha256 else",
+        'if not check_hashes or read_manifest_entry(path)["sha256"] == entry["sha256"]:',
+        'if not check_hashes or read_manifest_entry(path)["sha256"]:',
     ),
     # Ranks, a full disk, damage, stalls.
     Mutant(

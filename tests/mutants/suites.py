@@ -190,7 +190,6 @@ OTHERS = {
     ],
     "workbook.evaluated_runs": ["tests/workbook/test_evaluated_runs.py"],
     "health.paired_difference": ["tests/health/test_paired_difference.py"],
-    "health.proportions": ["tests/health/test_comparison.py"],
     "runs.evaluation": ["tests/health/test_comparison.py", "tests/inference/test_model_package.py"],
     "health.model_runs": ["tests/health/test_comparison.py"],
     "health.paired_text_loss": ["tests/health/test_comparison.py"],
@@ -270,9 +269,8 @@ OTHERS = {
     "config.yaml_text": ["tests/test_config.py"],
     "report.sanitize": ["tests/report/test_sanitize.py"],
     "health.references": ["tests/health/test_references.py"],
-    "health.divergence": ["tests/health/test_references.py"],
+    "health.divergence": ["tests/health/test_rerun_command.py", "tests/health/test_references.py"],
     "figures.style": cases("workbook/test_query_attention.py", "all_panels_have_axis_labels"),
-    "runs.rerun_command": ["tests/runs/test_rerun_command.py"],
     "workbook.notebook": ["tests/workbook/test_notebook.py"],
     "train.build": [
         *cases("train/test_stage_switch.py", "compiled_blocks_serve_every_stage"),

@@ -360,22 +360,30 @@ def test_note_on_the_omitted_steps_is_outside_the_axes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_constant_line_is_not_on_the_frame(full_and_empty: list[Path]) -> None:
-    memory = figures.plot_throughput(full_and_empty[0]).axes[-1]
+def test_constant_line_is_not_on_the_frame(drawn_runs: list[Path]) -> None:
+    memory = figures.plot_throughput(drawn_runs[0]).axes[-1]
     assert memory.get_ylim()[1] > 1.1 * max(memory.lines[0].get_ydata())
 
 
 @pytest.fixture(scope="module")
-def full_and_empty(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def drawn_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Return a complete run, one without statistics, and runs of models that have two branches and one."""
     folder = tmp_path_factory.mktemp("drawn")
-    return [write_run(folder / "full"), write_run(folder / "empty", spoil=lambda events: events[:1])]
+    two, one = ({"model__branches": branches, "nsa__scores": "mean_key"} for branches in (["sel", "win"], ["sel"]))
+    return [
+        write_run(folder / "full"),
+        write_run(folder / "empty", spoil=lambda events: events[:1]),
+        write_run(folder / "two", make_config(**two)),
+        write_run(folder / "one", make_config(**one)),
+        write_run(folder / "window", make_config(model__branches=["win"])),
+    ]
 
 
 @pytest.mark.parametrize(
     "draw", [figures.plot_overview, *figures.RUN_PLOTS, *figures.BRANCH_PLOTS, figures.plot_loss_curves]
 )
-def test_every_plot_has_title_and_labels_also_without_statistics(draw, full_and_empty: list[Path]) -> None:
-    for run_dir in full_and_empty:
+def test_every_plot_has_title_and_labels_also_without_statistics(draw, drawn_runs: list[Path]) -> None:
+    for run_dir in drawn_runs:
         figure = draw(run_dir)
         assert figure.get_suptitle() or figure.axes[0].get_title()
         assert any(axes.get_ylabel() for axes in figure.axes) or draw is figures.plot_selection_statistics

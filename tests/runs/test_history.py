@@ -11,9 +11,16 @@ import pytest
 from fake_run import make_config, make_eval_event, make_healthy_events, make_step_event, write_run
 
 from nsa_lab.config import RunConfig, TrainConfig
-from nsa_lab.runs import directory, environment, events, lifecycle, live_view, monitor_settings, resolve
+from nsa_lab.runs import directory, environment, events, lifecycle, live_view, resolve
 from nsa_lab.runs import evaluation as evaluation_file
-from nsa_lab.runs.history import History, StepRange, collect_facts, select_latest
+from nsa_lab.runs.history import (
+    History,
+    StepRange,
+    apply_monitor_settings,
+    collect_facts,
+    get_monitor_settings,
+    select_latest,
+)
 from nsa_lab.runs.summary import describe_memory, format_differences, format_facts, format_lengths
 
 
@@ -147,7 +154,7 @@ def test_monitor_settings_are_complete() -> None:
     others = {"log_every": 3, "stats_every": 3, "eval_every": 3, "save_every": 3}
     train = {**others, "spike_sigma": 3.0, "min_tokens_per_s": 3.0, "stall_action": "halt"}
     first, second = RunConfig(), RunConfig.from_dict({"train": train, "runtime": {"heartbeat_s": 3.0}})
-    assert monitor_settings.apply_monitor_settings(first, monitor_settings.get_monitor_settings(second)) == second
+    assert apply_monitor_settings(first, get_monitor_settings(second)) == second
 
 
 def test_ensure_does_not_start_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

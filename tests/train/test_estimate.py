@@ -12,7 +12,6 @@ from looping import looped
 
 from nsa_lab.config import ConfigError, ModelConfig, RunConfig
 from nsa_lab.model import NSATransformer
-from nsa_lab.train import reference_throughput
 from nsa_lab.train.estimate import (
     build_meta_model,
     check_state_fits,
@@ -22,6 +21,7 @@ from nsa_lab.train.estimate import (
     count_retained_checkpoints,
     estimate_activation_bytes,
     estimate_resources,
+    load_reference_throughput,
 )
 from nsa_lab.train.step import make_optimizer
 from nsa_lab.train.telemetry import system_metrics
@@ -222,7 +222,7 @@ def test_comparison_with_measurement() -> None:
 def test_reference_throughput_equals_the_benchmark_that_it_names() -> None:
     """After a new `nsa-lab bench train`, copy the numbers of its record into the package, field by field as here."""
     root = Path(__file__).parents[2]
-    shipped = reference_throughput.load_reference_throughput()
+    shipped = load_reference_throughput()
     record = json.loads((root / shipped["record"].split(",")[0]).read_text(encoding="utf-8"))
     assert {key: shipped[key] for key in ("when", "device", "gemm_flops_per_s", "model")} == {
         key: record[key] for key in ("when", "device", "gemm_flops_per_s", "model")

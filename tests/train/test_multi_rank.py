@@ -20,7 +20,7 @@ from forker import start_anew
 from looping import looped
 
 from nsa_lab.config import RunConfig
-from nsa_lab.health.log_integrity import BRANCH_STATISTICS, LAYER_STATISTICS
+from nsa_lab.health.log_integrity import list_layer_statistics
 from nsa_lab.runs import directory, events, lifecycle
 from nsa_lab.runs.lock import lock_owner, process_start, sign_lock, take_lock
 from nsa_lab.train import launcher
@@ -107,9 +107,8 @@ def test_sharded_ranks_compute_the_same_and_their_checkpoint_is_portable(new_run
     assert losses(shared) == pytest.approx(losses(single_rank), abs=1e-5)
     # Statistics of layers and branches are recorded too, and equal those of one rank on the same sequences.
     one, two = (statistics_of(run_dir) for run_dir in (single_rank, shared))
-    assert list(one) == list(two) == [4, 8, 12, 16, 20] and two[4].keys() == one[4].keys() >= set(
-        LAYER_STATISTICS + BRANCH_STATISTICS
-    )
+    names = list_layer_statistics(RunConfig.from_yaml(shared / "config.yaml").model)
+    assert list(one) == list(two) == [4, 8, 12, 16, 20] and two[4].keys() == one[4].keys() >= set(names)
     for step, recorded in one.items():
         for name, values in recorded.items():
             assert two[step][name] == pytest.approx(values, rel=1e-3, abs=1e-4), (step, name)

@@ -188,7 +188,9 @@ def test_matrix_rows_match_the_outputs_of_a_layer(make_tiny_config: Tiny, kind: 
         with torch.no_grad():
             layer.qkv.weight.zero_()[rows_of_matrix] = weight[rows_of_matrix]
             q, keys, values, _ = layer.project_heads(x, get_rotary_table(5, 4, 1e4, CPU))
-        assert [bool(out.any()) for out in (q, *keys, *values)] == [number == n for n in range(1 + 2 * layer.N_BRANCHES)]
+        assert [bool(out.any()) for out in (q, *keys, *values)] == [
+            number == n for n in range(1 + 2 * len(layer.config.kv_sets))
+        ]
     halves = mlp.up(x).chunk(2 if mlp.is_gated else 1, dim=-1)
     assert matrix_rows[mlp.up.weight] == [half.shape[-1] for half in halves]
     assert matrix_rows[layer.out.weight] == [16] and matrix_rows[mlp.down.weight] == [16]

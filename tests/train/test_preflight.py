@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from looping import looped
 from stage_config import make_staged_config
 from torch import Tensor, nn
 
@@ -272,6 +273,27 @@ def test_every_branch_is_compared_with_the_definition(
     monkeypatch.setattr(torch_backend, f"{branch}_attention", wrong)
     check = startup_checks.check_kernel_parity(make_context())
     assert not check.ok and branch in check.value
+
+
+@looped
+@pytest.mark.parametrize("branches", [("sel", "win"), ("cmp", "win"), ("cmp",), ("sel",), ("win",)], ids="-".join)
+def test_only_branches_that_exist_are_compared(
+    make_context: Callable[..., TrainContext], monkeypatch: pytest.MonkeyPatch, branches: tuple[str, ...]
+) -> None:
+    """Blocks of a model without the compressed branch are selected by mean keys."""
+    scores = {} if "cmp" in branches or "sel" not in branches else {"scores": "mean_key"}
+    context = make_context(model={"branches": branches}, nsa={"l_sel": 4, "n_sel": 4, **scores})
+    assert startup_checks.check_kernel_parity(context).ok
+    for branch, name in {"cmp": "compressed", "sel": "selected", "win": "window"}.items():
+        right = getattr(torch_backend, f"{name}_attention")
+
+        def wrong(*inputs: Any, right: Any = right, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            out, lse = right(*inputs, **kwargs)
+            return 1.01 * out, lse
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch_backend, f"{name}_attention", wrong)
+            assert startup_checks.check_kernel_parity(context).ok == (branch not in branches)
 
 
 def test_a_wrong_kernel_is_named(make_context: Callable[..., TrainContext], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from nsa_lab.data import prefetch
+from nsa_lab.health import list_verdicts
 from nsa_lab.runs import directory, events, lifecycle
+from nsa_lab.train.telemetry import awake_clock
 
 Make = Callable[..., Path]
 
@@ -167,3 +171,95 @@ def test_a_stall_with_stall_action_warn_does_not_end_the_run(scripted: Callable)
     trainer.send_signal(signal.SIGTERM)
     assert trainer.wait() == directory.EXIT_STOPPED
     assert not [e for e in events.read_events(run_dir) if e["kind"] == "guard"]
+
+
+@pytest.mark.slow
+def test_a_suspended_trainer_is_not_stalled(scripted: Callable) -> None:
+    """SIGSTOP for longer than the stall limit of three seconds: no stall, no slow step, and the heartbeats are complete."""
+    run_dir, trainer = scripted("slow_step judged", **JUDGED, steps=12, save_every=0, eval_every=0)
+    wait_until(lambda: steps_done(run_dir) >= 4)
+    trainer.send_signal(signal.SIGSTOP)
+    time.sleep(6)
+    trainer.send_signal(signal.SIGCONT)
+    assert trainer.wait() == 0
+    record = events.read_events(run_dir)
+    assert not [event for event in record if event["kind"] in ("stall", "halt")]
+    suspended_s = sum(event.get("suspended_s", 0) for event in record if event["kind"] == "heartbeat")
+    assert 4 < suspended_s < 7
+    assert max(event["dt_s"] for event in record if event["kind"] == "step" and event["step"] > 1) < 4
+    verdict = next(verdict for verdict in list_verdicts(run_dir) if verdict.name == "heartbeats")
+    assert verdict.ok is True and "suspended for" in verdict.text
+
+
+@pytest.mark.slow
+def test_a_trainer_that_hangs_is_stalled_also_after_sigcont(scripted: Callable) -> None:
+    run_dir, trainer = scripted("slow_data judged", **JUDGED)
+    assert trainer.says("waiting")
+    trainer.send_signal(signal.SIGCONT)
+    assert trainer.wait() == directory.EXIT_HALTED
+    assert [event["phase"] for event in events.read_events(run_dir) if event["kind"] == "stall"] == ["data"]
+
+
+class Clock:
+    """A monotonic clock that a test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.time = 100.0
+        monkeypatch.setattr(awake_clock.time, "monotonic", lambda: self.time)
+        monkeypatch.setattr(awake_clock.threading.Thread, "start", lambda thread: None)
+        self.clock = awake_clock.AwakeClock()
+        self.clock.start_ticking(threading.Event())
+
+    def advance(self, seconds: float, *, tick_s: float = 0.5) -> None:
+        end = self.time + seconds
+        while self.time < end:
+            self.time = min(self.time + tick_s, end)
+            self.clock.tick()
+
+
+def test_the_clock_stands_still_only_during_a_suspension(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Clock(monkeypatch)
+    own.advance(10)
+    assert own.clock.now() == 110
+    own.clock.note_continued()
+    assert own.clock.now() == 110, "SIGCONT without a suspension"
+    own.advance(60, tick_s=60)
+    assert own.clock.now() == 170 and own.clock.take_suspended_s() == 0, "busy for 60 s, without SIGCONT"
+    own.advance(10)
+    own.clock.note_continued()
+    assert own.clock.now() == 180, "SIGCONT long after a busy call"
+    # Suspended for 60 s: either the thread ticks first, or the signal is handled first; it may be handled twice.
+    own.advance(60, tick_s=60)
+    own.clock.note_continued()
+    own.clock.note_continued()
+    assert own.clock.now() == pytest.approx(180.5)
+    own.time += 60
+    assert own.clock.is_behind()
+    own.clock.note_continued()
+    own.advance(10)
+    assert own.clock.now() == pytest.approx(191.0) and not own.clock.is_behind()
+    assert own.clock.take_suspended_s() == pytest.approx(119.0) and own.clock.take_suspended_s() == 0
+
+
+def test_a_clock_without_ticks_ignores_sigcont(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(awake_clock.time, "monotonic", lambda: 100.0)
+    clock = awake_clock.AwakeClock()
+    monkeypatch.setattr(awake_clock.time, "monotonic", lambda: 500.0)
+    clock.note_continued()
+    assert clock.now() == 500 and not clock.is_behind()
+
+
+def test_waiting_for_data_does_not_time_out_in_a_suspension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock jumps by 100 s during one poll; the batch arrives after the next one."""
+    released, jump = threading.Event(), [0.0]
+    real = time.monotonic
+    monkeypatch.setattr(prefetch.time, "monotonic", lambda: real() + jump[0])
+    prefetcher = prefetch.Prefetcher(lambda step: released.wait(30) and step, 0, 1, timeout_s=20.0)
+
+    def should_stop() -> bool:
+        jump[0] = 100.0
+        released.set()
+        return False
+
+    assert prefetcher.get(0, should_stop) == 0
+    prefetcher.close()

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from nsa_lab.runs import events
+from nsa_lab.train.telemetry import awake_clock
 from nsa_lab.train.telemetry import heartbeat as heartbeats
-from nsa_lab.train.telemetry import phases as phase_clock
 from nsa_lab.train.telemetry.event_log import EventLog
 from nsa_lab.train.telemetry.heartbeat import Heartbeat, StallRule
 from nsa_lab.train.telemetry.phases import Phases
@@ -168,7 +168,7 @@ def test_phases_nest_and_restore_the_outer_phase() -> None:
 
 def test_a_phase_duration_uses_the_latest_occurrences_and_no_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(phase_clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(awake_clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
     recorded = Phases(max_durations=3)
     for seconds, counts in ((50.0, True), (1.0, True), (2.0, True), (90.0, False), (4.0, True)):
         with recorded("step", record_duration=counts):
@@ -179,7 +179,7 @@ def test_a_phase_duration_uses_the_latest_occurrences_and_no_parts(monkeypatch: 
 def test_a_phase_that_is_entered_again_restarts_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stall in it is a new one; its time counts from the return."""
     now = [0.0]
-    monkeypatch.setattr(phase_clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(awake_clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
     recorded = Phases()
     with recorded("eval"):
         with recorded("data"):

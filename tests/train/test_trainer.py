@@ -24,7 +24,7 @@ from nsa_lab.train.build import Builders, build_model
 from nsa_lab.train.guard import Finding
 from nsa_lab.train.launcher import write_crash_record
 from nsa_lab.train.step import make_optimizer
-from nsa_lab.train.telemetry import phases, recorder
+from nsa_lab.train.telemetry import awake_clock, phases, recorder
 from nsa_lab.train.telemetry.tensorboard_writer import TensorBoardWriter
 from nsa_lab.train.validation import GateMovement, compute_entropies, get_layer_name, measure_references
 
@@ -86,8 +86,7 @@ def test_step_time_covers_training_only(
     """Uses a clock that advances with every forward pass. Evaluations, saves and statistics are not step time."""
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr(trainer, "time", clock)
-    monkeypatch.setattr(phases, "time", clock)
+    monkeypatch.setattr(awake_clock, "time", clock)
 
     def build(config: RunConfig, device: torch.device) -> nn.Module:
         model = build_model(config, device)

@@ -22,12 +22,12 @@ from torch import nn
 
 from nsa_lab.attention import geometry
 from nsa_lab.config import RunConfig
-from nsa_lab.data import Batches, BuildProgress, DataError, build_progress
+from nsa_lab.data import Batches, BuildProgress, DataError, ProgressMeter
 from nsa_lab.health import examine
 from nsa_lab.health.loss_checks import compute_expected_lr
-from nsa_lab.runs import directory, events, lifecycle, monitor_settings
+from nsa_lab.runs import directory, events, lifecycle
 from nsa_lab.runs.checkpoint_files import MANIFEST, format_manifest, read_manifest_entry
-from nsa_lab.runs.history import History
+from nsa_lab.runs.history import History, get_monitor_settings
 from nsa_lab.runs.live_view import RunView
 from nsa_lab.runs.lock import take_lock
 from nsa_lab.train import attempt, trainer
@@ -90,7 +90,7 @@ def test_a_run_records_what_the_contract_says(trained_run: Path) -> None:
     assert directory.read_status(run_dir)["status"] == "DONE" and lifecycle.get_state(run_dir) == "DONE"
     (start,) = kinds(run_dir, "start")
     assert {"config_hash", "versions", "device", "backend", "params", "flops_per_token"} <= start.keys()
-    assert start["settings"] == monitor_settings.get_monitor_settings(RunConfig.from_yaml(run_dir / "config.yaml"))
+    assert start["settings"] == get_monitor_settings(RunConfig.from_yaml(run_dir / "config.yaml"))
     assert start["backend"]["selected"] == {"backend": "torch", "reason": start["backend"]["selected"]["reason"]}
     steps = kinds(run_dir, "step")
     assert [(e["step"], e["tokens"]) for e in steps] == [(n, 128 * n) for n in range(1, 13)]
@@ -625,7 +625,7 @@ def test_data_preparation_reports_progress_and_is_not_a_stall(
     new_run: Make, train: Train, builders: Builders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Progress for longer than the limit of the phase is not a stall; the same time without progress is."""
-    monkeypatch.setattr(build_progress.ProgressMeter.__init__, "__defaults__", (0.05,))
+    monkeypatch.setattr(ProgressMeter.__init__, "__defaults__", (0.05,))
     monkeypatch.setitem(attempt.PHASE_STALL_FLOORS_S, "prepare", 0.4)
     silent = []
 

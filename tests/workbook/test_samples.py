@@ -69,12 +69,12 @@ def test_cached_decoding_is_exact(with_checkpoint):
 
 
 def test_wrong_decoding_fails(with_checkpoint, monkeypatch):
-    right = attention_cache.cached_attention
+    right = attention_cache.attend_and_select
 
     def a_token_late(q, gates, layer, lengths, nsa, **index):
         return right(q, gates, layer, lengths - 1, nsa, **index)
 
-    monkeypatch.setattr(attention_cache, "cached_attention", a_token_late)
+    monkeypatch.setattr(attention_cache, "attend_and_select", a_token_late)
     assert samples.check_decoding(with_checkpoint).ok is False
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from nsa_lab.attention import geometry
 from nsa_lab.config import ModelConfig
-from nsa_lab.train.reference_throughput import load_reference_throughput
+from nsa_lab.train.estimate import load_reference_throughput
 from nsa_lab.workbook import step_time
 
 

@@ -349,7 +349,7 @@ def nsa_block_topk(
 
 
 class SelectionRule(NamedTuple):
-    """Settings of `NSAConfig` that say how scores select blocks. The defaults are the paper's."""
+    """Settings of `NSAConfig` that turn scores into a selection of blocks. The defaults are the paper's."""
 
     n_sel: int
     sink_blocks: int = 1

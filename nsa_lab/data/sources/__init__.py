@@ -30,6 +30,6 @@ def open_source(data: DataConfig, tick: Callable[[], None] | None = None) -> Sou
         from nsa_lab.data.sources.fineweb_edu import FinewebEduSource
 
         return FinewebEduSource(data.dataset, data.subset, data.text_column, data.timeout_s, tick)
-    from nsa_lab.data.sources.synthetic import SyntheticSource
+    from nsa_lab.data.sources.source import SyntheticSource
 
     return SyntheticSource(data.max_tokens)

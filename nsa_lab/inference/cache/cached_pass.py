@@ -18,7 +18,7 @@ from nsa_lab.inference.cache.model_cache import Cache
 from nsa_lab.inference.fused_linear import add_mlp, apply_linears
 from nsa_lab.inference.plain_weights import is_plain
 from nsa_lab.model import Block, DenseAttention, NSATransformer, Rotary, SparseAttention
-from nsa_lab.model.cached_pass import CachedPass
+from nsa_lab.model.cache_protocols import CachedPass
 
 
 class ModelPass(CachedPass):

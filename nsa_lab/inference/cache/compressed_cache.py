@@ -46,7 +46,7 @@ class CompressedCache:
     def put(self, x: Tensor, phi: nn.Module | None, step: Step, finish: FinishBlocks | None = None) -> None:
         """Write the blocks that new tokens x [B, S, G, D] complete, compressed by `phi`. `raw` has the tokens already.
 
-        `finish`: converts the compressed blocks to what is stored.
+        `finish`: converts compressed blocks to stored rows.
         """
         if step.is_prefill:
             self._put_blocks(compress(x, self.nsa, phi), step, finish)

@@ -27,7 +27,7 @@ MAX_DIFFERING_FRACTION = 0.01
 
 
 def find_worst_error_ratio(context: TrainContext) -> tuple[float, str]:
-    """Return the largest error divided by the allowed error, and its location. At most 1 passes."""
+    """Return the largest error of the model's branches divided by the allowed error, and its location. At most 1 passes."""
     model, nsa = context.config.model, context.config.nsa
     dtype = torch.bfloat16 if context.use_bf16 else torch.float32
     length = min(
@@ -41,33 +41,35 @@ def find_worst_error_ratio(context: TrainContext) -> tuple[float, str]:
     q, k, v = draw(model.n_heads, model.d_k), draw(model.n_kv_groups, model.d_k), draw(model.n_kv_groups, model.d_v)
     k_cmp, v_cmp = (_compress_by_mean(x, nsa) for x in (k, v))
     backend = {part: resolved.backend for part, resolved in context.model.backends.items()}
-    selection_nsa, selection_q, selection_k = model.selection_nsa, q, k_cmp
-    if model.has_indexer:
-        selection_q, selection_k = (draw(model.n_kv_groups, model.index_width) for _ in "qk")
-        selection_k = _compress_by_mean(selection_k, selection_nsa)
-    expected = reference.select_blocks(selection_q, selection_k, None, selection_nsa)
-    selected = score_and_select_blocks(selection_q, selection_k, selection_nsa, backend=backend["selection"])
-    differing_fraction = (selected != expected).any(-1).float().mean().item()
-    cases: dict[str, tuple[TensorFunction, TensorFunction, tuple[Tensor, ...]]] = {
-        "compressed": (
+    ratios: list[tuple[float, str]] = []
+    cases: dict[str, tuple[TensorFunction, TensorFunction, tuple[Tensor, ...]]] = {}
+    # If no block fits, the compressed branch is zero by definition, and there is nothing to compare.
+    if "cmp" in model.branches and k_cmp.shape[1]:
+        cases["compressed"] = (
             lambda *x: compressed_attention(*x, nsa=nsa, backend=backend["compressed"])[0],
             lambda *x: reference.compressed_attention(*x, nsa=nsa)[0],
             (q, k_cmp, v_cmp),
-        ),
-        "selected": (
+        )
+    if "sel" in model.branches:
+        scoring_nsa, scoring_q, scoring_k = model.selection_nsa, q, k
+        if model.has_indexer:
+            scoring_q, scoring_k = (draw(heads, model.index_width) for heads in (model.n_index_queries, model.n_kv_groups))
+        scoring_k = _compress_by_mean(scoring_k, scoring_nsa)
+        expected = reference.select_blocks(scoring_q, scoring_k, None, scoring_nsa)
+        selected = score_and_select_blocks(scoring_q, scoring_k, scoring_nsa, backend=backend["selection"])
+        differing = (selected != expected).any(-1).float().mean().item()
+        ratios.append((differing / MAX_DIFFERING_FRACTION, f"selection, {differing:.2%} of the queries differ"))
+        cases["selected"] = (
             lambda *x: selected_attention(*x, blocks=expected, nsa=nsa, backend=backend["selected"])[0],
             lambda *x: reference.selected_attention(*x, blocks=expected, nsa=nsa)[0],
             (q, k, v),
-        ),
-        "window": (
+        )
+    if "win" in model.branches:
+        cases["window"] = (
             lambda *x: window_attention(*x, nsa=nsa, backend=backend["window"])[0],
             lambda *x: reference.window_attention(*x, nsa=nsa)[0],
             (q, k, v),
-        ),
-    }
-    if k_cmp.shape[1] == 0:
-        # No block fits: nothing to compare, the branch is zero by definition.
-        del cases["compressed"]
+        )
     if "triton" in backend.values():
         # Imported here because Triton is optional. Compiled one after another, the kernels would take most of this check.
         from nsa_lab.attention.kernels.parallel_compile import try_compile_in_parallel
@@ -75,13 +77,12 @@ def find_worst_error_ratio(context: TrainContext) -> tuple[float, str]:
         try_compile_in_parallel(
             lambda: [_compute_output_and_gradients(function, inputs) for function, _, inputs in cases.values()]
         )
-    ratios = [(differing_fraction / MAX_DIFFERING_FRACTION, f"selection, {differing_fraction:.2%} of the queries differ")]
     for branch, (function, definition, inputs) in cases.items():
         ratios += [
             (ratio, f"{branch}, {quantity}")
             for quantity, ratio in _compute_error_ratios(function, definition, inputs).items()
         ]
-    return max(ratios)
+    return max(ratios, default=(0.0, "no branch has keys"))
 
 
 def _compress_by_mean(x: Tensor, nsa: NSAConfig) -> Tensor:

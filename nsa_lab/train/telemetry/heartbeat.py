@@ -36,6 +36,8 @@ class StallRule:
 
 # Seconds that a trainer may stay in a stalled phase after a stop request.
 STOP_TIMEOUT_S = 60.0
+# Seconds in which SIGCONT is handled after a suspension.
+SETTLE_S = 1.0
 
 
 class Heartbeat:
@@ -67,6 +69,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def start(self) -> None:
+        self._phases.clock.start_ticking(self._stopped)
         self._thread.start()
 
     def stop(self) -> None:
@@ -76,14 +79,18 @@ class Heartbeat:
 
     def _beat(self) -> None:
         while not self._stopped.wait(self._every_s):
+            if self._phases.clock.is_behind():
+                time.sleep(SETTLE_S)
             occurrence = self._phases.occurrence
-            phase, age_s = occurrence[0], time.monotonic() - occurrence[1]
+            phase, age_s = occurrence[0], self._phases.clock.now() - occurrence[1]
+            suspended_s = round(self._phases.clock.take_suspended_s(), 3)
             self._log.append(
                 "heartbeat",
                 phase=phase,
                 phase_age_s=round(age_s, 3),
                 rss_bytes=get_resident_bytes(),
                 gpu_util=self._get_gpu_util(),
+                **({"suspended_s": suspended_s} if suspended_s > 0 else {}),
             )
             idle_s, limit_s = (
                 self._phases.get_idle_s(),
@@ -95,7 +102,7 @@ class Heartbeat:
                 if self._stop_requested_at is not None:
                     self._on_unresponsive()
                 elif self._on_stall(phase, idle_s, limit_s):
-                    self._stop_requested_at = time.monotonic()
+                    self._stop_requested_at = self._phases.clock.now()
             elif (
                 self._stop_requested_at is not None
                 and occurrence == self._reported_occurrence
@@ -104,7 +111,7 @@ class Heartbeat:
                 self._on_unresponsive()
 
     def _get_wait_s(self) -> float:
-        return time.monotonic() - self._stop_requested_at if self._stop_requested_at is not None else 0.0
+        return self._phases.clock.now() - self._stop_requested_at if self._stop_requested_at is not None else 0.0
 
     def _report_stall(self, phase: str, age_s: float, limit_s: float) -> None:
         try:

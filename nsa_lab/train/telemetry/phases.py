@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from nsa_lab.train.telemetry.awake_clock import AwakeClock
+
 
 class Phases:
-    """Tracks the current phase, when it began, and how long each phase usually takes."""
+    """Tracks the current phase, when it began, and how long each phase usually takes.
+
+    `clock`: the time without suspensions, which all durations are measured with.
+    """
 
     def __init__(self, max_durations: int = 101) -> None:
-        self._current = ("start", time.monotonic())
+        self.clock = AwakeClock()
+        self._current = ("start", self.clock.now())
         self._progress_time = self._current[1]
         self._durations: dict[str, deque[float]] = {}
         self._max_durations = max_durations
@@ -21,12 +26,12 @@ class Phases:
     @contextmanager
     def __call__(self, name: str, *, record_duration: bool = True) -> Iterator[None]:
         """Enter the phase `name`. With `record_duration=False` (for a part of a phase) its duration is not recorded."""
-        outer_phase, start = self._current[0], time.monotonic()
+        outer_phase, start = self._current[0], self.clock.now()
         self._current = (name, start)
         try:
             yield
         finally:
-            now = time.monotonic()
+            now = self.clock.now()
             if record_duration:
                 self._durations.setdefault(name, deque(maxlen=self._max_durations)).append(now - start)
             self._current = (outer_phase, now)
@@ -38,16 +43,16 @@ class Phases:
 
     def report_progress(self) -> None:
         """Report progress within the current phase; the stall time counts from here."""
-        self._progress_time = time.monotonic()
+        self._progress_time = self.clock.now()
 
     def get_idle_s(self) -> float:
         """Return the seconds since the phase began or last reported progress."""
-        return time.monotonic() - max(self._current[1], self._progress_time)
+        return self.clock.now() - max(self._current[1], self._progress_time)
 
     def get_current(self) -> tuple[str, float]:
         """Return the name of the current phase and its age in seconds."""
         name, start = self._current
-        return name, time.monotonic() - start
+        return name, self.clock.now() - start
 
     def get_last_duration(self, name: str) -> float:
         """Return the duration of the last completed phase `name` in seconds; 0 if none has completed."""

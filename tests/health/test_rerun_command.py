@@ -9,8 +9,8 @@ import pytest
 from looping import looped
 
 from nsa_lab.config import RunConfig
+from nsa_lab.health.divergence import build_rerun_command
 from nsa_lab.runs import directory, resolve
-from nsa_lab.runs.rerun_command import build_rerun_command
 
 STAGES = [{"steps": 9, "seq_len": 64, "batch_size": 2, "lr": rate} for rate in (0.5, 1e-4)]
 

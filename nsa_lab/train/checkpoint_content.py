@@ -1,0 +1,141 @@
+"""Check that the files of a checkpoint have the content that a resumed run reads, before any of it is used.
+
+A file may match its digest and still be of another program, or incomplete when it was signed. Such a checkpoint is
+quarantined like a damaged one.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nsa_lab.runs.atomic_io import read_bounded
+from nsa_lab.runs.checkpoint_files import parse_step
+from nsa_lab.runs.event_schema import is_finite
+from nsa_lab.train.checkpoint_state import MODEL, OPTIMIZER, PROBE, RANDOM, STATE
+
+MAX_STATE_BYTES = 1 << 24
+# Errors of reading a file of unexpected content.
+READ_ERRORS = (
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, RecursionError),
+    *(EOFError, SafetensorError, pickle.UnpicklingError, zipfile.BadZipFile, MemoryError),
+)
+_STATE_TYPES: dict[str, type] = {
+    **dict.fromkeys(("trajectory", "code", "versions", "backend", "guard"), dict),
+    **dict.fromkeys(("data_identity", "device"), str),
+    **dict.fromkeys(("step", "threads", "ranks"), int),
+}
+_FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+
+
+class ContentError(ValueError):
+    """A file has another content than a checkpoint of this program."""
+
+
+def find_problems(checkpoint: Path) -> list[str]:
+    """Return one problem per file of a checkpoint whose content cannot be restored. Empty if all can."""
+    checks: dict[str, Callable[[Path], None]] = {STATE: _check_state, PROBE: _check_probe}
+    if (checkpoint / MODEL).is_file():
+        checks |= {MODEL: _check_weights, OPTIMIZER: _check_optimizer}
+    else:
+        checks |= {RANDOM: _check_random}
+    problems = []
+    for name, check in checks.items():
+        try:
+            check(checkpoint / name)
+        except READ_ERRORS as error:
+            reason = str(error) if isinstance(error, ContentError) else f"{type(error).__name__}: {error}"
+            problems.append(f"{name} cannot be read ({' '.join(reason.split())[:200]})")
+    return problems or _find_shard_problems(checkpoint)
+
+
+def _find_shard_problems(checkpoint: Path) -> list[str]:
+    if (checkpoint / MODEL).is_file():
+        return []
+    from nsa_lab.model import sharded_files
+
+    try:
+        sharded_files.read_shapes(checkpoint)
+    except (sharded_files.ShardError, *READ_ERRORS) as error:
+        return [f"{sharded_files.INDEX} cannot be read ({' '.join(str(error).split())[:200]})"]
+    return []
+
+
+def _check_state(path: Path) -> None:
+    state = json.loads(read_bounded(path, MAX_STATE_BYTES))
+    if not isinstance(state, dict):
+        raise ContentError(f"expected a mapping, got {state!r:.40}")
+    for name, kind in _STATE_TYPES.items():
+        if type(state.get(name)) is not kind:
+            raise ContentError(f"{name}: expected {kind.__name__}, got {state.get(name)!r:.40}")
+    losses = state["guard"].get("losses")
+    if not isinstance(losses, list) or not all(map(is_finite, losses)):
+        raise ContentError(f"guard.losses: expected a list of numbers, got {losses!r:.40}")
+    if state["step"] != parse_step(path.parent):
+        raise ContentError(f"it is of step {state['step']}")
+    if "source" not in state["code"]:
+        raise ContentError("code.source is missing")
+
+
+def _check_weights(path: Path) -> None:
+    for name, (dtype, shape) in _read_header(path).items():
+        if dtype not in _FLOAT_TYPES or 0 in shape:
+            raise ContentError(f"{name}: expected weights of a float type, got {dtype} {shape}")
+
+
+def _read_header(path: Path) -> dict[str, tuple[str, list[int]]]:
+    """Return dtype and shape of each tensor. The library checks that they agree with the size of the file."""
+    with safe_open(path, framework="pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        return {name: (weight.get_dtype(), weight.get_shape()) for name, weight in slices.items()}
+
+
+def _check_probe(path: Path) -> None:
+    header = _read_header(path)
+    if list(header) != ["logits"] or header["logits"][0] not in _FLOAT_TYPES:
+        raise ContentError(f"expected logits, got {', '.join(header) or 'nothing'}")
+
+
+def _check_optimizer(path: Path) -> None:
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    _check_rng(_get_mapping(content, "rng"))
+    shapes = {name: shape for name, (_, shape) in _read_header(path.with_name(MODEL)).items()}
+    for name, moments in _get_mapping(content, "moments").items():
+        for key, moment in _get_mapping(content["moments"], name).items():
+            # Names that the weights do not have are those of another model, which `describe_mismatch` explains.
+            if not isinstance(moment, Tensor) or (moment.ndim and list(moment.shape) != shapes.get(name, [*moment.shape])):
+                raise ContentError(f"{name}.{key}: expected a moment of shape {shapes.get(name)}, got {moment!r:.60}")
+        if not moments:
+            raise ContentError(f"{name} has no moments")
+
+
+def _get_mapping(content: Any, name: str) -> dict[str, Any]:
+    value = content.get(name) if isinstance(content, dict) else None
+    if not isinstance(value, dict):
+        raise ContentError(f"{name}: expected a mapping, got {value!r:.40}")
+    return value
+
+
+def _check_random(path: Path) -> None:
+    _check_rng(_get_mapping(torch.load(path, map_location="cpu", weights_only=True), "rng"))
+
+
+def _check_rng(states: Mapping[str, Any]) -> None:
+    """Restore the random states into new generators, to see that `checkpoint_state.restore_rng` can."""
+    version, python_state, gauss = states["python"]
+    random.Random().setstate((version, tuple(python_state), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.RandomState().set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.Generator().set_state(states["torch"])
+    if not isinstance(states["cuda"], list):
+        raise ContentError(f"rng.cuda: expected a list, got {states['cuda']!r:.40}")

@@ -1,0 +1,121 @@
+"""Folders of text: links are followed, each folder is read once, and what is left out is named."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import unprivileged
+
+from nsa_lab.data import DataError
+from nsa_lab.data.sources import local
+from nsa_lab.data.sources.local import LocalSource, find_files
+
+
+@pytest.fixture(autouse=True)
+def forget_warnings() -> None:
+    local._warn_of_left_out.cache_clear()
+
+
+def write_text(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"text of {path.name}")
+    return path
+
+
+def list_names(folder: Path, path: str | None = None) -> list[str]:
+    return [str(file.relative_to(folder)) for file in find_files(path or str(folder))]
+
+
+def test_links_to_folders_are_followed(tmp_path: Path) -> None:
+    texts, elsewhere = tmp_path / "texts", tmp_path / "elsewhere"
+    write_text(texts / "own" / "b.txt")
+    write_text(elsewhere / "deep" / "a.txt")
+    write_text(elsewhere / "c.jsonl").write_text('{"text": "x"}\n')
+    (texts / "linked").symlink_to(elsewhere)
+    (texts / "file.txt").symlink_to(elsewhere / "deep" / "a.txt")
+    expected = ["file.txt", "linked/c.jsonl", "linked/deep/a.txt", "own/b.txt"]
+    assert list_names(texts) == expected
+    assert [document.text for document in LocalSource(str(texts)).documents()][2] == "text of a.txt"
+    (tmp_path / "link").symlink_to(texts)
+    assert list_names(tmp_path / "link") == expected
+
+
+def test_loops_and_second_names_are_read_once_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`a` comes before `z` in the order of names, but is a link: the folder keeps its own name."""
+    write_text(tmp_path / "z" / "one.txt")
+    write_text(tmp_path / "z" / "y" / "two.txt")
+    (tmp_path / "a").symlink_to(tmp_path / "z")
+    (tmp_path / "z" / "up").symlink_to(tmp_path)
+    (tmp_path / "z" / "y" / "self").symlink_to(".")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "absent")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    with caplog.at_level(logging.WARNING):
+        assert list_names(tmp_path) == ["z/one.txt", "z/y/two.txt"]
+    for name in (
+        "/a (the same folder as",
+        "/z/up (",
+        "/z/y/self (",
+        "/nowhere (a link to nothing)",
+        "/circle (a link to nothing)",
+    ):
+        assert name in caplog.text
+
+
+def test_hidden_folders_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_text(tmp_path / "one.txt")
+    write_text(tmp_path / "sub" / ".git" / "two.txt")
+    with caplog.at_level(logging.WARNING):
+        assert list_names(tmp_path) == ["one.txt"]
+        assert list_names(tmp_path) == ["one.txt"]
+    assert caplog.text.count(".git (hidden)") == 1, "named once"
+
+
+def test_folders_that_a_glob_does_not_enter_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_text(tmp_path / "one.txt")
+    write_text(tmp_path / "sub" / "two.txt")
+    with caplog.at_level(logging.WARNING):
+        assert list_names(tmp_path, f"{tmp_path}/*") == ["one.txt"]
+    assert f"{tmp_path / 'sub'} (a folder)" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert list_names(tmp_path, f"{tmp_path}/**/*.txt") == ["one.txt", "sub/two.txt"]
+    assert not caplog.text
+
+
+def test_many_folders_are_named_in_one_short_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_text(tmp_path / "one.txt")
+    for number in range(50):
+        (tmp_path / f"link{number:02d}").symlink_to(tmp_path / "absent")
+    with caplog.at_level(logging.WARNING):
+        find_files(str(tmp_path))
+    assert "and 45 more" in caplog.text and len(caplog.records) == 1
+
+
+@pytest.mark.slow
+def test_unreadable_folders_are_named_and_unreadable_files_are_an_error(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    write_text(texts / "open" / "one.txt")
+    write_text(texts / "private" / "two.txt")
+    unprivileged.make_private(texts / "private")
+    code = (
+        "import sys\nfrom nsa_lab.data import DataError\nfrom nsa_lab.data.sources.local import find_files\n"
+        "try:\n    print([file.name for file in find_files(sys.argv[1])])\nexcept DataError as error:\n    print(error)"
+    )
+    for path in (texts, f"{texts}/**/*.txt"):
+        result = unprivileged.run_python("-c", code, path, cwd=tmp_path)
+        assert result.stdout == "['one.txt']\n", result
+        assert f"left out: {texts / 'private'} (permission denied)" in result.stderr
+    unprivileged.make_private(texts / "open" / "one.txt")
+    result = unprivileged.run_python("-c", code, texts, cwd=tmp_path)
+    assert "permission denied" in result.stdout and "one.txt; change their permissions" in result.stdout
+    (texts / "private").chmod(0o700)
+
+
+def test_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [write_text(tmp_path / f"{name}.txt") for name in "abcdefgh"]
+    monkeypatch.setattr(os, "access", lambda path, mode: path == files[0])
+    with pytest.raises(DataError, match=r"b\.txt, .* and 2 more"):
+        find_files(str(tmp_path))
