@@ -1,12 +1,15 @@
 """Convert a pretrained dense model of `transformers` to sparse attention (extra `hf`).
 
-settings.py      what is converted: the supported families and their settings
-models.py        `sparsify`, and a class for each family
-forward_pass.py  hooks and the attention function, which runs the operator of nsa_lab
-indexer.py       the indexer of a converted layer and its initial weights
-cache.py         `SparseCache`, the key/value cache of `generate`
-adapter.py       the indexers alone, as files
-sources.py       dense models: of the Hub, a folder, a GGUF file or a Python package
+`sparsify` replaces the attention of a model in place. The weights keep their values and names; an indexer is added to each
+layer, and its scores select the blocks of tokens that a query attends to.
+
+    settings.py      the supported families, and the settings of a conversion
+    models.py        `sparsify`, and a class for each family
+    forward_pass.py  hooks and the attention function, which runs the operator of nsa_lab
+    indexer.py       the indexer of a converted layer and its initial weights
+    cache.py         `SparseCache`, the key/value cache of `generate`
+    adapter.py       the indexers alone, as files
+    sources.py       dense models: of the Hub, a folder, a GGUF file or a Python package
 """
 
 # ruff: noqa: E402 - require() first, for its error message

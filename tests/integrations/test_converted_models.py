@@ -79,7 +79,9 @@ def test_lora_on_the_projections(tmp_path: Path) -> None:
     loaded = peft.PeftModel.from_pretrained(sparsify(make_dense(), FEW), str(tmp_path / "lora")).eval()
     torch.testing.assert_close(loaded(tokens).logits, expected, atol=1e-5, rtol=1e-5)
     generated = loaded.generate(input_ids=tokens[:, :8], max_new_tokens=4, do_sample=False, pad_token_id=0)
-    assert torch.equal(generated, model.generate(input_ids=tokens[:, :8], max_new_tokens=4, do_sample=False, pad_token_id=0))
+    assert torch.equal(
+        generated, model.generate(input_ids=tokens[:, :8], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    )
     merged = loaded.merge_and_unload()
     torch.testing.assert_close(merged(tokens).logits, expected, atol=1e-4, rtol=1e-4)
 
@@ -102,5 +104,6 @@ def test_peft_trains_the_indexer_as_a_whole(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, atol=1e-5, rtol=1e-5)
     generated = model.generate(input_ids=tokens[:, :8], max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert torch.equal(
-        generated, model.generate(input_ids=tokens[:, :8], max_new_tokens=4, do_sample=False, pad_token_id=0, use_cache=False)
+        generated,
+        model.generate(input_ids=tokens[:, :8], max_new_tokens=4, do_sample=False, pad_token_id=0, use_cache=False),
     )
