@@ -25,8 +25,8 @@
 # * how several documents share one training sequence without attending to each other,
 # * what NSA reads in a real text, with hand-made heads and in a trained model,
 # * why the mean of many keys hides a single relevant token, and why training does not correct this,
-# * the four changes that make the selection find facts: an indexer, its loss, induction-initialized heads, normalized
-#   embeddings.
+# * the three changes that make the selection find facts: an indexer with its own loss, induction-initialized heads,
+#   normalized embeddings.
 #
 # **Prerequisites.** Notebook 01.
 #
@@ -153,15 +153,14 @@ show_figure(figures.plot_importance(text_importance[0, :, 1], text_blocks[0, :, 
 # | NSA, 78.6 M parameters | none, at any length |
 # | dense baseline | all, in 32,768 bytes |
 #
-# Four changes fix it, and all four are needed. Together they are called the *training recipe*:
+# Three changes fix it, and all three are needed. Together they are called the *training recipe*:
 #
-# 1. **Indexer.** One extra query and key per group, used only for selection. Each index key covers 2 tokens
-#    (`indexer_block`).
-# 2. **Selection loss.** It trains the indexer to predict where the selected branch would attend if it could attend to
-#    all past tokens.
-# 3. **Induction-initialized heads** (`matching_heads`). Some heads start as induction heads, which copy. The selection
+# 1. **Indexer with its own loss.** One extra query and key per group, used only for selection. Here each index key covers
+#    2 tokens (`indexer_block`). The *selection loss* trains the indexer to predict where the selected branch would attend
+#    if it could attend to all past tokens.
+# 2. **Induction-initialized heads** (`matching_heads`). Some heads start as induction heads, which copy. The selection
 #    therefore has a target from the first step.
-# 4. **Normalized embeddings** (`embedding_norm`). Token embeddings start with a standard deviation of 0.02, and the output
+# 3. **Normalized embeddings** (`embedding_norm`). Token embeddings start with a standard deviation of 0.02, and the output
 #    of the first layer, which is added to them, is several times larger. Scaled to a root mean square of 1, the current
 #    token stays visible to every later layer.
 #
@@ -365,7 +364,7 @@ explore_query(
 #
 # ## 8 · Results
 #
-# With all four changes, NSA (79.8 M parameters) retrieves the facts at every length of its training, and at twice the
+# With all three changes, NSA (79.8 M parameters) retrieves the facts at every length of its training, and at twice the
 # longest:
 #
 # | text length, bytes | facts retrieved, four seeds together |
@@ -396,7 +395,7 @@ explore_query(
 # starts at the first bytes of a text, where attention is not sparse.
 #
 # [docs/science/retrieval.md](../docs/science/retrieval.md) explains why each change is needed. Its log lists every
-# experiment, including the failed ones. The presets `smoke` and `recall_taught` use all four changes (`smoke` with one
+# experiment, including the failed ones. The presets `smoke` and `recall_taught` use all three changes (`smoke` with one
 # index key per 8 tokens). Without these options, the configuration is NSA as in notebook 01. It equals the paper's NSA
 # except for φ (a mean) and the gate (one linear layer).
 #

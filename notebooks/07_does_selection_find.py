@@ -90,10 +90,10 @@ print(
 # ## Four models
 #
 # * **dense**: every query attends to all previous tokens.
-# * **dense, same start**: the same, with (1) and (2) of the training recipe below.
+# * **dense, same start**: the same, with (1) and (2) below.
 # * **NSA avg**: NSA as in notebook 01. It has the paper's selection, but φ is a mean (the paper: an MLP), and the gate
 #   is one linear layer.
-# * **NSA, recipe**: NSA with the three parts of our training recipe for selection:
+# * **NSA, recipe**: NSA with the training recipe of notebook 02, except normalized embeddings:
 #   1. RoPE on half of each head's channels (`rotary_share`).
 #   2. Induction-initialized heads (`matching_heads`). In the first head group, the key of a token starts as the key of
 #      the previous token, and half of the heads start with query weights equal to the key weights. These heads copy

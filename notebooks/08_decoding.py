@@ -102,9 +102,11 @@ for title, kind_config in {"Answer": config, "Answer with one index key per toke
 
 # %% [markdown]
 # <details><summary>Why</summary>
-# <p>A dense step reads $S$ keys and $S$ values per group. NSA reads $S/d$ of each, and in a very long text the selected
+#
+# A dense step reads $S$ keys and $S$ values per group. NSA reads $S/d$ of each, and in a very long text the selected
 # keys and the window are negligible: $1/16 = 0.0625$. An indexer adds $S$ keys without values, which is half of what
-# dense attention reads. Together with the compressed keys this is $1/2 + 1/16 = 0.5625$.</p>
+# dense attention reads. Together with the compressed keys this is $1/2 + 1/16 = 0.5625$.
+#
 # </details>
 #
 # ## Contents of the cache

@@ -2,15 +2,20 @@
 
     python docs/science/learning_rates_and_parts.py FOLDER [CONTROLS]
 
-FOLDER holds the runs of the sweeps long_64k_rates, long_64k_parts and fast_rates_dense; CONTROLS the runs of long_64k at
-seeds 1 and 2.
+FOLDER holds the runs of the sweeps long_64k_rates, long_64k_parts, long_64k_parts_seeds and fast_rates_dense
+(`tools/records.py unpack --to FOLDER`); CONTROLS the runs of long_64k at seeds 1 and 2.
 """
 
 import json
 import math
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+from nsa_lab.health.comparison import NeedleResult, Proportion, collect_needle_results
+from nsa_lab.health.model_runs import ModelRuns, group_runs
+from nsa_lab.health.paired_text_loss import WHOLE_DOCUMENTS, RangeDifference, compare_texts
 
 # Quantile 0.975 of Student's t for 1 to 19 degrees of freedom, as in nsa_lab/health/paired.py.
 T = (
@@ -37,6 +42,10 @@ T = (
 STRETCHES = 20
 BIT = math.log(2)
 TEXTS = ("heldout", "validation", "long")
+TASKS = ("needle", "multi_key", "multi_query")
+# The parts that were trained with three seeds, and where their effect on text is judged: a text and its positions.
+PARTS = ("no_embedding_norm", "no_ngrams", "rotary_everywhere", "no_matching_heads", "adamw", "no_indexer")
+PLACES = (*((text, WHOLE_DOCUMENTS) for text in TEXTS), ("long", "32,768 to 65,535"))
 
 
 class Run:
@@ -50,7 +59,8 @@ class Run:
             evaluation = json.loads(whole.read_text())
             self.texts, self.cells = evaluation["texts"], evaluation["retrieval"]
         else:
-            found = json.loads(part.read_text())["found"]
+            # The archive of recorded runs has no unfinished evaluations.
+            found = json.loads(part.read_text())["found"] if part.exists() else {}
             self.texts = {key.split()[1].rstrip(","): text for key, text in found.items() if key.startswith("text ")}
             self.cells = []
 
@@ -138,6 +148,72 @@ def rates(runs: dict[str, Run], sweep: str, seed: int) -> None:
     )
 
 
+def three_seeds(folder: Path) -> None:
+    """Print the tables of the parts at seeds 0, 1 and 2, compared by `nsa_lab.health` as `nsa-lab compare` does."""
+    named = {
+        "control": [*folder.glob("long_64k_rates.nsa_0014.s0-*"), *folder.glob("long_64k_parts_seeds.as_it_is.s*")],
+        **{part: sorted(folder.glob(f"long_64k_parts*.{part}.s*")) for part in PARTS},
+    }
+    models = {model.name: model for model in group_runs([], named, print)}
+    differences = {part: measure_places(models[part], models["control"]) for part in PARTS}
+    print("## Three seeds: minus the control of the same seed, mean and 95% interval over seeds\n")
+    places = ["`heldout`", "`validation`", "`long`", "`long`, 32,768 to 65,535"]
+    table(
+        ["run", *places],
+        [["control", *(f"{place.baseline_bits:.4f}" for place in differences[PARTS[0]])]]
+        + [[f"`{part}`", *map(format_over_seeds, differences[part])] for part in PARTS],
+    )
+    print("## Three seeds: per seed 0, 1, 2, and the mean of seeds 1 and 2\n")
+    rows = []
+    for part in PARTS:
+        by_seed = [measure_places(pick(models[part], seed), pick(models["control"], seed)) for seed in (0, 1, 2)]
+        rows.append([f"`{part}`"])
+        for seeds in zip(*by_seed, strict=True):
+            values = [place.difference for place in seeds]
+            rows[-1].append(" / ".join(f"{value:+.4f}" for value in values) + f": {statistics.mean(values[1:]):+.4f}")
+    table(["run", *places], rows)
+    print("## Three seeds: right answers, percent\n")
+    for name, get in (
+        ("pooled", lambda result: result.every),
+        ("per seed", None),
+        ("far facts", lambda result: result.far),
+    ):
+        print(f"{name}:\n")
+        table(
+            ["run", *(f"{task}, {length:,}" for length in (4096, 65536) for task in TASKS)],
+            [[f"`{model.name}`", *format_answers(model, get)] for model in models.values()],
+        )
+
+
+def pick(model: ModelRuns, seed: int) -> ModelRuns:
+    return ModelRuns(model.name, {seed: model.runs[seed]})
+
+
+def measure_places(model: ModelRuns, control: ModelRuns) -> list[RangeDifference]:
+    """The differences of a model and the control at `PLACES`."""
+    found = {text.text: {place.place: place for place in text.places} for text in compare_texts(model, control, print)}
+    return [found[text][place] for text, place in PLACES]
+
+
+def format_over_seeds(place: RangeDifference) -> str:
+    assert place.over_seeds is not None
+    return f"{place.difference:+.4f} [{place.over_seeds[0]:+.4f}, {place.over_seeds[1]:+.4f}]"
+
+
+def format_answers(model: ModelRuns, get: Callable[[NeedleResult], Proportion | None] | None) -> list[str]:
+    """Percent of right answers per length and task: by `get` with the Wilson interval, or of every seed."""
+    results = {(result.length, result.task): result for result in collect_needle_results(model)}
+    cells = []
+    for length in (4096, 65536):
+        for result in (results[length, task] for task in TASKS):
+            shares = [get(result)] if get else result.by_seed.values()
+            known = [share for share in shares if share is not None]
+            cells.append(" / ".join(f"{100 * share.share:.1f}" for share in known))
+            if get:
+                cells[-1] += f" [{100 * known[0].low:.1f}, {100 * known[0].high:.1f}]"
+    return cells
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     sweeps = ("long_64k_rates", "long_64k_parts", "fast_rates_dense")
@@ -183,18 +259,18 @@ def main() -> None:
         ],
     )
     print("## Right answers, percent\n")
-    tasks = ("needle", "multi_key", "multi_query")
     table(
-        ["run", *(f"{task}, {length:,}" for length in (4096, 65536) for task in tasks)],
+        ["run", *(f"{task}, {length:,}" for length in (4096, 65536) for task in TASKS)],
         [
             [
                 f"`{name.split('.')[1]}`, seed {name[-1]}",
-                *(runs[name].answers(task, length) for length in (4096, 65536) for task in tasks),
+                *(runs[name].answers(task, length) for length in (4096, 65536) for task in TASKS),
             ]
             for name in sorted(runs)
             if runs[name].cells
         ],
     )
+    three_seeds(folder)
     print("## C\n")
     rates(runs, "fast_rates_dense", 1337)
     if len(sys.argv) > 2:

@@ -122,7 +122,8 @@ class BlockMap(nn.Module):
 
     def forward(self, blocks: Tensor) -> Tensor:
         tokens = blocks.transpose(-1, -2) + self.position.to(blocks.dtype)
-        return self.map(tokens.flatten(-2))
+        rows = tokens.flatten(-2).flatten(0, -2)  # quantized layers take at most three dimensions
+        return self.map(rows).view(blocks.shape[:-1])
 
 
 class BlockPool(nn.Module):

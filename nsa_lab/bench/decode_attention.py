@@ -145,21 +145,29 @@ def compute_errors(
     out: Tensor, inputs: tuple[Tensor, Tensor, LayerCache, Tensor], nsa: NSAConfig, rows: Sequence[int]
 ) -> tuple[float, float]:
     """Return the largest error of the given rows (sequences) of `out` against the definition in float64, and its limit."""
-    q, gates, cache, lengths = inputs
+    lengths = inputs[3]
     errors, plain_errors = [], []
     for b in rows:
-        sequence, length = slice(b, b + 1), int(lengths[b])
-        blocks = geometry.num_compressed(length + 1, nsa)
-        # Unroll the ring buffer. Overwritten slots are outside of the window.
-        slots = torch.arange(length + 1, device=q.device) % cache.k_win.shape[1]
-        raw = [cache.k_sel[sequence, : length + 1], cache.v_sel[sequence, : length + 1], cache.k_win[sequence, slots]]
-        cached = [cache.k_cmp[sequence, :blocks], cache.v_cmp[sequence, :blocks], *raw, cache.v_win[sequence, slots]]
-        arguments, span = [q[sequence], *cached, gates[sequence]], Span.chunk(length, 1)
-        exact = _compute_reference([x.double() for x in arguments], nsa, span)
+        arguments, span = _read_sequence(inputs, b, nsa), Span.chunk(int(lengths[b]), 1)
+        sequence = slice(b, b + 1)
+        exact = _compute_reference([None if x is None else x.double() for x in arguments], nsa, span)
         errors.append((out[sequence] - exact).abs().max())
         plain_errors.append((_compute_reference(arguments, nsa, span) - exact).abs().max())
     # torch's max propagates NaN; Python's does not.
     return torch.stack(errors).max().item(), _compute_limit(torch.stack(plain_errors).max().item())
+
+
+def _read_sequence(inputs: tuple[Tensor, Tensor, LayerCache, Tensor], b: int, nsa: NSAConfig) -> list[Tensor | None]:
+    """Return the arguments of `nsa_attention` for one sequence: its query, its cached keys and values, and its gates."""
+    q, gates, cache, lengths = inputs
+    sequence, n_tokens = slice(b, b + 1), int(lengths[b]) + 1
+    rows: list[slice | Tensor] = [slice(geometry.num_compressed(n_tokens, nsa)), slice(n_tokens)]
+    if cache.k_win is not None:
+        # Unroll the ring buffer. Overwritten slots are outside of the window.
+        rows.append(torch.arange(n_tokens, device=q.device) % cache.k_win.shape[1])
+    branches = ((cache.k_cmp, cache.v_cmp), (cache.k_sel, cache.v_sel), (cache.k_win, cache.v_win))
+    cached = [None if x is None else x[sequence, rows[index]] for index, pair in enumerate(branches) for x in pair]
+    return [q[sequence], *cached, gates[sequence]]
 
 
 def _compute_limit(plain: float) -> float:
@@ -167,8 +175,9 @@ def _compute_limit(plain: float) -> float:
     return PARITY_FACTOR * plain + 8 * torch.finfo(torch.float32).eps
 
 
-def _compute_reference(inputs: Sequence[Tensor], nsa: NSAConfig, span: Span) -> Tensor:
+def _compute_reference(inputs: Sequence[Tensor | None], nsa: NSAConfig, span: Span) -> Tensor:
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
+    assert q is not None
     return reference.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, span=span)
 
 

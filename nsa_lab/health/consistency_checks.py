@@ -14,7 +14,7 @@ import numpy as np
 
 from nsa_lab.config import BRANCHES
 from nsa_lab.health.log_integrity import find_longest_constant
-from nsa_lab.health.verdict import Limits, Verdict
+from nsa_lab.health.verdict import LIMITS, Limits, Verdict
 from nsa_lab.runs import directory
 from nsa_lab.runs.event_table import NUMBERS, Events
 from nsa_lab.runs.history import History, find_stages
@@ -23,11 +23,22 @@ ROUNDING = 1e-3
 RATE_ERROR = 0.01
 # Bounds of the median of step time / time between events (0.9 to 1.0 measured).
 LEAST_TIME_RATIO, LARGEST_TIME_RATIO, MIN_INTERVALS = 0.05, 3.0, 5
+N_INTERVALS, CLOCK_S = (10, 100), 1.0  # intervals that are compared together, and the resolution of clocks
 # Fields that are measured in every reading.
 VARYING_FIELDS = (
     *("first_loss", "marked_loss", "selection_loss", "grad_norm", "dt_s", "data_s", "tokens_per_s", "grad_norm_layers"),
     *(f"norm_{branch}" for branch in BRANCHES),
 )
+
+
+# Checked for equal values in a row by `loss_checks.check_training_loss` too.
+LOSS_FIELDS = ("loss", "bpb")
+# Statistics of real numbers that no two layers share.
+DISTINCT_STATISTICS = (
+    *("grad_norm_layers", "gate_entropy", "gate_update", "sel_sink_share"),
+    *(f"norm_{branch}" for branch in BRANCHES),
+)
+MIN_EQUAL_READINGS = 5
 
 
 class Problem(NamedTuple):
@@ -141,6 +152,23 @@ def _check_step_time(history: History) -> Problem | None:
     return Problem(steps[-1:], f"the steps take {np.median(ratio):.3g} times the time between their events,")
 
 
+def _check_elapsed_time(history: History) -> Problem | None:
+    """Intervals in a row do not take less time than their steps. Where the clock was set back, nothing is known."""
+    steps, attempts = history.steps.ints("step"), history.steps.ints("attempt")
+    elapsed = np.diff(history.steps.numbers("t"))
+    needed = np.diff(steps) * history.steps.numbers("dt_s")[1:]
+    is_known = (np.diff(attempts) == 0) & (elapsed >= 0) & np.isfinite(needed) & np.isfinite(elapsed)
+    for count in (count for count in N_INTERVALS if count <= len(needed)):
+        known, total_needed, total_elapsed = (
+            np.convolve(np.where(is_known, values, 0.0), np.ones(count), "valid")
+            for values in (np.ones(len(needed)), needed, elapsed)
+        )
+        is_wrong = (known > count - 0.5) & (total_needed > LIMITS.time_ratio * (total_elapsed + CLOCK_S))
+        if is_wrong.any():
+            return Problem(steps[count:][is_wrong], f"{count} intervals take less time than their steps,")
+    return None
+
+
 def _check_waits(history: History) -> Problem | None:
     steps, wait, step_s = history.steps.ints("step"), history.steps.numbers("data_s"), history.steps.numbers("dt_s")
     median, high = history.steps.numbers("data_s_p50"), history.steps.numbers("data_s_p95")
@@ -196,6 +224,7 @@ RELATIONS: tuple[Callable[[History], Problem | None], ...] = (
     _check_validation_bits,
     _check_rate,
     _check_step_time,
+    _check_elapsed_time,
     _check_waits,
     _check_peak_memory,
     _check_gradient_sum,
@@ -217,16 +246,42 @@ def check_repeated_values(history: History, limits: Limits) -> Verdict:
         if streak >= limit:
             text = f"{name} is bitwise equal in {streak} readings in a row, up to step {steps[end]:,}"
             return Verdict("repeated values", False, streak, limit, text)
+        if problem := _find_few_values(name, steps, values, limits):
+            return Verdict("repeated values", False, *problem)
         longest = max(longest, (streak, name, int(steps[end]), limit))
     if not longest[0]:
         return Verdict("repeated values", None, None, limits.equal_losses, "no readings yet")
     return Verdict("repeated values", True, longest[0], longest[3], "losses, gradients and times differ between readings")
 
 
+def _find_few_values(name: str, steps: np.ndarray, values: np.ndarray, limits: Limits) -> tuple[float, float, str] | None:
+    """Return value, limit and text of readings [n] that take turns among few values, or repeat an earlier part of the run.
+
+    None if there are none. Zeros may repeat: a batch without waits, or a disabled branch.
+    """
+    if values.ndim > 1:
+        return None
+    is_used = np.isfinite(values) & (values != 0)
+    steps, values, size = steps[is_used], values[is_used], limits.distinct_readings
+    if len(values) < size:
+        return None
+    windows = np.sort(np.lib.stride_tricks.sliding_window_view(values, size)[:: size // 4], axis=1)
+    shares = (1 + (np.diff(windows, axis=1) != 0).sum(axis=1)) / size
+    least = int(shares.argmin())
+    if shares[least] < limits.distinct_share:
+        n_values, last = round(shares[least] * size), steps[least * (size // 4) + size - 1]
+        text = f"{name} has {n_values} values in {size} readings in a row, up to step {last:,}"
+        return float(shares[least]), limits.distinct_share, text
+    share = 1 - len(np.unique(values)) / len(values)
+    if share <= limits.repeated_share:
+        return None
+    return float(share), limits.repeated_share, f"{name} has the value of an earlier reading in {share:.0%} of the readings"
+
+
 def _iterate_varying(history: History, limits: Limits) -> Iterator[tuple[str, np.ndarray, np.ndarray, int]]:
     """Yield name, steps, values [n, ...] and the limit of the streak of everything that varies."""
     forms = history.steps.list_fields()
-    for name in (name for name in VARYING_FIELDS if name in forms):
+    for name in (name for name in (*LOSS_FIELDS, *VARYING_FIELDS) if name in forms):
         if forms[name] == NUMBERS:
             steps, values = history.layer_series(name)
             for layer in range(values.shape[1]):
@@ -260,7 +315,24 @@ def check_layers_differ(history: History, limits: Limits) -> Verdict:
         if first != layer:
             text = f"layers {first} and {layer} are bitwise equal in all {len(columns):,} statistics"
             return Verdict("layers differ", False, 1, 0, text)
+    if problem := _find_equal_statistic(history, n_layers):
+        return Verdict("layers differ", False, 1, 0, problem)
     return Verdict("layers differ", True, 0, 0, f"{n_layers} layers, no two with equal statistics")
+
+
+def _find_equal_statistic(history: History, n_layers: int) -> str | None:
+    """Return a text on two layers of which one statistic is bitwise equal in most readings; None if there are none."""
+    for name in DISTINCT_STATISTICS:
+        _, values = history.layer_series(name)
+        if len(values) < MIN_EQUAL_READINGS or values.shape[1] != n_layers:
+            continue
+        for layer in np.flatnonzero(np.ptp(values, axis=0) > 0).tolist():
+            share = (values[:, :layer] == values[:, layer : layer + 1]).mean(axis=0)
+            if layer and share.max() > 0.5:
+                return (
+                    f"{name} of layers {share.argmax()} and {layer} is bitwise equal in {share.max():.0%} of the readings"
+                )
+    return None
 
 
 def check_status_agrees(history: History, limits: Limits) -> Verdict:

@@ -202,7 +202,7 @@ def check_no_leak(history: History, limits: Limits) -> Verdict:
     text = f"lowest {bpb[lowest]:.3f} bits per byte, at step {steps[lowest]:,}; below {limit:.2f} means a leak: {reason}"
     if bpb[lowest] < limit:
         return Verdict("no leak", False, float(bpb[lowest]), limit, text)
-    if lead := None if is_noise else _find_validation_lead(history, limits):
+    if not is_noise and (lead := _find_validation_lead(history, limits) or _find_validation_drop(history, limits)):
         return lead
     return Verdict("no leak", True, float(bpb[lowest]), limit, text)
 
@@ -230,6 +230,29 @@ def _find_validation_lead(history: History, limits: Limits) -> Verdict | None:
         if ratio + limits.lead_standard_errors * error < limits.validation_lead:
             text = f"up to step {step:,} validation is {ratio:.2f} of the training loss: a leak of the held-out text"
             return Verdict("no leak", False, ratio, limits.validation_lead, text)
+    return None
+
+
+def _find_validation_drop(history: History, limits: Limits) -> Verdict | None:
+    """Return a failure if validation falls far more than training between two evaluations of the second half.
+
+    The model has then seen the held-out text in between, or the evaluated text is another one.
+    """
+    steps, train = drop_nonfinite(*history.series("bpb"))
+    eval_steps, eval_bpb = drop_nonfinite(*history.validation())
+    for index in range(1, len(eval_bpb)):
+        first, last = eval_steps[index - 1], eval_steps[index]
+        if first <= 0 or last < history.last_step / 2:
+            continue
+        before, after = train[steps <= first], train[steps <= last]
+        if len(before) < MIN_SCATTER_READINGS:
+            continue
+        change = eval_bpb[index] / max(eval_bpb[index - 1], 1e-9)
+        train_change = float(np.mean(select_latest(after))) / max(float(np.mean(select_latest(before))), 1e-9)
+        ratio = float(change / max(min(train_change, 1.0), 1e-9))
+        if ratio < limits.validation_drop:
+            text = f"validation changes by a factor of {change:.2f} up to step {last:,}, training of {train_change:.2f}"
+            return Verdict("no leak", False, ratio, limits.validation_drop, f"{text}: a leak of the held-out text")
     return None
 
 

@@ -11,6 +11,9 @@ from nsa_lab.health.references import explain_trial
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.history import History, find_stages
 
+TREND_READINGS = 41
+SPECTRUM_READINGS = 64, 512  # minimum and maximum number of readings of a spectrum
+N_LASTING = 4  # windows of a rise that lasts
 MIN_COURSE_WINDOWS = 10  # with fewer, the fast fall at the start of a stage looks like a sudden drop
 
 
@@ -30,7 +33,7 @@ def check_loss_course(history: History, limits: Limits) -> Verdict:
     for stage in np.unique(stages):
         windows = _split_into_windows(steps[stages == stage], bpb[stages == stage], limits)
         n_windows += len(windows.means)
-        if problem := windows.find_problem(limits):
+        if problem := windows.find_problem(limits) or _find_wave(steps[stages == stage], bpb[stages == stage], limits):
             return Verdict(name, False, *problem)
     if not n_windows and len(history.evaluations) < 3:
         return Verdict(name, None, None, limits.course_change, "too few readings")
@@ -53,26 +56,60 @@ def _find_validation_rise(history: History, limits: Limits) -> tuple[float, floa
     return None
 
 
+def _find_wave(steps: np.ndarray, bpb: np.ndarray, limits: Limits) -> tuple[float, float, str] | None:
+    """Return value, limit and text of a periodic oscillation; None if there is none.
+
+    Readings without a period have a flat spectrum. Its largest value is then about the logarithm of the number of
+    frequencies times its mean.
+    """
+    start, half = int(limits.course_start * len(bpb)), TREND_READINGS // 2
+    steps, bpb = steps[start:], bpb[start:]
+    if len(bpb) < SPECTRUM_READINGS[0] + TREND_READINGS:
+        return None
+    residuals = bpb[half:-half] - np.convolve(bpb, np.full(TREND_READINGS, 1 / TREND_READINGS), "valid")
+    size = min(SPECTRUM_READINGS[1], len(residuals))
+    windows = np.lib.stride_tricks.sliding_window_view(residuals, size)[:: size // 4]
+    # A single outlier has all frequencies.
+    bound = 4 * windows.std(axis=1, keepdims=True)
+    taper = np.hanning(size)
+    amplitudes = 2 * np.abs(np.fft.rfft(np.clip(windows, -bound, bound) * taper, axis=1)) / taper.sum()
+    first = size // 20  # slower waves are part of the trend
+    power = amplitudes[:, first:] ** 2
+    ratios = power / np.maximum(np.median(power, axis=1, keepdims=True) / np.log(2), 1e-24)
+    window, frequency = np.unravel_index(ratios.argmax(), ratios.shape)
+    ratio, height = float(ratios[window, frequency]), float(power[window, frequency] ** 0.5)
+    if ratio <= limits.course_wave or height <= limits.course_wave_height * float(np.median(bpb)):
+        return None
+    step, period = steps[half + int(window) * (size // 4)], size / (first + int(frequency))
+    text = f"the training loss oscillates with a period of {period:.1f} readings from about step {step:,} on"
+    return ratio, limits.course_wave, text
+
+
 @dataclass(frozen=True)
 class _LossWindows:
-    """Means and scatters of windows of training readings [windows], their first steps, and the error of a mean."""
+    """Windows of training readings: their first steps, means, scatters of a reading about its neighbors, and standard
+    deviations from a line, all [windows]; and the standard error of a mean.
+    """
 
     steps: np.ndarray
     means: np.ndarray
     scatters: np.ndarray
+    spreads: np.ndarray
     error: float
 
     def find_problem(self, limits: Limits) -> tuple[float, float, str] | None:
         """Return value, limit and text of a rise, a sudden drop or an oscillation; None if there is none."""
         if len(self.means) < 3:
             return None
+        # With few windows, the texts of a window may differ from those of another.
+        is_long = len(self.means) >= MIN_COURSE_WINDOWS
+        rise = limits.course_change_long if is_long else limits.course_change
+        n_errors = limits.course_standard_errors_long if is_long else limits.course_standard_errors
         change, errors = limits.course_change, limits.course_standard_errors * 2**0.5 * self.error
-        lowest = np.minimum.accumulate(self.means)
-        is_rise = (self.means > lowest * (1 + change)) & (self.means - lowest > errors)
-        if is_rise.any():
-            worst = int((self.means / lowest * is_rise).argmax())
-            text = f"the training loss rises to {self.means[worst]:.3f} bits per byte from step {self.steps[worst]:,} on"
-            return float(self.means[worst] / lowest[worst] - 1), change, f"{text}, from {lowest[worst]:.3f}"
+        if problem := self._find_rise(1, rise, n_errors):
+            return problem
+        if is_long and (problem := self._find_lasting_rise(limits)):
+            return problem
         if len(self.means) < MIN_COURSE_WINDOWS:
             return None
         late = len(self.means) // 5
@@ -86,13 +123,29 @@ class _LossWindows:
                 change,
                 f"{text}{self.steps[late + 1 + worst]:,}: a plateau before",
             )
-        typical = float(np.median(self.scatters))
-        ratios = self.scatters[late:] / max(typical, 1e-12)
-        if typical and ratios.max() > limits.course_scatter:
-            worst = int(ratios.argmax())
-            text = f"the training loss oscillates from step {self.steps[late + worst]:,} on"
-            return float(ratios.max()), limits.course_scatter, f"{text}: its scatter is {ratios.max():.1f} times the usual"
+        for scatters, limit in ((self.scatters, limits.course_scatter), (self.spreads, limits.course_spread)):
+            typical = float(np.median(scatters))
+            ratios = scatters[late:] / max(typical, 1e-12)
+            if typical and ratios.max() > limit:
+                worst = int(ratios.argmax())
+                text = f"the training loss oscillates from step {self.steps[late + worst]:,} on"
+                return float(ratios.max()), limit, f"{text}: its scatter is {ratios.max():.1f} times the usual"
         return None
+
+    def _find_lasting_rise(self, limits: Limits) -> tuple[float, float, str] | None:
+        return self._find_rise(N_LASTING, limits.course_change_lasting, limits.course_standard_errors_lasting)
+
+    def _find_rise(self, n_windows: int, change: float, n_errors: float) -> tuple[float, float, str] | None:
+        """Return value, limit and text of a rise of the means of `n_windows` windows above an earlier one; None if none."""
+        means = np.convolve(self.means, np.full(n_windows, 1 / n_windows), "valid")
+        lowest = np.minimum.accumulate(means)
+        error = 2**0.5 * self.error / n_windows**0.5
+        is_rise = (means > lowest * (1 + change)) & (means - lowest > n_errors * error)
+        if not is_rise.any():
+            return None
+        worst = int((means / lowest * is_rise).argmax())
+        text = f"the training loss rises to {means[worst]:.3f} bits per byte from step {self.steps[worst]:,} on"
+        return float(means[worst] / lowest[worst] - 1), change, f"{text}, from {lowest[worst]:.3f}"
 
 
 def _split_into_windows(steps: np.ndarray, bpb: np.ndarray, limits: Limits) -> _LossWindows:
@@ -103,7 +156,11 @@ def _split_into_windows(steps: np.ndarray, bpb: np.ndarray, limits: Limits) -> _
     n_windows = len(bpb) // size
     windows = bpb[: n_windows * size].reshape(n_windows, size)
     scatters = np.array([estimate_scatter(window) for window in windows])
-    return _LossWindows(steps[: n_windows * size : size], windows.mean(axis=1), scatters, estimate_scatter(bpb) / size**0.5)
+    places = np.arange(size) - (size - 1) / 2
+    slopes = windows @ places / max(float(places @ places), 1e-12)
+    spreads = (windows - windows.mean(axis=1, keepdims=True) - slopes[:, None] * places).std(axis=1)
+    firsts = steps[: n_windows * size : size]
+    return _LossWindows(firsts, windows.mean(axis=1), scatters, spreads, estimate_scatter(bpb) / size**0.5)
 
 
 def check_structure(history: History, limits: Limits) -> Verdict | None:

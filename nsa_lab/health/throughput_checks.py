@@ -11,6 +11,8 @@ from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.history import History, find_stages
 from nsa_lab.runs.summary import format_size, format_speed
 
+MIN_RISES = 3  # a longer text or another shape may raise the peak memory once or twice
+
 
 def check_throughput(history: History, limits: Limits) -> Verdict:
     """Check for slowdowns: warnings of the trainer, and windows that are slow compared with the best tenth of their stage.
@@ -143,17 +145,23 @@ def _find_memory_trend(history: History, attempt: int, limits: Limits) -> tuple[
     beats = history.events_of_kind("heartbeat")
     resident = _keep_positive(beats.numbers("rss_bytes"))[beats.ints("attempt") == attempt]
     resident = resident[np.isfinite(resident)]
-    resident = resident[len(resident) // 5 :]
+    for share, limit in ((5, limits.memory_trend), (2, limits.memory_trend_late)):
+        if found := _fit_memory_trend(resident[len(resident) // share :], limit, limits):
+            growth, relative = found
+            text = f"resident memory grows steadily in attempt {attempt}, by {format_size(growth)} ({relative:.0%}): a leak"
+            return relative, limit, text
+    return None
+
+
+def _fit_memory_trend(resident: np.ndarray, limit: float, limits: Limits) -> tuple[float, float] | None:
+    """Return the growth along a line in bytes, and relative to the mean, if it is above the limit."""
     if len(resident) < limits.memory_readings or np.ptp(resident) == 0:
         return None
     places = np.arange(len(resident))
     growth = float(np.polyfit(places, resident, 1)[0]) * len(resident)
     correlation = float(np.corrcoef(places, resident)[0, 1])
     relative = growth / float(resident.mean())
-    if relative <= limits.memory_trend or correlation <= limits.memory_correlation:
-        return None
-    text = f"resident memory grows steadily in attempt {attempt}, by {format_size(growth)} ({relative:.0%}): a leak"
-    return relative, limits.memory_trend, text
+    return (growth, relative) if relative > limit and correlation > limits.memory_correlation else None
 
 
 def _find_peak_growth(history: History, attempt: int, limits: Limits) -> tuple[float, float, str] | None:
@@ -164,7 +172,10 @@ def _find_peak_growth(history: History, attempt: int, limits: Limits) -> tuple[f
     if len(late) < limits.memory_readings:
         return None
     growth = float(late[-1] / late[0] - 1)
-    if growth <= limits.peak_growth or (np.diff(late) > 0).mean() <= 0.5:
+    rises = np.diff(late) > 0
+    is_steady = growth > limits.peak_growth and rises.mean() > 0.5
+    if not is_steady and (growth <= limits.peak_growth_steps or rises.sum() < MIN_RISES):
         return None
-    text = f"the peak memory grows in most readings of the second half of attempt {attempt}, by {growth:.0%}: a leak"
-    return growth, limits.peak_growth, text
+    when = "in most readings" if is_steady else f"{rises.sum()} times"
+    text = f"the peak memory grows {when} in the second half of attempt {attempt}, by {growth:.0%}: a leak"
+    return growth, limits.peak_growth if is_steady else limits.peak_growth_steps, text

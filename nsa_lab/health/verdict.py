@@ -21,6 +21,7 @@ class Limits:
     validation_gap_failed: float = 1.5  # the same; above it the model fits its training text instead of text
     validation_lead: float = 0.85  # minimum of the same ratio: text that was not trained on is not easier (0.92 measured)
     lead_standard_errors: float = 3.0  # by how many standard errors the ratio must be below
+    validation_drop: float = 0.75  # minimum change of validation / change of training between two evaluations
     validation_rise: float = 1.10  # maximum validation bpb / lowest one before it (1.03 measured)
     structure_margin: float = 0.98  # maximum validation bpb / order-1 entropy of the held-out text
     structure_of_text: float = 0.95  # maximum order-1 / order-0 entropy of a text with structure (0.7 for English)
@@ -32,9 +33,20 @@ class Limits:
     course_change: float = 0.10  # maximum rise or sudden drop of the training loss between windows of readings
     course_standard_errors: float = 8.0  # the same, in standard errors of the difference (5.6 measured)
     course_scatter: float = 5.0  # maximum scatter of the training loss in a window / its median over windows (2.8 measured)
+    course_change_long: float = 0.07  # maximum rise with at least 10 windows, whose texts differ less (0.063 measured)
+    course_standard_errors_long: float = 4.5  # the same, in standard errors of the difference (2.5 measured)
+    course_change_lasting: float = 0.04  # maximum rise of means of four windows, with at least 10 windows (0.023 measured)
+    course_standard_errors_lasting: float = 3.5  # the same, in standard errors of the difference (1.8 measured)
+    course_spread: float = 2.5  # maximum deviation from a line in a window / its median over windows (1.8 measured)
+    course_wave: float = 16.0  # maximum of the spectrum of the training loss / its mean (11 measured)
+    course_wave_height: float = 0.02  # minimum amplitude of such a wave relative to the loss
     course_readings: int = 10  # minimum number of readings in a window
     course_start: float = 0.10  # fraction of the readings of a stage that are not judged: the loss falls fast
     equal_losses: int = 5  # bitwise equal readings in a row: every batch has different text, so losses should differ
+    distinct_readings: int = 20  # readings in a row of which most must differ, so that values that take turns are found
+    distinct_share: float = 0.5  # minimum fraction of distinct values among them (1 measured)
+    repeated_share: float = 0.10  # maximum fraction of readings of a run with the value of an earlier one (0.003 measured)
+    time_ratio: float = 3.0  # maximum step time in a few readings / time between their events (0.99 measured)
     gradient_norm: float = 1e3  # multiple of max(train.grad_clip, 1); above it the clipped gradient is mostly noise
     equal_evaluations: int = 3  # the same for evaluations and ablations, which are few
     gradient_range: float = 3e3  # maximum largest / smallest gradient norm (68 measured, 33 for a layer)
@@ -51,6 +63,8 @@ class Limits:
     memory_correlation: float = 0.95  # minimum correlation of memory and time that counts as a line (0.93 at 0.16 measured)
     memory_readings: int = 8  # minimum number of readings to see growth
     peak_growth: float = 0.05  # maximum growth of the peak memory in the second half, if it grows in most readings
+    peak_growth_steps: float = 0.15  # the same, if it grows in a few readings (0.12 measured)
+    memory_trend_late: float = 0.1  # the same trend over the second half of an attempt (0.04 measured)
     heartbeats: float = 0.5  # minimum fraction of the heartbeats expected in the duration of the last attempt
     clock_back_s: float = 60.0  # tolerance for clocks of two hosts, or a corrected clock
     gate_min_change: float = 0.002  # minimum change of a layer's branch shares or entropy that counts as movement

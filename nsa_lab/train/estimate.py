@@ -212,9 +212,11 @@ def estimate_activation_bytes(config: RunConfig, n_ranks: int = 1) -> int:
     """
     model, train = config.model, config.train
     dtype_bytes = 2 if config.runtime.precision == "bf16" else 4
-    n_branches = 3 if model.attention == "nsa" else 1
-    projected_width = model.n_heads * model.d_k + n_branches * model.n_kv_groups * (model.d_k + model.d_v)
-    output_width = (n_branches + 1) * model.n_heads * model.d_v
+    n_branches = len(model.branches) if model.attention == "nsa" else 1
+    projected_width = model.n_heads * model.d_k + len(model.kv_sets) * model.n_kv_groups * (model.d_k + model.d_v)
+    # A single NSA branch is its own sum.
+    n_outputs = n_branches if n_branches == 1 and model.attention == "nsa" else n_branches + 1
+    output_width = n_outputs * model.n_heads * model.d_v
     mlp_width = (2 if model.mlp == "plain" else 4) * model.hidden_width
     is_compiled = config.runtime.compile
     norm_bytes = 2 * (dtype_bytes if is_compiled else 4 + dtype_bytes)

@@ -123,6 +123,62 @@ def oscillate(events: list[Event]) -> None:
     set_bits(lambda old, at: old * (1.35 if next(signs) % 2 else 0.75), "step", 0.4, 0.6)(events)
 
 
+def take_turns(kind: str, names: tuple[str, ...], count: int) -> Edit:
+    """Return an edit by which `count` values take turns in the middle of the run."""
+
+    def edit(events: list[Event]) -> None:
+        own = list(select(events, kind, 0.3, 0.7))
+        values = [{name: event[name] for name in names} for event in own[:count]]
+        for number, event in enumerate(own):
+            event.update(values[number % count])
+
+    return edit
+
+
+def repeat_readings(events: list[Event]) -> None:
+    """Every third reading of the gradient has the value of an earlier reading, far away."""
+    own = list(select(events, "step", -1.0, 1.0))
+    for number in range(len(own) // 2, len(own), 3):
+        own[number]["grad_norm"] = own[number - len(own) // 2]["grad_norm"]
+
+
+def stop_clock(events: list[Event]) -> None:
+    own = [event for event in events if 0.3 < event["step"] / events[-1]["step"] <= 0.7]
+    for event in own:
+        event["t"] = own[0]["t"]
+
+
+def wave(height: float, period: float, shape: Callable[[float], float], first: float, last: float) -> Edit:
+    """Return an edit that multiplies the training loss by a wave with a period in readings."""
+
+    def edit(events: list[Event]) -> None:
+        numbers = iter(range(10**6))
+        set_bits(lambda old, at: old * (1 + height * shape(next(numbers) / period)), "step", first, last)(events)
+
+    return edit
+
+
+def grow_in_steps(events: list[Event]) -> None:
+    own = [event for event in events if event["kind"] == "step"]
+    for number, event in enumerate(own):
+        event["mem_peak_bytes"] = int(event["mem_peak_bytes"] * (1 + 0.1 * (number * 8 // len(own))))
+
+
+def grow_late(events: list[Event]) -> None:
+    own = [event for event in events if event["kind"] == "heartbeat"]
+    half = len(own) // 2
+    for number, event in enumerate(own[half:]):
+        event["rss_bytes"] = int(own[half - 1]["rss_bytes"] * (1 + 0.4 * number / (len(own) - half)))
+
+
+def copy_statistic(name: str) -> Edit:
+    def edit(events: list[Event]) -> None:
+        for event in (event for event in events if name in event):
+            event[name][3] = event[name][2]
+
+    return edit
+
+
 def copy_layer(events: list[Event]) -> None:
     for event in (event for event in events if "grad_norm_layers" in event):
         for name in [name for name, value in event.items() if isinstance(value, list) and name != "nonfinite"]:
@@ -276,6 +332,47 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
     ("a GPU that leaks", RECENT, grow("mem_peak_bytes", "step", 1.5), "memory", "the peak memory grows"),
     ("equal layers", RECENT, copy_layer, "layers differ", "layers 0 and 1"),
     ("equal layers, resumed", RESUMED, copy_layer, "layers differ", "layers 0 and 1"),
+    (
+        "two losses that take turns",
+        RESUMED,
+        take_turns("step", ("loss", "bpb"), 2),
+        "repeated values",
+        "has 2 values in 20",
+    ),
+    (
+        "three gradients that take turns",
+        RECENT,
+        take_turns("step", ("grad_norm",), 3),
+        "repeated values",
+        "has 3 values in",
+    ),
+    ("gradients of an earlier part", RESUMED, repeat_readings, "repeated values", "has the value of an earlier reading"),
+    ("a clock that stands still", RESUMED, stop_clock, "consistent numbers", "intervals take less time than their steps"),
+    (
+        "a leak at the last evaluation of a short stage",
+        STAGED,
+        set_bits(lambda old, at: old * 0.6, "eval", 0.99, 1.0),
+        "no leak",
+        "up to step 2,582, training of",
+    ),
+    (
+        "a slow wave",
+        RESUMED,
+        wave(0.12, 12, lambda at: math.sin(2 * math.pi * at), 0.4, 0.7),
+        "loss course",
+        "a period of 11.9",
+    ),
+    ("a sawtooth", RESUMED, wave(0.25, 8, lambda at: at % 1 - 0.5, 0.35, 0.55), "loss course", "a period of 8.0 readings"),
+    ("a GPU that leaks in steps", RECENT, grow_in_steps, "memory", "the peak memory grows 3 times in the second half"),
+    ("a host that leaks late", RESUMED, grow_late, "memory", "grows steadily in attempt 2"),
+    ("equal norms of two layers", RECENT, copy_statistic("norm_sel"), "layers differ", "norm_sel of layers 2 and 3"),
+    (
+        "equal gates of two layers",
+        RECENT,
+        copy_statistic("gate_entropy"),
+        "layers differ",
+        "gate_entropy of layers 2 and 3",
+    ),
     ("noise", RECENT, add_entropies(1.0, 0.95), "learned structure", "or the text is noise"),
 ]
 

@@ -93,9 +93,13 @@ def per_layer(*values: float) -> list[float]:
 
 
 def slow_down_tail(events: list[Event]) -> None:
+    time_s = 1000.0
     for event in events:
+        time_s += 2.0
         if event["kind"] == "step" and event["step"] > 150:
             event["dt_s"], event["tokens_per_s"] = 4.0 + event["step"] * 1e-9, 1024.0 - event["step"] * 1e-9
+            time_s += 40.0
+        event["t"] = time_s
 
 
 def duplicate_step(events: list[Event]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ import torch
 import transformers
 from fake_run import make_config, write_checkpoint, write_run
 from looping import looped
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from tiny_models import TINY_NSA, tiny_config
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.inference import generate, hf
@@ -28,6 +31,15 @@ VARIANTS = [
     {"rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.1, "indexer_block": 2},
     {"nsa": TINY_NSA.model_copy(update={"phi": "mlp", "gate": "softmax"})},
     {"ngrams": 4, "ngram_rows": 100, "ngram_width": 5},
+    {
+        "branches": ("sel", "win"),
+        "shared_kv": True,
+        "selection_loss": 0.1,
+        "indexer_block": 2,
+        "indexer_every": 2,
+        "indexer_order": ("pool", "norm", "rotate"),
+        "indexer_dtype": "fp8",
+    },
 ]
 PROMPTS = ["a", "def generate(model, prompts):\n    ", "h\u00e9llo"]
 
@@ -140,8 +152,6 @@ def test_unsupported_inputs_are_named(model: hf.NSALabForCausalLM, tokenizer: hf
             model(**arguments)
     columns = torch.tensor([1, 4])
     assert torch.equal(model(tokens, logits_to_keep=columns).logits, model(tokens).logits[:, columns])
-    with pytest.raises(ValueError, match="labels= and shift_labels= are the same labels"):
-        model(tokens, labels=tokens, shift_labels=tokens)
 
 
 def test_packed_documents_equal_single_documents(model: hf.NSALabForCausalLM) -> None:
@@ -268,6 +278,44 @@ def test_exported_run_equals_the_model(run_dir: Path, tmp_path: Path) -> None:
         hf.export(run_dir, folder)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"branches": ("cmp", "sel"), "shared_kv": True},
+        {"branches": ("sel",), "nsa": TINY_NSA.model_copy(update={"scores": "mean_key", "sink_blocks": 0})},
+        {"branches": ("win",)},
+        {"d_k": 32, "selection_loss": 0.1, "indexer_block": 2, "indexer_keys": "shared", "indexer_dtype": "mxfp4"},
+        {"selection_loss": 0.1, "indexer_block": 2, "indexer_heads": 2, "indexer_dtype": "fp8", "indexer_every": 2},
+    ],
+)
+def test_every_setting_of_the_architecture_is_saved(options: dict, tmp_path: Path) -> None:
+    model = make_model(**options).float().eval()
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.model.config == model.model.config == tiny_config(vocab_size=256, **options)
+    tokens, choices = sample_bytes(2, 40), {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    assert torch.equal(loaded.generate(tokens, **choices), model.generate(tokens, **choices, use_cache=False))
+
+
+def test_missing_weights_are_those_of_a_new_model(tmp_path: Path) -> None:
+    """`transformers` warns of them. Without an initialization, they would be whatever the memory contained."""
+    make_model(**INDEXER).float().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    missing = ["model.blocks.0.mlp.down.weight", "model.blocks.1.attention.indexer.qk.weight", "model.norm.weight"]
+    kept = {name: weight + 1 for name, weight in weights.items() if name not in missing}
+    (tmp_path / "model.safetensors").write_bytes(save(kept, {"format": "pt"}))
+    torch.manual_seed(5)
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["missing_keys"] == set(missing)
+    torch.manual_seed(5)
+    with torch.device("meta"):
+        NSATransformer(loaded.model.config)  # the model without weights, which draws a seed too
+    new = NSATransformer(loaded.model.config)
+    for name, weight in loaded.state_dict().items():
+        assert torch.equal(weight, kept[name] if name in kept else new.state_dict()[name.removeprefix("model.")]), name
+
+
 @pytest.mark.slow
 def test_exported_folder_loads_in_a_fresh_process(run_dir: Path, tmp_path: Path) -> None:
     """In a process that has not imported nsa_lab."""
@@ -364,7 +412,9 @@ def test_loss_does_not_depend_on_micro_batches(options: dict) -> None:
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     torch.testing.assert_close(model(tokens, shift_labels=shifted).loss, mean)
     shifted[:, 5:] = -100  # other labels than the tokens
-    assert not torch.isclose(model(tokens, shift_labels=shifted).loss, mean)
+    other = model(tokens, shift_labels=shifted).loss
+    assert not torch.isclose(other, mean)
+    torch.testing.assert_close(model(tokens, labels=labels, shift_labels=shifted).loss, other)
 
 
 def test_selection_loss_is_part_of_the_training_loss() -> None:
@@ -462,6 +512,58 @@ def test_gradient_checkpointing_is_the_switch_of_the_model(model: hf.NSALabForCa
     assert not model.model.gradient_checkpointing
 
 
+def test_settings_of_gradient_checkpointing_have_an_effect() -> None:
+    """Every second block is recomputed. The reentrant form, which would lose the selection loss, runs as the other one."""
+    model, tokens = make_model(n_layers=4, **INDEXER).train(), sample_bytes(2, 30)
+
+    def count_calls_of_blocks() -> tuple[list[int], Tensor]:
+        calls, gradients = [0] * 4, []
+        model.zero_grad()
+        handles = [
+            block.attention_norm.register_forward_pre_hook(lambda *_, i=i: calls.__setitem__(i, calls[i] + 1))
+            for i, block in enumerate(model.model.blocks)
+        ]
+        model(tokens, labels=tokens).loss.backward()
+        for handle in handles:
+            handle.remove()
+        gradients = [p.grad.flatten() for p in model.parameters()]
+        return calls, torch.cat(gradients)
+
+    calls, expected = count_calls_of_blocks()
+    assert calls == [1, 1, 1, 1]
+    used = []
+    settings = {
+        "preserve_rng_state": False,
+        "use_reentrant": True,
+        "context_fn": lambda: used.append(1) or (nullcontext(),) * 2,
+    }
+    model._set_gradient_checkpointing(True, functools.partial(checkpoint, **settings), every_n_layers=2)
+    calls, gradients = count_calls_of_blocks()
+    assert calls == [2, 1, 2, 1] and len(used) == 2
+    torch.testing.assert_close(gradients, expected)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    calls, gradients = count_calls_of_blocks()
+    assert calls == [2, 2, 2, 2]
+    torch.testing.assert_close(gradients, expected)
+
+
+def test_calls_return_a_cache_as_configured() -> None:
+    """`generate` uses a cache in any case. A Trainer sets the value of the configuration to False."""
+    model, tokens = make_model().eval(), sample_bytes(1, 20)
+    appended, append = [], hf.NSALabCache.append
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            hf.NSALabCache, "append", lambda cache, *args, **options: appended.append(1) or append(cache, *args, **options)
+        )
+        model.generate(tokens, max_new_tokens=3, do_sample=False)
+        assert len(appended) == 3 and not model.config.use_cache and model.generation_config.use_cache
+        assert hf.CACHE_ARGUMENT not in model(tokens)
+        model.config.use_cache = True
+        assert model(tokens)[hf.CACHE_ARGUMENT].get_seq_length() == 20
+        model.train()(tokens, labels=tokens).loss.backward()  # in training there are gradients
+        assert model(tokens, use_cache=True)[hf.CACHE_ARGUMENT] is not None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["assistant", "prompt lookup"])
 def test_assisted_generation_equals_greedy(model: hf.NSALabForCausalLM, how: str) -> None:
@@ -555,6 +657,7 @@ def test_trained_length_is_exported(tmp_path: Path) -> None:
     assert not hasattr(hf.NSALabConfig(), "max_position_embeddings")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, INDEXER])
 def test_exported_program_takes_other_lengths_and_masks(options: dict) -> None:
     """With padding on both sides; documents in positions are refused, because a program cannot read values."""

@@ -271,18 +271,21 @@ def test_change_between_steps_takes_effect(graph: list[object]) -> None:
     handle = layer.register_forward_hook(change_output)
     check_next_step(model)
     handle.remove()
-    model.blocks[1].attention.out = LowRank(layer)
-    check_next_step(model)
-    model.blocks[1].attention.out = layer
     check_next_step(original)
     graphs.append(decoder._decode_graph)  # of the plain model, captured again
+    model.blocks[1].attention.out = LowRank(layer)
+    check_next_step(model)
+    assert decoder._decode_graph is None, "the graph was captured without the adapter"
+    model.blocks[1].attention.out = layer
+    check_next_step(original)
+    graphs.append(decoder._decode_graph)
     layer.weight = nn.Parameter(layer.weight * 2)
     check_next_step(model)
     graphs.append(decoder._decode_graph)  # of another weight, in other memory
     layer.weight.data = layer.weight.data / 2
     check_next_step(original)
     graphs.append(decoder._decode_graph)
-    assert len(set(graphs)) == (4 if graph else 1)
+    assert len(set(graphs)) == (5 if graph else 1)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ nothing. This does not work under the interpreter.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import random
 import sys
@@ -43,6 +44,7 @@ from nsa_lab.attention.kernels.parallel_compile import compile_in_parallel
 from nsa_lab.attention.kernels.selected import launch as selected
 from nsa_lab.attention.kernels.selected import workspace_pieces
 from nsa_lab.attention.kernels.selected.inverted_index import globalize_blocks
+from nsa_lab.attention.key_storage import encode_keys
 from nsa_lab.attention.layer_cache import CacheWriteBuffers, LayerCache
 from nsa_lab.config import NSAConfig
 
@@ -158,6 +160,37 @@ def decode(
     kernels.linear(x, *projections, norm=norm, can_prefetch=True)
     kernels.linear(x, (projections[0][0], "silu"), norm=norm, is_gated=True, can_prefetch=True)
     kernels.linear(x, projections[0], residual=torch.zeros(1, S, H * D, dtype=dtype))
+
+
+def decode_selected(S: int, H: int, G: int, D: int, index_dtype: str, index_heads: int) -> None:
+    """Compile a decoding step of the selected branch alone, with one index key per token for all groups."""
+    nsa = NSAConfig(sink_blocks=0, local_blocks=9)
+    indexer_nsa = nsa.model_copy(update={"l": 1, "d": 1})
+    k_sel, v_sel = (torch.zeros(1, 2000, G, D, dtype=torch.bfloat16) for _ in range(2))
+    q, index_q = (torch.zeros(1, S, heads, D, dtype=torch.bfloat16) for heads in (H, G * index_heads))
+    k_index = encode_keys(torch.zeros(1, 2000, 1, D, dtype=torch.bfloat16), index_dtype).expand(-1, -1, G, -1)
+    cache = LayerCache(k_sel=k_sel, v_sel=v_sel, k_index=k_index)
+    lengths = torch.zeros(1, dtype=torch.int32)
+    kernels.cached_attention(q, None, cache, lengths, nsa, index_q=index_q, selection_nsa=indexer_nsa)
+
+
+def lean() -> None:
+    """Compile forms without a compressed branch: indexers of one and more heads, and index keys in few bits."""
+    for index_dtype, index_heads in itertools.product(("bf16", "fp8", "mxfp4"), (1, 4)):
+        decode_selected(1, 12, 2, 64, index_dtype, index_heads)
+    decode_selected(1, 32, 2, 128, "mxfp4", 1)
+    for index_heads in (1, 4):
+        rule = NSAConfig(l=1, d=1, sink_blocks=0, local_blocks=9, head_reduction="max", block_reduction="max")
+        kernels.select_blocks(
+            torch.zeros(1, 300, 2 * index_heads, 64, dtype=torch.bfloat16),
+            torch.zeros(1, 300, 2, 64, dtype=torch.bfloat16),
+            None,
+            rule,
+        )
+    k = torch.zeros(1, 300, 2, 64, dtype=torch.bfloat16, requires_grad=True)
+    q = torch.zeros(1, 300, 12, 64, dtype=torch.bfloat16, requires_grad=True)
+    blocks = torch.zeros(1, 300, 2, 16, dtype=torch.int32).fill_(-1).index_fill(3, torch.tensor([0]), 0)
+    kernels.nsa_attention(q, None, None, k, k, None, None, None, NSAConfig(), blocks=blocks).sum().backward()
 
 
 def select(T: int, G: int, D: int, d: int, dtype: torch.dtype = torch.bfloat16) -> None:

@@ -108,6 +108,13 @@ def test_wider_heads_compile_and_fit(architecture, tmp_path):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("architecture", [80, 86, 90])
+def test_forms_without_a_compressed_branch_compile_and_fit(architecture, tmp_path):
+    """Ampere has no fp8 instructions, so its kernels decode index keys by integer operations."""
+    assert_they_fit(run_compiling(architecture, tmp_path, "lean"), architecture)
+
+
+@pytest.mark.nightly
 def test_corner_shapes_compile_and_fit(tmp_path):
     """On the GPU with the least shared memory. The interpreter tests the results of these shapes, not that they compile."""
     assert_they_fit(run_compiling(86, tmp_path, "corners"), 86)

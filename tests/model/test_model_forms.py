@@ -14,7 +14,7 @@ from torch import Tensor
 from nsa_lab.attention import Span, reference
 from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.key_storage import encode_keys
-from nsa_lab.config import ModelConfig, NSAConfig
+from nsa_lab.config import ConfigError, ModelConfig, NSAConfig, RunConfig, yaml_text
 from nsa_lab.inference import kv_cache_size
 from nsa_lab.model import NSATransformer, SparseAttention
 
@@ -191,3 +191,55 @@ def count_read_bytes(layer: SparseAttention, x: Tensor, rotary: tuple[Tensor, Te
 def count_rows(gradient: Tensor) -> int:
     """Return the number of rows [B, N, G] of a gradient that are not zero."""
     return int(gradient.any(-1).sum())
+
+
+SELECTED = {"branches": ["sel"], "indexer_block": 4, "selection_loss": 0.1}
+
+
+@looped
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"branches": ["win", "sel"]}, r"in the order cmp, sel, win; use \['sel', 'win'\]"),
+        ({"branches": []}, r"at least one branch, .* use \['cmp', 'sel', 'win'\]"),
+        (
+            {"branches": ["sel"]},
+            r"nsa.scores = compressed \(the default\) selects .*; set nsa.scores: mean_key, or an indexer",
+        ),
+        (
+            {"branches": ["sel"], "nsa": NSAConfig(scores="compressed")},
+            "nsa.scores = compressed selects blocks by the branch cmp",
+        ),
+        ({"nsa": NSAConfig(scores="indexer")}, "there is no indexer; set model.indexer_block: 4"),
+        ({**SELECTED, "nsa": NSAConfig(scores="mean_key")}, "the indexer would not be used; set nsa.scores: indexer"),
+        ({**SELECTED, "branches": ["cmp", "win"]}, "model.indexer_block = 4: it selects blocks for the branch sel"),
+        ({"branches": ["win"], "selection_loss": 0.1}, "model.selection_loss = 0.1: it selects .*; remove it, or add sel"),
+        (
+            {"branches": ["cmp", "sel"], "silent": ["win"]},
+            "win is not in model.branches = .*; a branch that does not exist",
+        ),
+        ({"branches": ["cmp", "sel"], "silent": ["cmp", "sel"]}, "name each branch once, and not all of cmp, sel"),
+        ({**SELECTED, "indexer_order": ["rotate"]}, r"expected rotate and pool, each once, .*; use \[rotate, pool\]"),
+        ({**SELECTED, "indexer_order": ["pool", "norm", "pool", "rotate"]}, "expected rotate and pool, each once"),
+        (
+            {**SELECTED, "indexer_dtype": "mxfp4", "d_k": 48},
+            "a width of 48; use an even width below 32, or a multiple of it",
+        ),
+        ({**SELECTED, "indexer_every": 13}, "expected at most the number of layers; use model.indexer_every = 12"),
+        ({"indexer_keys": "shared"}, "model.indexer_keys = shared is not used without model.indexer_block"),
+        ({"nsa": {"n_sel": 4, "local_blocks": 9}}, r"nsa.n_sel = 4 is too small .* use nsa.n_sel >= 10"),
+    ],
+)
+def test_invalid_forms_raise(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ModelConfig(**wrong)
+
+
+def test_every_form_is_written_to_a_file_and_read_again() -> None:
+    """Defaults are not written, so configurations without these settings keep their text and hash."""
+    for seed in range(30):
+        config = RunConfig(name="form", model=make_form(seed))
+        again = RunConfig.from_dict(yaml_text.parse(config.to_yaml()))
+        assert again == config and again.hash() == config.hash()
+    assert not {"branches", "shared_kv", "indexer_keys"} & RunConfig().to_dict()["model"].keys()
+    assert not {"sink_blocks", "local_blocks", "scores"} & RunConfig().to_dict()["nsa"].keys()

@@ -769,4 +769,29 @@ MUTANTS = [
         "(first_block + next_block) * nsa.l_sel < compressed_starts + nsa.l",
         "(first_block + next_block) * nsa.l_sel <= compressed_starts + nsa.l",
     ),
+    Mutant(
+        "index keys: the scale of MXFP4 is twice as large",
+        "attention.key_storage",
+        "scale = (exponent - 2).clamp",
+        "scale = (exponent - 1).clamp",
+    ),
+    Mutant(
+        "index keys: MXFP4 rounds small magnitudes in steps of 1",
+        "attention.key_storage",
+        "torch.where(magnitude < 2, (2 * magnitude).round(), code)",
+        "torch.where(magnitude < 2, 2 * magnitude.round(), code)",
+    ),
+    Mutant(
+        "index keys: MXFP4 has no infinity or NaN",
+        "attention.key_storage",
+        "factor = torch.where(scale == NAN_SCALE, torch.nan, factor)",
+        "pass",
+    ),
+    Mutant(
+        "index keys: the halves of a row change places",
+        "attention.key_storage",
+        "torch.cat([packed & 15, packed >> 4], -1)",
+        "torch.cat([packed >> 4, packed & 15], -1)",
+    ),
+    Mutant("index keys: rounding has no gradient", "attention.key_storage", "return grad, None", "return 0 * grad, None"),
 ]

@@ -272,4 +272,40 @@ MUTANTS = [
         "        write_remote_code(save_directory)\n",
         "",
     ),
+    Mutant(
+        "decoding: index keys are stored as they are",
+        "inference.cache.attention_cache",
+        "return encode_keys(keys, self._config.indexer_dtype)",
+        "return keys",
+    ),
+    Mutant(
+        "decoding: every layer selects for itself",
+        "inference.cache.attention_cache",
+        "if c.has_indexer_in(layer_index):",
+        "if c.has_indexer:",
+    ),
+    Mutant(
+        "decoding: pooled keys are rotated to other positions",
+        "inference.cache.cache_step",
+        "(first + torch.arange(n_blocks, device=first.device)) * nsa.d",
+        "first + torch.arange(n_blocks, device=first.device)",
+    ),
+    Mutant(
+        "memory: branches that share keys and values store them twice",
+        "inference.kv_cache_size",
+        "for branches in c.kv_sets)\n    n_rows = sum(",
+        "for branches in ((name,) for name in c.branches))\n    n_rows = sum(",
+    ),
+    Mutant(
+        "memory: index keys of every group",
+        "inference.kv_cache_size",
+        "c.n_scoring_layers * c.index_groups * count_row_bytes(",
+        "c.n_scoring_layers * c.n_kv_groups * count_row_bytes(",
+    ),
+    Mutant(
+        "memory: branches that do not exist are read",
+        "inference.kv_cache_size",
+        "sum(reads[branch] for branch in c.branches)",
+        "sum(reads.values())",
+    ),
 ]

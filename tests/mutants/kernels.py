@@ -418,4 +418,22 @@ MUTANTS = [
         "        band_inputs.append((name, k, v, options, stats))\n        is_written = True\n",
         "        band_inputs.append((name, k, v, options, stats))\n",
     ),
+    Mutant(
+        "decoding: signs of fp8 are lost",
+        "attention.kernels.stored_keys",
+        "((code & 127) << 7) | ((code & 128) << 8)",
+        "((code & 127) << 7)",
+    ),
+    Mutant(
+        "decoding: the first scale of MXFP4 serves all channels",
+        "attention.kernels.stored_keys",
+        "(columns // SCALED_CHANNELS)",
+        "(columns * 0)",
+    ),
+    Mutant(
+        "decoding: the second half of an MXFP4 row repeats the first",
+        "attention.kernels.stored_keys",
+        "tl.where(columns >= HALF, 4, 0)",
+        "tl.where(columns >= HALF, 0, 0)",
+    ),
 ]

@@ -292,4 +292,42 @@ MUTANTS = [
         "acc_dtype = torch.promote_types(x.dtype, torch.float32)\n    return rms",
         "acc_dtype = x.dtype\n    return rms",
     ),
+    Mutant(
+        "branches: a single branch has a gate",
+        "model.attention_layers",
+        "if len(config.branches) > 1 else 0",
+        "if len(config.branches) > 0 else 0",
+    ),
+    Mutant(
+        "branches: phi without a compressed branch",
+        "model.attention_layers",
+        'has_compression = "cmp" in config.branches',
+        "has_compression = True",
+    ),
+    Mutant(
+        "indexer: keys that are pooled first are rotated to their last token",
+        "attention.compression",
+        "return geometry.positions(0, n_blocks, device) * nsa.d\n",
+        "return geometry.positions(0, n_blocks, device) * nsa.d + nsa.l - 1\n",
+    ),
+    Mutant("indexer: keys are not rounded", "model.indexer", "self.config.indexer_dtype)", '"bf16")'),
+    Mutant(
+        "indexer: a layer without one uses the blocks of two layers before",
+        "model.transformer",
+        "            selected = selection.blocks\n            if",
+        "            selected = selected if selection.blocks is None or index % 3 else selection.blocks\n            if",
+    ),
+    Mutant("indexer: keys are not normalized", "model.indexer", "k = self.norm(k)", "pass"),
+    Mutant(
+        "FLOPs: an indexer in every layer",
+        "model.transformer",
+        "c.n_scoring_layers * per_index_key",
+        "c.n_layers * per_index_key",
+    ),
+    Mutant(
+        "FLOPs: of branches that do not exist",
+        "model.transformer",
+        "sum(reads[name] for name in c.branches)",
+        'sum(reads[name] for name in ("cmp", "sel", "win"))',
+    ),
 ]

@@ -21,6 +21,7 @@ MODEL = [
         "disabled_branches",
         "induction_heads",
         "model_indexer",
+        "model_forms",
         "model_ngrams",
         "transformer",
         "model_observe",
@@ -91,7 +92,11 @@ SUITES = {
     ],
     "attention.geometry": attention_tests("block_arithmetic"),
     "attention.reference": attention_tests(),
-    "attention.compression": attention_tests("packed_compression", "layout", "definition"),
+    "attention.compression": [
+        *attention_tests("packed_compression", "layout", "definition"),
+        "tests/model/test_model_forms.py",
+    ],
+    "attention.key_storage": ["tests/attention/test_key_storage.py"],
     "attention.segment_ops": attention_tests("packed_compression", "layout"),
     "attention.torch_backend": attention_tests("layout", "definition", "gradcheck", "torch_parity"),
     "attention.input_checks": attention_tests("dispatch"),
@@ -230,6 +235,9 @@ OTHERS = {
     "attention.kernels.selected.forward": SELECTED,
     "attention.kernels.selected.backward": SELECTED,
     **{f"attention.kernels.decoding.{part}": DECODING for part in ("kv_tiles", "split_kv_attention", "decode_topk")},
+    "attention.kernels.stored_keys": cases(
+        "kernels/decoding/test_decoding_kernels.py", "index_keys_in_few_bits_give_the_output_of_their_decoded_values"
+    ),
     "attention.kernels.decoding.rope_kv_append": ["tests/kernels/decoding/test_rope_kv_append.py"],
     "attention.kernels.decoding.compress_update": ["tests/kernels/decoding/test_rope_kv_append.py"],
     "attention.kernels.decoding.decode_linear": ["tests/kernels/decoding/test_decode_linear.py"],
@@ -246,12 +254,12 @@ OTHERS = {
     "attention.cached_attention": attention_tests("cached_attention", "fp32_selection"),
     "attention.fp32_selection": ["tests/attention/test_fp32_selection.py"],
     **{
-        f"inference.{part}": ["tests/inference/test_decode.py"]
+        f"inference.{part}": ["tests/inference/test_decode.py", "tests/model/test_model_forms.py"]
         for part in ("decode", "fused_linear", "kv_cache_size", "decode_graph")
     },
     "inference.plain_weights": ["tests/inference/test_module_calls.py"],
     **{
-        f"inference.cache.{part}": ["tests/inference/test_decode.py"]
+        f"inference.cache.{part}": ["tests/inference/test_decode.py", "tests/model/test_model_forms.py"]
         for part in ("compressed_cache", "attention_cache", "model_cache", "cache_step", "cached_pass", "storage")
     },
     "inference.generate": ["tests/inference/test_generate.py", "tests/inference/test_load.py"],

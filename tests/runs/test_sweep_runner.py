@@ -177,7 +177,7 @@ def test_second_start_trains_only_unfinished_runs(load: Load, trainers: FakeTrai
     assert [name for name, _ in trainers.started[1:]] == [f"{name}.r2" for name in names] and len(third) == 8
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_live_trainer_keeps_its_gpu(load: Load, trainers: FakeTrainers) -> None:
     sweep = load()
     living = lifecycle.create_run(sweep.runs[0].config, sweep.outputs)

@@ -204,7 +204,7 @@ def test_a_replay_for_other_documents_does_not_wait_for_the_device(make_tiny_con
 
 def test_a_backend_that_loops_over_documents_is_rejected(make_tiny_config: Tiny) -> None:
     _, stepper = stepper_of(make_tiny_config, graph=True, runtime=RUNTIME | {"backend": "torch"})
-    recorded = r"(replayed with other documents|cannot be captured).*set cuda_graph: false, of runtime or of the stage"
+    recorded = r"(replayed with other documents|cannot be captured).*set cuda_graph: false in runtime or in the stage"
     with pytest.raises(ConfigError, match=recorded):
         masked_step(stepper, BATCHES[0])
 

@@ -40,7 +40,8 @@ class NSALabConfig(SavedWithImport, PreTrainedConfig):
     """Configuration. `architecture`: a `ModelConfig` as a mapping, including `nsa`; `backend`: as in `NSATransformer`.
 
     `max_position_embeddings`: the longest sequence in training. Longer inputs are accepted; evaluation harnesses cut
-    prompts to it. None: unknown. The ids of special tokens equal the tokenizer's.
+    prompts to it. None: unknown. The ids of special tokens equal the tokenizer's. `use_cache`: whether a call of the model
+    returns a cache by default; `generate` uses one in any case.
     """
 
     model_type = "nsa_lab"
@@ -54,6 +55,7 @@ class NSALabConfig(SavedWithImport, PreTrainedConfig):
         bos_token_id: int | None = None,
         eos_token_id: int | None = None,
         pad_token_id: int | None = None,
+        use_cache: bool = False,
         **kwargs: Any,
     ) -> None:
         config = ModelConfig(**(architecture or {}))
@@ -64,6 +66,7 @@ class NSALabConfig(SavedWithImport, PreTrainedConfig):
         self.intermediate_size = config.hidden_width
         if max_position_embeddings is not None:
             self.max_position_embeddings = max_position_embeddings
+        self.use_cache = use_cache
         self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
         super().__init__(**{"tie_word_embeddings": False, **kwargs})
 

@@ -37,7 +37,7 @@ def export(run_dir: str | Path, folder: str | Path, *, step: int | None = None, 
     config = NSALabConfig(architecture, max_position_embeddings=trained_length, **special_token_ids)
     exported = NSALabForCausalLM(config)
     exported.model.load_state_dict(model.state_dict())
-    exported.generation_config = GenerationConfig(**special_token_ids)
+    exported.generation_config = GenerationConfig(**special_token_ids, use_cache=True)
     exported.save_pretrained(folder, max_shard_size=max_shard_size)
     if isinstance(tokenizer, ByteTokenizer):
         NSALabTokenizer(model_max_length=trained_length).save_pretrained(folder)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -66,12 +67,44 @@ class NSALabModel(SavedWithImport, PreTrainedModel):
             device = torch.empty(0).device
             backend = "torch" if device.type == "meta" else config.backend
             transformer = NSATransformer(ModelConfig(**config.architecture), backend=backend, device=device)
+        for parameter in transformer.parameters():
+            if not parameter.is_meta:
+                parameter._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
         self.model = transformer
         self._resolved_for: Placement | None = None
         self.post_init()
 
+    @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Do nothing: `NSATransformer` initializes its weights."""
+        """Initialize all weights that a loaded folder does not have as in a new model; `transformers` warns of them.
+
+        `module`: any module that has such a weight; `transformers` does not call it for modules without.
+        """
+        missing = {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if not getattr(parameter, "_is_hf_initialized", False) and not parameter.is_meta
+        }
+        if missing:
+            with torch.device("cpu"):
+                initialized = NSATransformer(self.model.config, backend="torch")
+            for name, parameter in missing.items():
+                parameter.copy_(initialized.get_parameter(name))
+                parameter._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _set_gradient_checkpointing(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable[..., Any] = checkpoint,
+        every_n_layers: int = 1,
+    ) -> None:
+        """Set the switch of `NSATransformer`, for `gradient_checkpointing_enable` and a Trainer.
+
+        `use_reentrant=True` has no effect: that form keeps only gradients of tensors that a block returns directly, and
+        would drop the selection loss.
+        """
+        self.model.gradient_checkpointing, self.model.checkpoint_interval = enable, every_n_layers
+        self.model.checkpoint_function = functools.partial(gradient_checkpointing_func, use_reentrant=False)
 
     @property
     def base_model(self) -> NSALabModel:
@@ -157,7 +190,9 @@ class NSALabModel(SavedWithImport, PreTrainedModel):
     def _run(self, arguments: Mapping[str, Any], output: str, columns: Tensor | slice | None = None) -> Outputs:
         """Check the arguments of `forward` and run the model. `output`, `columns`: as in `NSATransformer.forward`."""
         self._check_names(arguments)
-        cache, use_cache = self._get_cache(arguments), bool(arguments["use_cache"])
+        cache, use_cache = self._get_cache(arguments), arguments["use_cache"]
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
         tokens, embeddings = arguments["input_ids"], arguments["inputs_embeds"]
         if (tokens is None) == (embeddings is None):
             raise ValueError(
@@ -247,6 +282,11 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
 
     accepts_loss_kwargs = True  # num_items_in_batch: the loss of a Trainer does not depend on its micro-batches
 
+    def __init__(self, config: NSALabConfig, transformer: NSATransformer | None = None) -> None:
+        super().__init__(config, transformer)
+        if self.generation_config is not None:
+            self.generation_config.use_cache = True  # the configuration's value is that of a call of the model
+
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # `generate` creates an NSALabCache
@@ -315,19 +355,20 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
             `DataCollatorWithFlattening` packs them; each document is computed as if alone. None: one text per row.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, seq_idx: accepted with position_ids, which they repeat.
         inputs_embeds: [B, T, C], outputs of the embedding or other vectors, instead of input_ids.
-        use_cache: return a cache of the tokens. With a cache there are no gradients. cache_position is not used.
+        use_cache: return a cache of the tokens. With a cache there are no gradients. None: as in the configuration, and
+            False in training mode. cache_position is not used.
         cache, past_key_values: a cache from an earlier call, under either name. The output uses the name of the installed
             `transformers` version.
-        labels: int64 [B, T], shifted inside; shift_labels: int64 [B, T], already shifted. -100 is ignored. The loss is the
-            mean NLL over labels; in training, plus the selection loss of an indexer (`aux_loss`) times its weight in the
-            configuration.
+        labels: int64 [B, T], shifted inside; shift_labels: int64 [B, T], already shifted, which are used if both are
+            passed. -100 is ignored. The loss is the mean NLL over labels; in training, plus the selection loss of an
+            indexer (`aux_loss`) times its weight in the configuration.
         num_items_in_batch: number of labels in all micro-batches of an optimizer step, by which the loss is then divided.
         output_hidden_states: return the inputs of all blocks and the normalized output of the last block.
         logits_to_keep: number of columns at the end (0: all), or an index of columns.
         output_hidden_states, output_attentions, return_dict: None: as in the configuration.
 
-        Raises ValueError for other masks and positions, and for both kinds of input or labels; TypeError for both cache
-        names at once, a cache of another class and unknown keywords; NotImplementedError for attention weights as outputs.
+        Raises ValueError for other masks and positions, and for both kinds of input; TypeError for both cache names at
+        once, a cache of another class and unknown keywords; NotImplementedError for attention weights as outputs.
         """
         arguments = {
             "input_ids": input_ids,
@@ -344,11 +385,6 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
             "seq_idx": seq_idx,
             "unknown": unknown,
         }
-        if labels is not None and shift_labels is not None:
-            raise ValueError(
-                f"{type(self).__name__}.forward: labels= and shift_labels= are the same labels before and after the shift; "
-                "give only one"
-            )
         has_labels = labels is not None or shift_labels is not None
         if isinstance(logits_to_keep, Tensor):
             columns = logits_to_keep

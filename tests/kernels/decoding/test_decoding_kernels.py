@@ -14,6 +14,7 @@ from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.block_topk import SelectionRule
 from nsa_lab.attention.kernels.decoding import launch
 from nsa_lab.attention.kernels.decoding.launch import SelectionScores
+from nsa_lab.attention.key_storage import decode_keys, encode_keys
 from nsa_lab.config import NSAConfig
 
 # Minutes on a CPU, under the interpreter.
@@ -160,6 +161,26 @@ def test_given_blocks_give_the_output_of_the_call_that_selected_them(case, devic
     cache = inputs.cache._replace(k_index=None)
     again, same = attend_and_select(*arguments[:2], cache, *arguments[3:], blocks=blocks, backend="triton")
     assert torch.equal(out, again) and torch.equal(blocks, same)
+
+
+@looped
+@pytest.mark.parametrize("index_dtype", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("index_heads", [1, 2])
+def test_index_keys_in_few_bits_give_the_output_of_their_decoded_values(index_dtype, index_heads, device, poisoned):
+    """With one key for all groups. One head and several heads have their own kernels."""
+    rule = make_rule(1, 1)
+    case = make_index_case((203, 37), 2, 4, 2, 64, 16, rule=rule, tokens=1, branches=("sel",), index_heads=index_heads)
+    inputs = make_inputs(case, torch.float32, device)
+    shared = inputs.cache.k_index[:, :, :1] * torch.logspace(-3, 3, 64, device=device)
+    stored = encode_keys(shared, index_dtype)
+    assert stored[0, 0, 0].nbytes == {"fp8": 64, "mxfp4": 34}[index_dtype]
+    results = []
+    for keys in (stored, decode_keys(stored, 64, torch.float32)):
+        cache = inputs.cache._replace(k_index=keys.expand(-1, -1, 2, -1))
+        options = {"index_q": inputs.index_q, "selection_nsa": case.selection_nsa, "backend": "triton"}
+        results.append(attend_and_select(inputs.q, inputs.gates, cache, inputs.lengths, case.nsa, **options))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b) and a.isfinite().all()
 
 
 def test_more_index_blocks_than_are_ranked_at_once(device, poisoned, selected_blocks, assert_error_within, monkeypatch):
