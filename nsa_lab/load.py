@@ -10,6 +10,8 @@ import torch
 from nsa_lab import inference
 from nsa_lab.runs import resolve
 
+__all__ = ["load_model"]
+
 ADAPTER_INFO = "adapter.json"  # in the folder of an adapter, as `nsa_lab.convert.adapter` writes it
 
 

@@ -9,6 +9,7 @@ layer, and its scores select the blocks of tokens that a query attends to.
     indexer.py       the indexer of a converted layer and its initial weights
     cache.py         `SparseCache`, the key/value cache of `generate`
     adapter.py       the indexers alone, as files
+    nsa_model.py     pretrained weights in an `NSATransformer`, for this project's trainer and decoder
     sources.py       dense models: of the Hub, a folder, a GGUF file or a Python package
 """
 
@@ -29,6 +30,7 @@ from nsa_lab.convert.models import (
     SparseQwen3ForCausalLM,
     sparsify,
 )
+from nsa_lab.convert.nsa_model import convert_with_trained_indexers, copy_weights, describe_model, make_nsa_transformer
 from nsa_lab.convert.settings import DEFAULT_NSA, IndexerOptions
 from nsa_lab.convert.sources import check_tokenizer, load_dense, load_tokenizer
 
@@ -42,9 +44,13 @@ __all__ = [
     "SparseQwen2ForCausalLM",
     "SparseQwen3ForCausalLM",
     "check_tokenizer",
+    "convert_with_trained_indexers",
+    "copy_weights",
+    "describe_model",
     "load_adapter",
     "load_dense",
     "load_tokenizer",
+    "make_nsa_transformer",
     "read_adapter_info",
     "save_adapter",
     "sparsify",
