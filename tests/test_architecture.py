@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "inference": {"config", "attention", "model", "data", "runs"},
     "convert": {"config", "attention", "model", "data", "runs", "inference"},
     "evaluate": {"config", "attention", "model", "data", "runs", "inference"},
-    "train": {"config", "attention", "model", "data", "runs", "evaluate"},
+    "train": {"config", "attention", "model", "data", "runs", "convert", "evaluate"},
     "health": {"config", "runs"},
     "figures": {"config", "attention", "runs", "health"},
     "report": {"config", "runs", "health", "figures"},

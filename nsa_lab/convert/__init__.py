@@ -30,7 +30,13 @@ from nsa_lab.convert.models import (
     SparseQwen3ForCausalLM,
     sparsify,
 )
-from nsa_lab.convert.nsa_model import convert_with_trained_indexers, copy_weights, describe_model, make_nsa_transformer
+from nsa_lab.convert.nsa_model import (
+    convert_with_trained_indexers,
+    copy_weights,
+    describe_model,
+    load_initial_weights,
+    make_nsa_transformer,
+)
 from nsa_lab.convert.settings import DEFAULT_NSA, IndexerOptions
 from nsa_lab.convert.sources import check_tokenizer, load_dense, load_tokenizer
 
@@ -49,6 +55,7 @@ __all__ = [
     "describe_model",
     "load_adapter",
     "load_dense",
+    "load_initial_weights",
     "load_tokenizer",
     "make_nsa_transformer",
     "read_adapter_info",

@@ -8,6 +8,7 @@ models: no biases, no norms of queries and keys, no scaled RoPE.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -17,8 +18,11 @@ from nsa_lab.config import ConfigError, ModelConfig, NSAConfig
 from nsa_lab.config.model_config import INDEXER_KEYS
 from nsa_lab.convert.models import ConvertedModel, sparsify
 from nsa_lab.convert.settings import DEFAULT_INDEXER, DEFAULT_NSA, check_dense_config
+from nsa_lab.convert.sources import load_dense
+from nsa_lab.inference import load_model
 from nsa_lab.model import NSATransformer, SparseAttention
 from nsa_lab.model.init_weights import init_indexer
+from nsa_lab.runs import directory
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -114,6 +118,39 @@ def make_nsa_transformer(
     model = NSATransformer(config, backend=backend, device=device, dtype=dtype, seed=0)
     copy_weights(dense, model)
     return model.to(dtype).eval()
+
+
+def load_initial_weights(model: NSATransformer, source: str | Path) -> None:
+    """Load the weights of a dense model into `model`, whose configuration is that of `describe_model`.
+
+    source: as in `load_dense`, or a dense run of this project. Indexers start with the weights of the first heads. Raises
+    the errors of `load_dense`, or of `load_model` for a run, and ConfigError if the model has another architecture.
+    """
+    if (Path(source) / directory.CONFIG).is_file():
+        _copy_run_weights(load_model(source), model)
+    else:
+        copy_weights(load_dense(source), model)
+
+
+@torch.no_grad()
+def _copy_run_weights(dense: NSATransformer, model: NSATransformer) -> None:
+    """Copy the weights of a dense run. Every weight of the model must have one, except those of the indexers."""
+    weights, own = dense.state_dict(), model.state_dict()
+    others = {name for name in own if ".indexer." not in name}
+    differing = sorted(
+        name
+        for name in others | weights.keys()
+        if name not in own or name not in weights or own[name].shape != weights[name].shape
+    )
+    if differing:
+        raise ConfigError(
+            f"train.initial_weights: {differing[0]} differs between the run and the model; use the model section of the "
+            "dense run, with branches: [sel] and an indexer"
+        )
+    model.load_state_dict(weights, strict=False)
+    for module in model.modules():
+        if isinstance(module, SparseAttention) and module.indexer is not None:
+            init_indexer(module, module.indexer)
 
 
 def convert_with_trained_indexers(dense: Model, trained: NSATransformer, *, backend: str = "auto") -> Model:
