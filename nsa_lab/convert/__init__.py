@@ -10,6 +10,7 @@ layer, and its scores select the blocks of tokens that a query attends to.
     cache.py         `SparseCache`, the key/value cache of `generate`
     adapter.py       the indexers alone, as files
     nsa_model.py     pretrained weights in an `NSATransformer`, for this project's trainer and decoder
+    run_settings.py  settings of a conversion run that follow from its source
     sources.py       dense models: of the Hub, a folder, a GGUF file or a Python package
 """
 
@@ -37,6 +38,7 @@ from nsa_lab.convert.nsa_model import (
     load_initial_weights,
     make_nsa_transformer,
 )
+from nsa_lab.convert.run_settings import describe_source
 from nsa_lab.convert.settings import DEFAULT_NSA, IndexerOptions
 from nsa_lab.convert.sources import check_tokenizer, load_dense, load_tokenizer
 
@@ -53,6 +55,7 @@ __all__ = [
     "convert_with_trained_indexers",
     "copy_weights",
     "describe_model",
+    "describe_source",
     "load_adapter",
     "load_dense",
     "load_initial_weights",

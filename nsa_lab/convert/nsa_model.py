@@ -9,7 +9,7 @@ models: no biases, no norms of queries and keys, no scaled RoPE.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -113,8 +113,8 @@ def make_nsa_transformer(
         own: Any = dense.base_model.conversion
         nsa, indexer = own.nsa, own.indexer
     config = describe_model(dense.config, nsa, **indexer)
-    embeddings: Any = dense.get_input_embeddings()
-    dtype, device = embeddings.weight.dtype, embeddings.weight.device
+    weight = cast(Any, dense.get_input_embeddings()).weight
+    dtype, device = weight.dtype, weight.device
     model = NSATransformer(config, backend=backend, device=device, dtype=dtype, seed=0)
     copy_weights(dense, model)
     return model.to(dtype).eval()

@@ -27,15 +27,31 @@ def load_dense(source: str | Path, *, dtype: torch.dtype = torch.float32) -> Pre
         GGUF file are converted to `dtype`.
     Raises ConfigError for a source that is not found or not supported; MissingPackage if a package is needed to read it.
     """
+    load_dense_config(source)
     location = _locate(source)
-    config = _call(source, AutoConfig.from_pretrained, *location)
-    check_dense_config(config)
     model = _call(source, AutoModelForCausalLM.from_pretrained, *location, dtype=dtype)
     if getattr(model, "hf_quantizer", None) is not None and location[1]:
         # The weights are not quantized any more; transformers would refuse to save or train them.
         del model.config.quantization_config
         model.hf_quantizer, model.is_quantized = None, False
     return model.eval()
+
+
+def load_dense_config(source: str | Path) -> Any:
+    """Return the configuration of a source of `load_dense`, without its weights."""
+    config = _call(source, AutoConfig.from_pretrained, *_locate(source))
+    check_dense_config(config)
+    return config
+
+
+def load_fast_tokenizer(source: str | Path, n_rows: int) -> bytes:
+    """Return the `tokenizer.json` of a source. Raises ConfigError for more than `n_rows` tokens, or without such a file."""
+    tokenizer = _call(source, AutoTokenizer.from_pretrained, *_locate(source))
+    _check_size(len(tokenizer), n_rows)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ConfigError(f"{source}: expected a tokenizer with a tokenizer.json, got a {type(tokenizer).__name__}")
+    return backend.to_str().encode()
 
 
 def load_tokenizer(source: str | Path, model: PreTrainedModel) -> Any:
@@ -48,7 +64,10 @@ def load_tokenizer(source: str | Path, model: PreTrainedModel) -> Any:
 def check_tokenizer(tokenizer: Any, model: PreTrainedModel) -> None:
     """Raise ConfigError if a tokenizer has ids that the model does not embed."""
     embeddings: Any = model.get_input_embeddings()
-    n_ids, n_rows = len(tokenizer), embeddings.weight.shape[0]
+    _check_size(len(tokenizer), embeddings.weight.shape[0])
+
+
+def _check_size(n_ids: int, n_rows: int) -> None:
     if n_ids > n_rows:
         raise ConfigError(
             f"tokenizer: expected at most {n_rows:,} tokens, as the model embeds, got {n_ids:,}; use the model's own "

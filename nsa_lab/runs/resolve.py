@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import os
 import shlex
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from glob import glob
 from pathlib import Path
+from typing import Any
 
 from nsa_lab.config import ConfigError, RunConfig, find_project_root, parse_override
 from nsa_lab.runs import directory
@@ -30,14 +32,17 @@ def get_outputs_dir(outputs: Path | None = None) -> Path:
     return outputs.resolve() if outputs else get_root() / "outputs"
 
 
-def load_config(name: str, overrides: list[str]) -> RunConfig:
+def load_config(name: str, overrides: list[str], settings: Mapping[str, Any] | None = None) -> RunConfig:
     """Load `params/<name>.yaml`, or the file at path `name`, with `section.key=value` overrides. Raises `ConfigError`.
+
+    `settings`: values by dotted key that replace those of the file; the overrides replace them.
 
     Paths relative to the working directory are made absolute, because the trainer runs in another directory.
     """
     from nsa_lab.data.paths import make_paths_absolute
 
-    config = RunConfig.from_yaml(find_params_file(name), dict(parse_override(text) for text in overrides))
+    values = {**(settings or {}), **dict(parse_override(text) for text in overrides)}
+    config = RunConfig.from_yaml(find_params_file(name), values)
     return config.model_copy(update={"data": make_paths_absolute(config.data)})
 
 
