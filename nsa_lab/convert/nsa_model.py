@@ -99,7 +99,7 @@ def copy_weights(dense: PreTrainedModel, model: NSATransformer) -> None:
             else:
                 init_indexer(own, own.indexer)
     model.norm.weight.copy_(base.norm.weight)
-    model.head.weight.copy_(source.get_output_embeddings().weight)
+    model.head.weight.copy_(cast(Any, source.get_output_embeddings()).weight)
 
 
 def make_nsa_transformer(
