@@ -7,6 +7,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # The site needs other packages than the library, and no torch.
 DOCS_VENV := .venv-docs
+# Tests with PEFT, TRL, lm-eval and quantized weights need packages that nothing else needs.
+INTEGRATIONS_VENV := .venv-integrations
+# The test classes of transformers, which its wheel does not have: a folder that contains its tests/.
+TRANSFORMERS_TESTS ?= .cache/transformers_tests
 READY  := $(VENV)/.ready
 PARAMS ?= smoke
 # Notebooks that train are checked by nbval with the parameters of the CI run, in copies of their own.
@@ -29,7 +33,8 @@ COUNT_PACKAGES := { n=0; all=$$(grep -c == requirements.lock); while read -r wor
 LAB_FOLDER ?= $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: wording help run check test nightly docs static fast-tests slow-tests every-test browser-tests mutants format lint types notebooks check-notebooks nbval nbval-rest lab lock clean
+.PHONY: wording help run check test nightly docs static fast-tests slow-tests every-test browser-tests mutants format lint types notebooks check-notebooks nbval nbval-rest lab lock clean \
+  integrations integration-tests
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -46,7 +51,7 @@ test: $(READY)  ## For every pull request: all of check, slower tests, three not
 	@$(MAKE) --no-print-directory -j 2 slow-tests static nbval
 
 nightly: $(READY)  ## For every release: all tests (on a GPU too, if there is one), all notebooks, all mutants
-	@$(MAKE) --no-print-directory -k static every-test browser-tests nbval nbval-rest mutants
+	@$(MAKE) --no-print-directory -k static every-test integration-tests browser-tests nbval nbval-rest mutants
 
 static: format lint wording check-notebooks types
 
@@ -60,7 +65,28 @@ slow-tests: $(READY)
 
 every-test: $(READY)
 	@echo "==> all tests, two processes"
-	$(PYTEST) tests -m "not browser" -n 2 --dist worksteal -q
+	$(PYTEST) tests -m "not browser" --ignore=tests/integrations -n 2 --dist worksteal -q
+
+integrations: $(INTEGRATIONS_VENV)/.ready  ## Install PEFT, TRL, lm-eval and the tests of transformers (once), and test with them
+	@test -d $(TRANSFORMERS_TESTS)/tests || { $(FETCH_TRANSFORMERS_TESTS); } || \
+	  echo "==> the tests of transformers cannot be fetched; give a folder that has them: make integrations TRANSFORMERS_TESTS=FOLDER"
+	@$(MAKE) --no-print-directory integration-tests
+
+FETCH_TRANSFORMERS_TESTS = git -c advice.detachedHead=false clone --quiet --depth 1 --filter=blob:none --sparse \
+  --branch v$$($(INTEGRATIONS_VENV)/bin/python -c 'from importlib.metadata import version; print(version("transformers"))') \
+  https://github.com/huggingface/transformers $(TRANSFORMERS_TESTS) && git -C $(TRANSFORMERS_TESTS) sparse-checkout set tests
+
+# In the first environment that has the packages.
+integration-tests: $(READY)
+	@for bin in $(INTEGRATIONS_VENV)/bin $(BIN); do \
+	  if test -x $$bin/python && $$bin/python -c "import sys; from importlib.util import find_spec; \
+	    sys.exit(not all(map(find_spec, ('accelerate', 'lm_eval', 'parameterized', 'peft', 'trl'))))"; then \
+	    echo "==> tests with transformers, PEFT, Trainer, TRL and lm-eval"; tests=; \
+	    if test -d $(TRANSFORMERS_TESTS)/tests; then tests=--transformers-tests=$(TRANSFORMERS_TESTS); fi; \
+	    exec $$bin/python -m pytest --disable-plugin-autoload -p pytest_timeout -p xdist.plugin -p _hypothesis_pytestplugin \
+	      tests/integrations -n 2 --dist worksteal -q $$tests; \
+	  fi; \
+	done; echo "==> no tests with PEFT, Trainer, TRL and lm-eval: the extra integrations is not installed; run make integrations"
 
 browser-tests: $(READY)
 	@echo "==> browser tests; without chromium they are skipped"
@@ -132,12 +158,20 @@ lock: $(READY)  ## Write requirements.lock anew from what pyproject.toml allows 
 	rm -rf $(VENV).lock
 
 clean:  ## Remove .venv and caches; runs in outputs/ stay
-	rm -rf $(VENV) $(DOCS_VENV) .cache build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS_VENV) $(INTEGRATIONS_VENV) .cache build *.egg-info .pytest_cache .ruff_cache
 
 $(DOCS_VENV)/.ready: docs/requirements.txt
 	@echo "==> installing into $(DOCS_VENV) (once)"
 	@test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
 	@$(DOCS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet -r docs/requirements.txt
+	@touch $@
+
+$(INTEGRATIONS_VENV)/.ready: requirements.lock tests/integrations/requirements.lock pyproject.toml
+	@echo "==> installing into $(INTEGRATIONS_VENV) (once; some minutes)"
+	@test -x $(INTEGRATIONS_VENV)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS_VENV)
+	@$(INTEGRATIONS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet -r requirements.lock \
+	  -r tests/integrations/requirements.lock
+	@$(INTEGRATIONS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(READY): requirements.lock pyproject.toml

@@ -42,20 +42,21 @@
 #
 # **All notebooks**
 #
-# | notebook | contents | two CPU cores |
-# |---|---|---|
-# | [01_branches][1] | the three branches: equations, code, pictures; NSA in 40 lines | under a minute |
-# | [02_in_practice][2] | documents, real text, teaching the selection | a minute |
-# | [03_kernel_parity][3] | every backend compared with the definition, and their speed | a minute |
-# | [04_smoke_training][4] | train a small model on real text and watch it | a few minutes |
-# | [05_production_run][5] | the production training, 50,000 steps | needs a GPU: 18 minutes on an H200 |
-# | [06_health_analysis][6] | the health of a run; two or many runs compared | half a minute |
-# | [07_does_selection_find][7] | does the selection find facts? tiny models | a few minutes |
-# | [08_decoding][8] | what a decoding step reads, and its speed | a few minutes |
-# | [09_long_texts][9] | results at 65,536 bytes, and a model to try | a few minutes |
+# | notebook | contents | to read | to run, two CPU cores |
+# |---|---|---|---|
+# | [01_branches][1] | the three branches: equations, code, pictures; NSA in 40 lines | 1 hour | under a minute |
+# | [02_in_practice][2] | documents, real text, teaching the selection | 30 minutes | a minute |
+# | [03_kernel_parity][3] | every backend compared with the definition, and their speed | 15 minutes | a minute |
+# | [04_smoke_training][4] | train a small model on real text and watch it | 15 minutes | a few minutes |
+# | [05_production_run][5] | the production training, 50,000 steps | 10 minutes | needs a GPU: 18 minutes on an H200 |
+# | [06_health_analysis][6] | the health of a run; two or many runs compared | 20 minutes | half a minute |
+# | [07_does_selection_find][7] | does the selection find facts? tiny models | 25 minutes | a few minutes |
+# | [08_decoding][8] | what a decoding step reads, and its speed | 15 minutes | a few minutes |
+# | [09_long_texts][9] | results at 65,536 bytes, and a model to try | 20 minutes | a few minutes |
 #
 # **Parameters.** Each notebook starts with a cell of parameters. Change the values there, then select *Run → Run All
-# Cells*. The outputs in the repository were made with the values shown, on a CPU.
+# Cells*. The outputs in the repository were made with the values shown, on a CPU; those of 05 show the record of a run on
+# an H200.
 #
 # **Training.** The trainer is a separate process. You can close the page or restart the kernel without stopping it. The
 # Stop and Resume buttons of notebooks 04 and 05 control it. If you run the notebook again, it attaches to the run,

@@ -22,7 +22,7 @@ def write_long_run(folder: Path, n_bytes: int, log_every: int = 1, stats_every: 
         train__eval_every=steps // 20,
         train__save_every=steps // 4,
     )
-    run_dir = fake_run.write_run(folder, config, spoil=lambda events: [event for event in events if event["step"] == 0][:4])
+    run_dir = fake_run.write_run(folder, config, spoil=lambda events: [event for event in events if event["step"] == 0])
     rng = random.Random(0)
     with open(run_dir / directory.EVENTS, "a", encoding="utf-8") as file:
         for step in range(1, steps + 1):
@@ -40,6 +40,8 @@ def _make_events(step: int, config: fake_run.RunConfig, rng: random.Random) -> l
         event = {name: value for name, value in event.items() if value != []}
         event["bpb"] += rng.gauss(0, 0.01)
         event |= {"loss": event["bpb"] * math.log(2), "grad_norm": 0.8 + rng.random() / 10}
+        if "grad_norm_layers" in event:
+            event["grad_norm_layers"] = fake_run.make_layers(0.2)
         for name in [name for name, value in event.items() if isinstance(value, list) and name != "gate_update"]:
             event[name] = [value + rng.gauss(0, 1e-4) for value in event[name]]
         events.append(event)

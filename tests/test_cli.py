@@ -329,6 +329,13 @@ def test_internal_errors_are_not_reported_as_usage_errors(run_cli, monkeypatch: 
         cli.main()
 
 
+def test_summaries_of_the_commands_fit_into_80_columns(monkeypatch: pytest.MonkeyPatch, run_cli) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for group in ([], ["bench"]):
+        commands = run_cli(*group, "--help", outputs=False).out.partition("Commands:")[2]
+        assert commands and "..." not in commands
+
+
 def test_startup_imports_no_heavy_packages() -> None:
     heavy = ("torch", "matplotlib", "papermill", "nbconvert", "pyarrow", "numpy")
     code = f"import sys, nsa_lab.cli; print([name for name in {heavy} if name in sys.modules])"

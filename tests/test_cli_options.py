@@ -266,8 +266,8 @@ WATCH = "nsa_lab.runs.live_view.watch"
 case("follow", "run", f"follow {{run}} {OUT}", WATCH, lambda run, *_: run.name.startswith("fake"))
 case("follow", "outputs", f"follow {{run}} {OUT}", WATCH, lambda run, *_: run.parent.name == "outputs")
 EXAMINE = "nsa_lab.health.examine"
-case("health", "runs", f"health {{run}} {OUT}", EXAMINE, lambda run: run.name.startswith("fake"), stop)
-case("health", "outputs", f"health {{run}} {OUT}", EXAMINE, lambda run: run.parent.name == "outputs", stop)
+case("health", "runs", f"health {{run}} {OUT}", EXAMINE, lambda history: history.run.startswith("fake"), stop)
+case("health", "outputs", f"health {{run}} {OUT}", EXAMINE, lambda history: history.run_dir.parent.name == "outputs", stop)
 GROUP, BASELINE = "nsa_lab.health.model_runs.group_runs", "nsa_lab.health.model_runs.find_baseline"
 case("compare", "runs", f"compare a={{run}} {OUT}", GROUP, lambda runs, named, note: "a" in named, stop)
 case(

@@ -224,6 +224,8 @@ def test_the_lock_and_the_conda_environment_have_every_package() -> None:
     wanted = get_names(PROJECT["dependencies"]) | get_names(EXTRAS["dev"])
     locked = parse_pins((ROOT / "requirements.lock").read_text(encoding="utf-8"))
     assert not {name for name in wanted if name not in locked}
+    added = parse_pins((ROOT / "tests/integrations/requirements.lock").read_text(encoding="utf-8"))
+    assert not locked.keys() & added.keys() and get_names(EXTRAS["integrations"]) <= locked.keys() | added.keys()
     conda = set(re.findall(r"^  - ([\w-]+)", (ROOT / "environment.yml").read_text(encoding="utf-8"), re.MULTILINE))
     renamed = {"torch": "pytorch-gpu", "matplotlib": "matplotlib-base", "huggingface-hub": "huggingface_hub"}
     assert not {renamed.get(name, name) for name in wanted | get_names(EXTRAS["flash"])} - conda

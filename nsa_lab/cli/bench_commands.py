@@ -12,7 +12,7 @@ from nsa_lab.cli.common import Ranks, check_output_file, echo
 from nsa_lab.config import Backend, ConfigError
 from nsa_lab.runs import directory, resolve
 
-app = typer.Typer(no_args_is_help=True, help="Benchmark kernels and training steps against dense attention.")
+app = typer.Typer(no_args_is_help=True, help="Benchmark NSA against dense attention.")
 
 
 Picture = Annotated[
@@ -55,7 +55,7 @@ def bench_attention(
     parts: Annotated[bool, typer.Option("--parts", help="Also report each part as a fraction of the device limit")] = False,
     device: Device = None,
 ) -> None:
-    """Benchmark time and memory of NSA against dense attention, forward and backward, after a parity check."""
+    """Benchmark NSA against dense attention, forward and backward. Measures time and memory after a parity check."""
     from nsa_lab.bench.attention_rows import parse_shape
 
     shapes = _parse_values(parse_shape, shape, "--shape")
@@ -87,7 +87,7 @@ def bench_limits(
         float | None, typer.Option(min=1.0, help="Memory bandwidth in bytes per second [default: from RECORD]")
     ] = None,
 ) -> None:
-    """Show how close each part of a recorded benchmark is to the device limits; --picture plots the roofline."""
+    """Compare a recorded benchmark with the limits of its device. Prints one row per part; --picture plots the roofline."""
     from nsa_lab.bench.attention_rows import parse_record, read_record
 
     recorded_bench = read_record(record)
@@ -112,7 +112,7 @@ def bench_tune(
     most: Annotated[int, typer.Option(min=1, help="Maximum number of tiles per kernel")] = 40,
     device: Device = None,
 ) -> None:
-    """Time kernel tiles that are not in the launch table, after a parity check. The table is not changed."""
+    """Time kernel tiles that are not in the launch table. Each passes a parity check first. The table is not changed."""
     from nsa_lab.bench.attention_rows import parse_shape
     from nsa_lab.bench.tuned_kernels import parse_kernel
 
@@ -137,7 +137,7 @@ def bench_decode(
     ] = None,
     picture: Picture = None,
 ) -> None:
-    """Benchmark decode time per token against context length, NSA and dense attention, after a parity check."""
+    """Benchmark decode time per token by context length. Times NSA and dense attention after a parity check."""
     from nsa_lab.bench.decode_speed import run_decode_bench
 
     run_decode_bench(length, json_file, batches=batch or (1,), layers=layers, backend=backend, picture=picture)
@@ -162,7 +162,7 @@ def bench_train(
     ] = None,
     device: Device = None,
 ) -> None:
-    """Benchmark training throughput of NSA and its dense baseline at each length."""
+    """Benchmark training speed of NSA and its dense baseline. Prints one row per length."""
     from nsa_lab.bench.attention_rows import parse_training_shape
 
     shapes = _parse_values(parse_training_shape, shape, "--shape")
@@ -191,7 +191,7 @@ def bench_curves(
     picture: Picture = None,
     steps: Annotated[int, typer.Option(min=10, help="Optimizer steps per curve")] = 300,
 ) -> None:
-    """Compare the loss curves of every backend that runs here; exit code 3 if they differ by more than the tolerance."""
+    """Compare the loss curves of every backend that runs here. Exit code 3 if they differ by more than the tolerance."""
     from nsa_lab.bench.loss_curves import run_curves
 
     result = run_curves(steps, json_file, picture, log=echo)
@@ -209,7 +209,7 @@ def bench_trainer(
     steps: Annotated[int | None, typer.Option(min=2, help="Optimizer steps per timed interval")] = None,
     device: Device = None,
 ) -> None:
-    """Benchmark telemetry, saving and resuming; with --ranks, throughput of that many GPUs against one."""
+    """Benchmark telemetry, saving and resuming. --ranks compares the throughput of that many GPUs with one."""
     device = _resolve_device(device)
     from nsa_lab.bench.trainer_overhead import run_trainer_bench
 

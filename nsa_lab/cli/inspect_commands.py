@@ -34,7 +34,7 @@ def status(
     ] = False,
     recorded: Annotated[bool, typer.Option("--recorded", help="List the recorded runs instead of your own")] = False,
 ) -> None:
-    """Show progress, loss, speed and verdict of one run, or of all your runs in a table, newest first."""
+    """Show progress, loss and verdict of one run or all. Without RUN, prints a table, newest first."""
     from nsa_lab.cli import status_table
 
     folder = resolve.get_outputs_dir(outputs)
@@ -81,7 +81,7 @@ def health(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories, run ids, or latest")],
     outputs: Outputs = None,
 ) -> None:
-    """Check runs, show every verdict and write verdict.json; exit code 3 if a check fails. Warnings exit with 0.
+    """Check the record of runs. Writes verdict.json. Exit code 3 if a check fails; warnings exit with 0.
 
     Recorded runs and runs in folders without write permission are only shown.
     """
@@ -121,7 +121,7 @@ def compare(
     outputs: Outputs = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of Markdown")] = False,
 ) -> None:
-    """Compare evaluated runs with a baseline, paired by seed: Markdown tables of cost, needles, text loss and ablations.
+    """Compare evaluated runs with a baseline, by seed. Prints Markdown tables of cost, needles, text loss and ablations.
 
     Runs that differ only in train.seed or in how they were computed count as one model.
     """
@@ -149,7 +149,7 @@ def report(
         bool, typer.Option("--record", help="Build the page from the records instead of the executed notebook")
     ] = False,
 ) -> None:
-    """Rebuild report.html of a run, or a page that compares several runs, and the index of runs. Prints the page's path.
+    """Write the report of a run, or of several runs. Also writes the index of runs, and prints the path of the page.
 
     With --page only that file is written, without links to other pages; use it to share a page or for read-only runs.
     """
@@ -180,7 +180,7 @@ def export(
     ] = None,
     outputs: Outputs = None,
 ) -> None:
-    """Export the metrics of a run as a table: losses, learning rates, speeds, layer statistics, evaluations."""
+    """Export the metrics of a run as a table. It has losses, learning rates, speeds, layer statistics, evaluations."""
     if not csv:
         raise ConfigError("export: no format given; use --csv")
     from nsa_lab.runs.csv_export import write_csv

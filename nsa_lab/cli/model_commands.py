@@ -65,7 +65,7 @@ def export_hf(
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint [default: newest]")] = None,
     outputs: Outputs = None,
 ) -> None:
-    """Export a model and its tokenizer in the format of transformers' from_pretrained; needs nsa-lab[hf]."""
+    """Export a model to transformers. Writes a folder for from_pretrained, with the tokenizer; needs nsa-lab[hf]."""
     run_dir = resolve.find_model(run, resolve.get_outputs_dir(outputs))
     find_checkpoint(run_dir, step)
     check_new_folder(folder)
@@ -85,7 +85,7 @@ def ship(
     ],
     outputs: Outputs = None,
 ) -> None:
-    """Package the model of a finished run: bfloat16 weights, configuration, evaluation and model card.
+    """Package the model of a finished, evaluated run. Writes bfloat16 weights, configuration, evaluation and model card.
 
     Evaluate the run first with nsa-lab evaluate RUN.
     """
@@ -113,7 +113,7 @@ def convert_checkpoint(
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint [default: newest]")] = None,
     outputs: Outputs = None,
 ) -> None:
-    """Write a checkpoint in the other form, for other programs; training, evaluation and export read both forms."""
+    """Convert a checkpoint for other programs. Training, evaluation and export read both forms."""
     run_dir = resolve.find_run(run, resolve.get_outputs_dir(outputs))
 
     from nsa_lab.inference.load import find_checkpoint
@@ -160,7 +160,7 @@ def evaluate(
     ] = None,
     outputs: Outputs = None,
 ) -> None:
-    """Evaluate retrieval, text loss and block selection of a model; writes evaluation.json.
+    """Evaluate retrieval, loss and block selection. Writes evaluation.json.
 
     Prints an estimate of its duration first.
     """
@@ -207,7 +207,7 @@ def demo(
         "nsa-lab-demo.png"
     ),
 ) -> None:
-    """Measure decoding on this CPU, NSA and dense attention by context length, with a live plot in the terminal."""
+    """Compare decoding with dense attention on this CPU. Shows the time by context length, live in the terminal."""
     check_output_file(picture)
 
     from nsa_lab.bench.demo import run_demo

@@ -40,7 +40,7 @@ def sweep_command(
     table: Annotated[bool, typer.Option("--table", help="Show the results so far without training")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON")] = False,
 ) -> None:
-    """Train variants of a preset with several seeds each, one run per GPU, and show a table. Run again to continue."""
+    """Train variants of a preset over several seeds. One run per GPU; shows a table. Run again to continue."""
     if dry_run and (table or as_json):
         raise ConfigError("nsa-lab sweep: --dry-run lists runs and shows no table; omit --table and --json")
     from nsa_lab.runs.sweep_runner import Sweep

@@ -64,7 +64,7 @@ def train(
     ranks: Ranks = 1,
     foreground: Annotated[bool, typer.Option("--foreground", help="Train in this process")] = False,
 ) -> None:
-    """Train without a notebook, in a detached process that outlives this terminal."""
+    """Train without a notebook, in a detached process. It outlives this terminal."""
     _start_training(resolve.load_config(name, param or []), outputs, ranks, foreground)
 
 
@@ -103,7 +103,7 @@ def _start_training(config: RunConfig, outputs: Path | None, ranks: int, foregro
 
 @app.command()
 def resume(run: Run, outputs: Outputs = None, ranks: Ranks = 1) -> None:
-    """Resume a run from its newest checkpoint in a detached process. No effect if its trainer is running."""
+    """Resume a run from its newest checkpoint. The trainer is a detached process. No effect if it is running."""
     run_dir = resolve.find_run(run, resolve.get_outputs_dir(outputs))
     verb = "already trains" if lifecycle.is_alive(run_dir) else "trains"
     _print_started(run_dir, lifecycle.resume(run_dir, ranks=ranks), verb)
@@ -115,7 +115,7 @@ def stop(
     outputs: Outputs = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the trainer to save and exit")] = 120.0,
 ) -> None:
-    """Stop a run: its trainer saves a checkpoint and exits. Waits for the exit."""
+    """Stop a run with a checkpoint. Waits until its trainer has saved it and exited."""
     if not 0 <= timeout < math.inf:
         raise ConfigError(f"--timeout {timeout:g}: expected a finite number of seconds >= 0; omit it to wait 120 s")
     run_dir = resolve.find_run(run, resolve.get_outputs_dir(outputs))
@@ -146,7 +146,7 @@ def plan(
         bool, typer.Option("--decode", help="Also show the memory of decoding and how many sequences fit")
     ] = False,
 ) -> None:
-    """Estimate parameters, tokens, FLOPs, memory, disk and duration of a run; --run compares with measured values."""
+    """Estimate memory, FLOPs, disk and duration of a run. --run compares them with measured values."""
     config = resolve.load_config(name, param or [])
     # Checks the configuration only, not this machine: a plan can be made anywhere.
     config.train.check_ranks(ranks)
@@ -214,7 +214,7 @@ def _describe_missing_speed(config: RunConfig) -> str:
 
 @app.command()
 def preflight(name: ConfigName, param: Overrides = None, outputs: Outputs = None) -> None:
-    """Run every startup check without creating a run, one line each; exit code 3 if a check fails."""
+    """Run every startup check without creating a run. Prints one line each; exit code 3 if a check fails."""
     config = resolve.load_config(name, param or [])
 
     _check_startable(config)
@@ -240,7 +240,7 @@ def warmup(
         int | None, typer.Option(min=1, help="Kernels compiled in parallel [default: number of CPU cores]")
     ] = None,
 ) -> None:
-    """Compile the GPU kernels of a configuration in parallel into Triton's cache, without training."""
+    """Compile the GPU kernels of a configuration. They go into Triton's cache, in parallel, without training."""
     config = resolve.load_config(name, param or [])
 
     from nsa_lab.train.precompile import precompile_kernels

@@ -203,19 +203,24 @@ def begin_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 
 
 def end_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Return the output with `aux_loss`, the sum of the selection losses, and add it times its weight to the loss."""
+    """Return the output with `aux_loss`, the sum of the selection losses.
+
+    Its gradient times its weight is added to that of the loss or, without labels, to that of the logits, so that a loss
+    computed from the logits trains the indexer too.
+    """
     if not kwargs.get(LOSSES):
         return None
     aux_loss = sum_losses(kwargs[LOSSES])
+    weighted = aux_loss * model.base_model.conversion.model.selection_loss
     arguments = _bind(model, args, kwargs)
-    is_mapping = isinstance(output, ModelOutput)
-    loss = output.get("loss") if is_mapping else output[0] if _has_labels(arguments) else None
-    if loss is not None:
-        weighted = aux_loss.to(loss.device) * model.base_model.conversion.model.selection_loss
-        loss = loss + weighted * _compute_label_share(arguments)
+    is_mapping, has_labels = isinstance(output, ModelOutput), _has_labels(arguments)
+    # The loss comes first in a tuple if there are labels, and otherwise the logits.
+    first = output["loss" if has_labels else "logits"] if is_mapping else output[0]
+    weighted = weighted.to(first.device)
+    first = first + weighted * _compute_label_share(arguments) if has_labels else AddedLoss.apply(first, weighted)
     if not is_mapping:
-        return (*(output if loss is None else (loss, *output[1:])), aux_loss)
-    return NSALabOutput(**{**output, "loss": loss, "aux_loss": aux_loss})
+        return (first, *output[1:], aux_loss)
+    return NSALabOutput(**{**output, "loss" if has_labels else "logits": first, "aux_loss": aux_loss})
 
 
 def sum_losses(losses: Mapping[int, Tensor]) -> Tensor:

@@ -18,8 +18,9 @@ class AttentionReads:
     """Attention of the query at `position` in `group`. Weights are means over the heads of the group and sum to 1.
 
     cmp: weights of the visible compressed blocks, [n_visible]. sel, win: weights of all tokens up to the query, [position
-    + 1], 0 if a token is not read. importance: of the candidate blocks, [n_candidates], by eq. 10, or by an indexer if
-    `has_indexer`. blocks: the selected blocks, ascending. forced: the blocks among them that are always selected.
+    + 1], 0 if a token is not read. importance: of the candidate blocks, [n_candidates], by eq. 10, or by other keys, of an
+    indexer or means, if `has_selection_keys`. blocks: the selected blocks, ascending. forced: the blocks among them that
+    are always selected.
     """
 
     position: int
@@ -31,7 +32,7 @@ class AttentionReads:
     importance: Tensor
     blocks: list[int]
     forced: list[int]
-    has_indexer: bool = False
+    has_selection_keys: bool = False
 
     def count_keys(self) -> dict[str, int]:
         """Return the number of keys that each branch reads, as `geometry.decode_reads` predicts it."""
@@ -68,7 +69,7 @@ def plot_query_attention(reads: AttentionReads, caption: str) -> Figure:
     score.bar(np.arange(n_blocks) * n.l_sel, reads.importance.numpy(), width=n.l_sel * 0.96, align="edge", color=colours)
     for j in reads.blocks:
         score.axvspan(j * n.l_sel, (j + 1) * n.l_sel, ymax=0.06, color=colours[j])
-    score.set_ylabel("importance\n" + ("(of the indexer)" if reads.has_indexer else "(eq. 10)"), fontsize=8)
+    score.set_ylabel("importance\n" + ("(of the selection keys)" if reads.has_selection_keys else "(eq. 10)"), fontsize=8)
     add_colour_legend(score, {"forced": FORCED, "selected by score": SEL, "not selected": PALE}, inside=True, columns=3)
 
     for axes, weights, colour, branch in ((sel, reads.sel, SEL, "selected"), (win, reads.win, WIN, "window")):

@@ -106,7 +106,7 @@ class Indexer(nn.Module):
             return self.finish(pooled, rotary)
         if layout is None and span is not None and span.kind == "packed":
             layout = span.layout(self.nsa, k.device)
-        rows = find_first_rows(pooled.shape[1], self.nsa, layout, k.device).clamp_max(len(rotary[0]) - 1)
+        rows = find_first_rows(pooled.shape[1], self.nsa, layout, k.device).clamp_max(rotary[0].shape[0] - 1)
         return self.finish(pooled, (rotary[0][rows], rotary[1][rows]))
 
     def finish(self, pooled: Tensor, rotary: Rotary) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
@@ -29,10 +32,10 @@ class NSAttention(nn.Module):
     fan_in**-0.5, because the depth is unknown here.
 
     `head_dim` (queries and keys): default dim // n_heads. `value_dim`: default head_dim. `rotary_share`, `matching_heads`,
-    `selection_loss`, `indexer_block` and `indexer_width`: as in `ModelConfig`. With a selection loss, add
-    `auxiliary_loss()` to the loss in every training step. `backend`: as in `NSATransformer`; one that is requested by name
-    and cannot run raises BackendError or NotImplementedError in the forward pass. Raise ValueError for sizes that are not
-    consistent and for an unknown backend.
+    `selection_loss`, `branches`, `shared_kv` and the options of the indexer: as in `ModelConfig`. With a selection loss,
+    add `auxiliary_loss()` to the loss in every training step. `backend`: as in `NSATransformer`; one that is requested by
+    name and cannot run raises BackendError or NotImplementedError in the forward pass. Raise ValueError for sizes that are
+    not consistent and for an unknown backend.
     """
 
     def __init__(
@@ -50,6 +53,12 @@ class NSAttention(nn.Module):
         selection_loss: float = 0.0,
         indexer_block: int = 0,
         indexer_width: int = 0,
+        indexer_heads: int = 1,
+        indexer_keys: Literal["group", "shared"] = "group",
+        indexer_order: Sequence[Literal["rotate", "pool", "norm"]] = ("rotate", "pool"),
+        indexer_dtype: Literal["bf16", "fp8", "mxfp4"] = "bf16",
+        branches: Sequence[Literal["cmp", "sel", "win"]] = ("cmp", "sel", "win"),
+        shared_kv: bool = False,
         backend: str = "auto",
     ) -> None:
         super().__init__()
@@ -71,6 +80,12 @@ class NSAttention(nn.Module):
             selection_loss=selection_loss,
             indexer_block=indexer_block,
             indexer_width=indexer_width,
+            indexer_heads=indexer_heads,
+            indexer_keys=indexer_keys,
+            indexer_order=tuple(indexer_order),
+            indexer_dtype=indexer_dtype,
+            branches=tuple(branches),
+            shared_kv=shared_kv,
             nsa=nsa,
         )
         self.config = config

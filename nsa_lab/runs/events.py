@@ -45,6 +45,7 @@ PROGRESS_KINDS = ("start", "resume", "step", "eval", "checkpoint")
 PROGRESS_FIELDS = ("kind", "t", "attempt", "step", "from_step", "split", "bpb", "tokens_per_s")
 TAIL_BYTES = 1 << 15
 MAX_LINE = 1 << 26  # bytes; the losses of a million windows fit
+MAX_READING = 1 << 22  # bytes of any other event; statistics of 10,000 layers fit
 
 
 def read_events(run_dir: str | Path, max_step: int | None = None) -> Events[Event]:
@@ -218,11 +219,13 @@ def _read_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes, bool]
 
 
 def _decode(line: bytes) -> Any:
-    """Return the value of a line of JSON; None if it is none."""
+    """Return the value of a line of JSON; None if it is none, or longer than any event of its kind."""
     try:
-        return json.loads(line)
+        event = json.loads(line)
     except (ValueError, RecursionError):
         return None
+    is_too_long = len(line) > MAX_READING and not (isinstance(event, dict) and event.get("kind") == "eval")
+    return None if is_too_long else event
 
 
 def _warn_of_violations(path: Path, events: Events[Any]) -> None:

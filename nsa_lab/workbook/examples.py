@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nsa_lab.config import RecallConfig
+from nsa_lab.config import BRANCHES, RecallConfig
 from nsa_lab.data.recall import make_needle_task
 from nsa_lab.model import Block, NSATransformer, SelectionInputs, SparseAttention, get_rotary_table, rotate
 
@@ -32,7 +32,7 @@ class Example:
     v_sel: Tensor
     k_win: Tensor
     v_win: Tensor
-    indexer_scoring: SelectionInputs | None = None  # of an indexer; None: q and k_cmp select the blocks
+    scoring: SelectionInputs | None = None  # of an indexer or mean keys; None: q and k_cmp select the blocks
 
     @property
     def length(self) -> int:
@@ -44,7 +44,7 @@ class Example:
 
     def slice_document(self, first: int, last: int) -> Example:
         """Return tokens first .. last-1 as a separate document, without the tokens before them."""
-        if self.indexer_scoring is not None:
+        if self.scoring is not None:
             raise ValueError("slice_document: the keys of an indexer are already compressed and cannot be sliced")
         tensors = {name: value[:, first:last] for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, text=self.text[first:last], **tensors)
@@ -117,26 +117,38 @@ def make_text_example(
 def make_layer_examples(model: NSATransformer, tokens: Tensor, text: str, description: str) -> list[Example]:
     """Return the attention inputs of every layer of `model` on tokens int64 [1, T]. `text` has one character per token.
 
-    Raises ValueError for a dense model and for a `phi` with parameters, because the plots compress with the mean.
+    Raises ValueError for a dense model, for one without some branch, for scores that are not sums, and for a `phi` with
+    parameters, because the plots compress with the mean.
     """
-    if model.config.attention != "nsa" or model.config.nsa.phi != "avg":
+    config, nsa = model.config, model.config.nsa
+    if config.attention != "nsa" or nsa.phi != "avg":
+        raise ValueError(f"attention = {config.attention}, nsa.phi = {nsa.phi}: the explorer shows NSA with phi avg")
+    if set(config.branches) != set(BRANCHES) or (nsa.head_reduction, nsa.block_reduction) != ("sum", "sum"):
         raise ValueError(
-            f"attention = {model.config.attention}, nsa.phi = {model.config.nsa.phi}: the explorer shows NSA with phi avg"
+            f"model.branches = {list(config.branches)}, nsa.head_reduction = {nsa.head_reduction}, nsa.block_reduction = "
+            f"{nsa.block_reduction}: the explorer shows models with all three branches, and sums of scores"
         )
     x, rotary = model.prepare_inputs(tokens)
-    layer_inputs = []
+    layer_inputs: list[Example] = []
+    scoring: SelectionInputs | None = None
+    selected: Tensor | None = None
     for layer, block in enumerate(cast("list[Block]", list(model.blocks))):
         attention, normalized = cast(SparseAttention, block.attention), block.attention_norm(x)
         heads = attention.project_heads(normalized, rotary)
-        (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win) = heads.keys, heads.values
-        indexer_scoring = (
-            attention.project_selection_inputs(normalized, attention.project(normalized, rotary), rotary)
-            if attention.indexer
-            else None
-        )
+        # Branches may share keys and values.
+        kv = {
+            f"{kind}_{branch}": tensors[config.get_kv_set(branch) or 0]
+            for branch in BRANCHES
+            for kind, tensors in (("k", heads.keys), ("v", heads.values))
+        }
+        # A layer without an indexer has the blocks of the last layer with one.
+        is_selecting = config.has_indexer_in(layer) or not config.has_indexer
+        if config.scores != "compressed" and is_selecting:
+            scoring = attention.project_selection_inputs(normalized, attention.project(normalized, rotary), rotary)
         label = f"{description}, layer {layer}"
-        layer_inputs.append(Example(label, text, heads.q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, indexer_scoring))
-        x, _ = block(x, rotary)
+        layer_inputs.append(Example(label, text, heads.q, **kv, scoring=scoring))
+        x, selection = block(x, rotary, blocks=None if is_selecting else selected)
+        selected = selection.blocks
     return layer_inputs
 
 

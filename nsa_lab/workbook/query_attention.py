@@ -28,12 +28,13 @@ def compute_reads(example: Example, nsa: NSAConfig, position: int, group: int = 
     n_visible = int(geometry.visible_compressed(t, nsa))
     p_cmp = p_selection = _softmax(q, reference.compress(example.k_cmp[:, : position + 1], nsa)[0, :n_visible, group])
     scoring_nsa = nsa
-    if example.indexer_scoring:
-        q_index, k_index, scoring_nsa = example.indexer_scoring
-        # The compression of the indexer's keys does not change with the block sizes of the branches.
+    if example.scoring:
+        q_index, k_index, scoring_nsa = example.scoring
+        # The compression of the selection keys does not change with the block sizes of the branches.
         scoring_nsa = scoring_nsa.model_copy(update={"l_sel": nsa.l_sel})
         n_visible = int(geometry.visible_compressed(t, scoring_nsa))
-        p_selection = _softmax(q_index[0, position, group][None], k_index[0, :n_visible, group])
+        group_queries = q_index[0, position].unflatten(0, (k_index.shape[2], -1))[group]
+        p_selection = _softmax(group_queries, k_index[0, :n_visible, group])
 
     n_candidates = geometry.num_selection(position + 1, nsa)
     overlap = geometry.overlap(n_visible, n_candidates, scoring_nsa, dtype=p_cmp.dtype)
@@ -48,7 +49,7 @@ def compute_reads(example: Example, nsa: NSAConfig, position: int, group: int = 
     p_win = _softmax(q, example.k_win[0, : position + 1, group], token > position - nsa.w)
     weights = p_cmp.mean(0), p_sel.mean(0), p_win.mean(0)
     return AttentionReads(
-        position, group, nsa, *weights, importance, blocks, forced, has_indexer=bool(example.indexer_scoring)
+        position, group, nsa, *weights, importance, blocks, forced, has_selection_keys=bool(example.scoring)
     )
 
 

@@ -116,14 +116,20 @@ def plot_run_selection(run: Path, length: int | None = None, group: int = 0) -> 
 
 
 def observe_blocks(run: Path, length: int | None = None, step: int | None = None) -> list[Tensor]:
-    """Return the selected blocks of each layer, int32 [1, T, G, n_sel], by the checkpoint of `step` (None: the newest)."""
+    """Return the selected blocks of each layer, int32 [1, T, G, n_sel], by the checkpoint of `step` (None: the newest).
+
+    Raises ValueError for a model that selects no blocks.
+    """
     return _observe_checkpoint(find_checkpoint(run, step), length)
 
 
 @lru_cache(maxsize=8)
 def _observe_checkpoint(checkpoint: Path, length: int | None) -> list[Tensor]:
     tokens = _tokenize_library_text(RunConfig.from_yaml(checkpoint.parents[1] / "config.yaml"), length)
-    return [statistics["blocks"] for statistics in load_model(checkpoint).observe(tokens)]
+    model = load_model(checkpoint)
+    if "sel" not in model.config.branches:
+        raise ValueError(f"model.branches = {list(model.config.branches)} has no selected branch: no blocks are selected")
+    return [statistics["blocks"] for statistics in model.observe(tokens)]
 
 
 def _tokenize_library_text(config: RunConfig, length: int | None) -> Tensor:

@@ -15,6 +15,7 @@ from nsa_lab.config import NSAConfig
 LIMITS = {"reference": 1e-12, "torch": 1e-10}
 
 
+@pytest.mark.slow
 @looped
 @pytest.mark.parametrize("kind", ["full", "chunk", "packed"])
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.nightly] * (seed >= 12)) for seed in range(100)])

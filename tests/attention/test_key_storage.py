@@ -18,12 +18,13 @@ BYTES = {"fp8": (1, 7, 64), "mxfp4": (2, 4, 17, 51)}
 def draw_keys(width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return keys [., width] of many magnitudes: also values with codes, midpoints between them, and zeros."""
     generator = torch.Generator().manual_seed(width)
-    scale = 2.0 ** torch.randint(-14, 12, (400, 1), generator=generator)
-    values = [torch.randn(400, width, generator=generator) * scale]
+    n = 400 // width + 20
+    scale = 2.0 ** torch.randint(-14, 12, (n, 1), generator=generator)
+    values = [torch.randn(n, width, generator=generator) * scale]
     codes = torch.tensor(sorted({0.0, *brute_force.E2M1, *brute_force.E4M3}))
     codes = torch.cat([codes, (codes[1:] + codes[:-1]) / 2])
-    picks = torch.randint(len(codes), (400, width), generator=generator)
-    values.append(codes[picks] * torch.randn(400, width, generator=generator).sign())
+    picks = torch.randint(len(codes), (n, width), generator=generator)
+    values.append(codes[picks] * torch.randn(n, width, generator=generator).sign())
     return torch.cat([*values, torch.zeros(1, width), torch.full((1, width), -1e6)]).to(dtype)
 
 

@@ -145,7 +145,8 @@ def test_first_screen_of_a_failed_run_has_advice(browser, tmp_path, screenshots)
         assert words in seen, words
     save_screenshot(browser, browser.find_element("css selector", "h1"), screenshots, "report_of_a_failed_run.png")
     browser.find_element("link text", "Go to the cell that failed").click()
-    assert "the run is HALTED" in read_visible_text(browser)
+    assert "training.print_verdict()" in read_visible_text(browser)
+    assert "the run is HALTED" in browser.find_element("css selector", "body").text
     assert_quiet(browser)
 
 

@@ -48,7 +48,7 @@ def set_parameters(project, outputs, run_dir) -> None:
     """Set these parameters in notebook 06."""
     source = project / "notebooks" / "06_health_analysis.py"
     text = source.read_text()
-    for name, value in {"run_dir: str": str(run_dir), "outputs: str": str(outputs)}.items():
+    for name, value in {"run_dir: str": str(run_dir), "other_run: str": "", "outputs: str": str(outputs)}.items():
         text, edited = re.subn(
             rf"^{name} = .*?  #", lambda found, name=name, value=value: f"{name} = {value!r}  #", text, flags=re.MULTILINE
         )

@@ -47,6 +47,6 @@ def test_equal_logits_generation_and_adapter(tmp_path: Path) -> None:
 
 def test_the_example_of_the_page_in_a_fresh_interpreter() -> None:
     page = (ROOT / "docs/howto/convert_a_model.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    code, *_ = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=600, check=True, capture_output=True, text=True)
     assert done.stdout.strip() == re.findall(r"print\(.*\)  # (.*)", code)[-1]

@@ -72,6 +72,17 @@ def test_a_loss_of_the_base_model_trains_the_indexer() -> None:
         torch.testing.assert_close(gradients[name], gradient)
 
 
+def test_a_loss_of_the_logits_trains_the_indexer() -> None:
+    """As DPO and label smoothing compute it."""
+    model, tokens = convert(), make_tokens()
+    expected = compute_gradients(model, WEIGHT * model(tokens).aux_loss)
+    for logits in (model(tokens).logits, model(tokens, return_dict=False)[0]):
+        gradients = compute_gradients(model, logits.sum())
+        assert expected.keys() < gradients.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(gradients[name], gradient)
+
+
 @looped
 @pytest.mark.parametrize("options", [{}, {"indexer_every": 2}])
 def test_gradient_checkpointing_changes_nothing(options: dict[str, Any]) -> None:

@@ -69,6 +69,7 @@ def test_a_flipped_byte_in_any_file_costs_one_checkpoint_and_no_accuracy(finishe
     assert [e["from_step"] for e in record if e["kind"] == "resume"] == [4]
 
 
+@pytest.mark.slow
 def test_with_no_valid_checkpoint_left_the_run_halts_and_is_not_started_over(finished_run: Path) -> None:
     for path in finished_run.glob("checkpoints/step-*/model.safetensors"):
         path.write_bytes(b"")
@@ -221,6 +222,7 @@ def test_checkpoints_that_are_a_file_halt_the_run_with_a_line(finished_run: Path
     assert "Traceback" not in caplog.text
 
 
+@pytest.mark.slow
 def test_many_files_of_a_manifest_start_few_threads(trained_run: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(trained_run / "checkpoints" / "step-00000006", tmp_path / "step-00000006")
     entry = read_manifest_entry(folder / STATE)

@@ -13,7 +13,14 @@ from looping import looped
 
 from nsa_lab.config import ConfigError, DataConfig, RecallConfig, TrainConfig
 from nsa_lab.data import Batches, StagedBatches, TokenStore, check
-from nsa_lab.data.recall import make_inserter, make_multi_key_task, make_multi_query_task, make_needle_task, sample_facts
+from nsa_lab.data.recall import (
+    insert_in_share,
+    make_inserter,
+    make_multi_key_task,
+    make_multi_query_task,
+    make_needle_task,
+    sample_facts,
+)
 from nsa_lab.data.recall.facts import ADJECTIVES, NOUNS
 
 TEXT = np.random.default_rng(0).integers(0x80, 0xFF, 40_000)  # no byte of it occurs in a fact
@@ -70,6 +77,38 @@ def test_a_sequence_is_deterministic_and_differs_from_others() -> None:
             assert np.array_equal(tokens, again)
             made[seed, sequence] = as_bytes(tokens)
     assert len(set(made.values())) == 4
+
+
+def test_sequences_far_apart_have_different_facts() -> None:
+    """A long run has more than 4,096 sequences. None has the facts of another, also not a power of two away."""
+    window, insert = TEXT[:1025], make_inserter(RecallConfig(), 1024, 7)
+    numbers = sorted({0, 1, *(2**n + more for n in range(1, 40) for more in (-1, 0, 1))} | {*range(5000, 9200, 70)})
+    statements = [tuple(STATEMENT.findall(as_bytes(insert(window, number)[0]))) for number in numbers]
+    assert len(set(statements)) == len(numbers) and all(statements)
+
+
+def test_facts_of_batches_after_many_sequences() -> None:
+    store, data = TokenStore([TEXT.astype(np.uint8)]), DataConfig(source="recall")
+    batches = StagedBatches(store, TrainConfig(seq_len=1000, batch_size=3, steps=20_000, lr=1e-3), data)
+    seen: dict[tuple, int] = {}
+    for step in (1, 2, 1366, 1367, 2731, 2732, 4097, 4098, 5462, 5463, 16_385, 19_999):
+        inputs, _, _, _ = batches.weighted_batch(step)
+        for row in inputs.numpy():
+            facts = tuple(STATEMENT.findall(as_bytes(row)))
+            assert facts and facts not in seen, (step, seen.get(facts))
+            seen[facts] = step
+    assert len(seen) == 36
+
+
+@pytest.mark.parametrize("share", [0.5, 0.3, 0.07, 1 / 3])
+def test_a_share_of_the_sequences_has_facts_however_many_there_are(share: float) -> None:
+    window = TEXT[:1025]
+    insert = insert_in_share(lambda window, sequence: (window + 1, np.ones(len(window), np.float32)), share)
+    is_planted = np.array([insert(window, number)[0] is not window for number in range(20_000)])
+    for start in (0, 4000, 4096, 8192, 15_000):
+        assert is_planted[start : start + 1000].sum() == pytest.approx(1000 * share, abs=1.01)
+    gaps = np.diff(np.flatnonzero(is_planted))
+    assert set(gaps.tolist()) <= {int(1 / share), int(1 / share) + 1}
 
 
 def test_batch_weights_belong_to_their_targets() -> None:

@@ -207,3 +207,22 @@ def test_earlier_attempt_without_heartbeats_fails(tmp_path: Path) -> None:
         and heartbeats.text.startswith("0 in the ")
         and "of attempt 1, expected one every 10 s" in heartbeats.text
     )
+
+
+@pytest.mark.parametrize(("suspended_s", "ok"), [(None, False), (10.0, False), (100.0, True)])
+def test_heartbeats_are_not_due_during_a_suspension(suspended_s: float | None, ok: bool, tmp_path: Path) -> None:
+    """A run of 116 s with every fifth heartbeat: too few, unless the process was suspended for most of the time."""
+
+    def spoil(events: list[Event]) -> list[Event]:
+        beats = [event for event in events if event["kind"] == "heartbeat"]
+        dropped = {id(beat) for number, beat in enumerate(beats) if number % 5}
+        if suspended_s is not None:
+            beats[10]["suspended_s"] = suspended_s
+        for index, event in enumerate(events):
+            event["t"] = 1000.0 + 2 * index
+        return [event for event in events if id(event) not in dropped]
+
+    history = History.read(write_run(tmp_path, make_config(runtime__heartbeat_s=2.0), spoil=spoil))
+    verdict = next(verdict for verdict in examine(history).verdicts if verdict.name == "heartbeats")
+    assert verdict.ok is ok, (verdict.text, verdict.value, verdict.limit)
+    assert ("suspended for 100 s" in verdict.text) == ok

@@ -161,6 +161,34 @@ def test_stop_text(byte_model: NSATransformer) -> None:
     assert len(generate(byte_model, ["ab"], max_new_tokens=3, stop="ab")[0]) == 3
 
 
+def test_stop_texts_of_three_bytes_and_more(byte_model: NSATransformer) -> None:
+    (free,) = generate(byte_model, ["ab"], max_new_tokens=30, temperature=1.0, seed=2)
+    text = bytes(free.tolist())
+    for length in (3, 4, 5, 9):
+        stop = text[11 : 11 + length]
+        end = text.index(stop) + length
+        # The same beginning with another last byte, and the same end with another first byte, stop nothing.
+        others = [stop[:-1] + bytes([stop[-1] ^ 1]), bytes([stop[0] ^ 1]) + stop[1:], stop + b"\0" * 3, b"\0" * 3 + stop]
+        assert not any(other in text for other in others)
+        (new,) = generate(byte_model, ["ab"], max_new_tokens=30, temperature=1.0, seed=2, stop=[*others, stop])
+        assert torch.equal(new, free[:end])
+        (new,) = generate(byte_model, ["ab"], max_new_tokens=30, temperature=1.0, seed=2, stop=others)
+        assert torch.equal(new, free)
+
+
+def test_long_stop_texts_match_only_in_full() -> None:
+    for stop in (b"abc", b"abcd", b"aab", "\u20ac".encode(), b"</answer>", b"aaaa"):
+        stops = StopSequences(stop, vocab_size=256, is_byte_model=True)
+        assert stops.is_reached(list(stop)) and stops.is_reached(list(b"x" + stop))
+        assert not stops.is_reached(list(stop + b"x")) and not stops.is_reached([])
+        for position in range(len(stop)):
+            wrong = bytearray(stop)
+            wrong[position] ^= 1
+            assert not stops.is_reached(list(wrong)), (stop, position)
+            assert not stops.is_reached(list(stop[:position])), (stop, position)
+            assert position == 0 or stop == b"aaaa" or not stops.is_reached(list(stop[position:])), (stop, position)
+
+
 def test_stop_text_matches_only_in_full() -> None:
     stops = StopSequences([b"ab", 7], vocab_size=256, is_byte_model=True)
     expected = {b"ab": True, b"xab": True, b"b": False, b"bb": False, b"a": False, b"abx": False, b"": False, b"x\7": True}

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save
 from tiny_models import TINY_NSA, tiny_config
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from transformers.utils.generic import find_labels
 
 from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.inference import generate, hf
@@ -406,6 +407,7 @@ def test_loss_does_not_depend_on_micro_batches(options: dict) -> None:
 
     whole, split = compute_gradients(slice(0, 2)), compute_gradients(slice(0, 1), slice(1, 2))
     assert model.accepts_loss_kwargs and n_items == 110
+    assert find_labels(type(model)) == ["labels"]  # columns that a Trainer expects; without one, it reports no loss
     torch.testing.assert_close(split, whole, rtol=1e-4, atol=1e-7)
     mean = model(tokens, labels=labels).loss
     torch.testing.assert_close(model(tokens, labels=labels, num_items_in_batch=110).loss, mean)
@@ -432,6 +434,20 @@ def test_selection_loss_is_part_of_the_training_loss() -> None:
         output = other(tokens, labels=tokens)
         nll = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
         assert output.aux_loss is None and torch.isclose(output.loss.double(), nll, atol=1e-5)
+
+
+def test_loss_computed_from_logits_trains_the_indexer() -> None:
+    """Label smoothing of a Trainer and DPO compute one. The gradients are equal to the gradients of `loss`."""
+    model, tokens = make_model(**INDEXER).train(), sample_bytes(2, 70)
+    model(tokens, labels=tokens).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    output = model(tokens)
+    assert not output.aux_loss.requires_grad  # it is included, so it cannot be added again
+    torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-7)
+    assert expected["model.blocks.0.attention.indexer.qk.weight"].abs().sum() > 0
 
 
 def test_base_model_returns_the_last_hidden_state(model: hf.NSALabForCausalLM) -> None:
@@ -495,6 +511,12 @@ def test_hidden_states_and_embeddings(model: hf.NSALabForCausalLM) -> None:
     assert not torch.equal(model(tokens).logits, output.logits)
 
 
+def switch_checkpointing(model: hf.NSALabForCausalLM, how: str, *arguments: dict) -> None:
+    """Call `gradient_checkpointing_enable` or `_disable` by the name that is not deprecated."""
+    names = (f"activation_checkpointing_{how}", f"gradient_checkpointing_{how}")
+    next(getattr(model, name) for name in names if hasattr(model, name))(*arguments)
+
+
 def test_gradient_checkpointing_is_the_switch_of_the_model(model: hf.NSALabForCausalLM) -> None:
     model.train()
     tokens = sample_bytes(2, 30)
@@ -505,10 +527,10 @@ def test_gradient_checkpointing_is_the_switch_of_the_model(model: hf.NSALabForCa
         return torch.cat([p.grad.flatten() for p in model.parameters()])
 
     expected = compute_gradients()
-    model.gradient_checkpointing_enable()
+    switch_checkpointing(model, "enable")
     assert model.supports_gradient_checkpointing and model.model.gradient_checkpointing
     torch.testing.assert_close(compute_gradients(), expected)
-    model.gradient_checkpointing_disable()
+    switch_checkpointing(model, "disable")
     assert not model.model.gradient_checkpointing
 
 
@@ -541,7 +563,7 @@ def test_settings_of_gradient_checkpointing_have_an_effect() -> None:
     calls, gradients = count_calls_of_blocks()
     assert calls == [2, 1, 2, 1] and len(used) == 2
     torch.testing.assert_close(gradients, expected)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    switch_checkpointing(model, "enable", {"use_reentrant": True})
     calls, gradients = count_calls_of_blocks()
     assert calls == [2, 2, 2, 2]
     torch.testing.assert_close(gradients, expected)

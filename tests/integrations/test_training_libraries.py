@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from fake_run import make_config, write_checkpoint, write_run
+from safetensors.torch import save
 from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'nsa-lab[integrations]'")
@@ -18,6 +20,7 @@ import transformers
 
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.inference import hf
+from nsa_lab.model import NSATransformer
 
 pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parents[2]
@@ -209,6 +212,74 @@ def _locate_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter, int]]:
     return located
 
 
+def test_checkpoint_of_a_trainer_equals_the_exported_folder(tmp_path: Path) -> None:
+    """Byte by byte, after a step with a learning rate of 0, with the files of the Trainer in addition."""
+    require("accelerate")
+    run_dir = write_run(tmp_path)
+    write_checkpoint(run_dir, 200, save(NSATransformer(make_config().model, seed=1).state_dict()))
+    exported = hf.export(run_dir, tmp_path / "exported")
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "trainer"), max_steps=1, save_steps=1, learning_rate=0, report_to=[], use_cpu=True
+    )
+    rows = make_texts([40, 30])
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows, data_collator=collate, processing_class=tokenizer)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    for folder in (tmp_path / "trainer/checkpoint-1", tmp_path / "saved"):
+        differing = [
+            path.name for path in sorted(exported.iterdir()) if (folder / path.name).read_bytes() != path.read_bytes()
+        ]
+        assert differing == []
+        assert {path.name for path in folder.glob("*.py")} == {"nsa_lab_in_transformers.py"}
+
+
+@pytest.mark.parametrize("options", [{}, INDEXED], ids=["nsa", "indexer"])
+def test_trainer_evaluates_and_predicts(options: dict, tmp_path: Path) -> None:
+    """The evaluation loss is the mean NLL without the selection loss; predictions are logits."""
+    require("accelerate")
+    model, rows = make_model(**options), make_texts([40, 40])
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), per_device_eval_batch_size=2, report_to=[], use_cpu=True, eval_accumulation_steps=1
+    )
+    trainer = transformers.Trainer(model, arguments, eval_dataset=rows, data_collator=collate)
+    model.eval()
+    tokens = torch.tensor([row["input_ids"] for row in rows])
+    logits = model(tokens).logits.detach()
+    loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    predictions = trainer.predict(rows).predictions
+    torch.testing.assert_close(torch.as_tensor(predictions), logits)
+
+
+@pytest.mark.parametrize("options", [{}, INDEXED, {"attention": "dense"}], ids=["nsa", "indexer", "dense"])
+@pytest.mark.parametrize("how", ["torchao", "bitsandbytes"])
+def test_quantized_weights_take_part_in_cached_steps(how: str, options: dict, tmp_path: Path) -> None:
+    """Weights of 8 bits, quantized while a saved folder is loaded: they change the logits, of cached steps alike."""
+    require(how)
+    model, tokens = make_model(**options).eval(), sample_bytes(2, 40)
+    model.save_pretrained(tmp_path)
+    if how == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        config = transformers.TorchAoConfig(Int8WeightOnlyConfig())
+    else:
+        config = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    quantized = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map="cpu")
+    out = quantized.model.blocks[0].attention.out
+    assert type(out) is not nn.Linear or type(out.weight) is not nn.Parameter
+    with torch.no_grad():
+        full = quantized(tokens).logits
+        change = (full - model(tokens).logits).abs().max()
+        assert 1e-3 < change < 0.3, change
+        first = quantized(tokens[:, :30], use_cache=True)
+        cache, parts = first[hf.CACHE_ARGUMENT], [first.logits]
+        for at in range(30, 40):
+            parts.append(quantized(tokens[:, at : at + 1], **{hf.CACHE_ARGUMENT: cache}).logits)
+    torch.testing.assert_close(torch.cat(parts, dim=1), full, rtol=0, atol=2e-5)
+
+
 def test_trainer_checkpoint_loads_in_a_fresh_process(tmp_path: Path) -> None:
     require("accelerate")
     trainer, _ = train(tmp_path / "run", make_model(), make_texts([30, 30]), gradient_checkpointing=True)
@@ -245,6 +316,45 @@ def test_trl_sft_trains_for_three_steps(options: dict, tmp_path: Path) -> None:
     assert len(losses) == 3 and losses[0] == pytest.approx(math.log(256), abs=0.5) and losses[-1] < losses[0]
     unchanged = [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])]
     assert not unchanged
+
+
+@pytest.mark.parametrize("how", [{"packing": True}, {"padding_free": True, "max_length": None}])
+def test_trl_sft_packs_documents(how: dict, tmp_path: Path) -> None:
+    """The loss of packed documents is that of single documents."""
+    trl, datasets = require("trl"), require("datasets")
+    texts = ["def generate(model, prompts):\n    return prompts * 3\n", "a short text", "and another one " * 3]
+    losses = []
+    for number, options in enumerate(({"max_length": 256}, {"max_length": 256, **how})):
+        dataset = datasets.Dataset.from_dict({"text": texts})
+        arguments = trl.SFTConfig(
+            str(tmp_path / str(number)), per_device_train_batch_size=3, per_device_eval_batch_size=3, report_to=[],
+            use_cpu=True, bf16=False, eval_packing=how.get("packing", False) and number == 1, **options,
+        )  # fmt: skip
+        trainer = trl.SFTTrainer(
+            make_model(), arguments, train_dataset=dataset, eval_dataset=dataset, processing_class=hf.NSALabTokenizer()
+        )
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_trl_dpo_trains_the_indexer(tmp_path: Path) -> None:
+    """DPO computes its loss from logits of two models."""
+    trl, datasets = require("trl"), require("datasets")
+    make_model(**INDEXED).save_pretrained(tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    pairs = {"prompt": ["hello ", "bye "], "chosen": ["world" * 9, "now" * 9], "rejected": ["xx" * 9, "yyy" * 9]}
+    arguments = trl.DPOConfig(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=2, max_length=64, report_to=[], use_cpu=True,
+        save_strategy="no", logging_steps=1, learning_rate=1e-3, bf16=False,
+    )  # fmt: skip
+    trainer = trl.DPOTrainer(
+        model, args=arguments, train_dataset=datasets.Dataset.from_dict(pairs), processing_class=hf.NSALabTokenizer()
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-4) and losses[1] < losses[0]
+    assert not [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])]
 
 
 def test_lm_eval_log_likelihood_and_generation(tmp_path: Path) -> None:

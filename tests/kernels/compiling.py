@@ -153,6 +153,7 @@ def decode(
         pool = torch.zeros(D, D, dtype=dtype), torch.zeros(D, indexer_nsa.l, dtype=dtype)
         kernels.rotate_and_append(index_q.repeat(1, 1, 2, 1), None, rotary, lengths, CacheWriteBuffers(k_raw=raw_rings[0]))
         kernels.update_compressed(raw_rings[0], None, k_index, None, lengths, S, indexer_nsa, k_pool=pool)
+        kernels.update_index(raw_rings[0], k_index, lengths, S, indexer_nsa, pool=pool)
     x, norm = torch.zeros(1, S, 12 * D, dtype=dtype), (torch.zeros(12 * D, dtype=dtype), 1e-5)
     projections = [
         (torch.zeros(columns, 12 * D, dtype=dtype), activation) for columns, activation in ((H * D, ""), (3 * H, "sigmoid"))
@@ -169,6 +170,20 @@ def decode_selected(S: int, H: int, G: int, D: int, index_dtype: str, index_head
     k_sel, v_sel = (torch.zeros(1, 2000, G, D, dtype=torch.bfloat16) for _ in range(2))
     q, index_q = (torch.zeros(1, S, heads, D, dtype=torch.bfloat16) for heads in (H, G * index_heads))
     k_index = encode_keys(torch.zeros(1, 2000, 1, D, dtype=torch.bfloat16), index_dtype).expand(-1, -1, G, -1)
+    ring, norm = torch.zeros(1, 256, 1, D, dtype=torch.bfloat16), (torch.zeros(D, dtype=torch.bfloat16), 1e-5)
+    rotary = torch.zeros(2000, D // 2), torch.zeros(2000, D // 2)
+    stored = k_index[:, :, :1]
+    for order in (True, False):
+        lengths = torch.zeros(1, dtype=torch.int32)
+        kernels.update_index(ring, stored, lengths, S, indexer_nsa, norm=norm, rotary=rotary, is_norm_first=order)
+    kernels.rotate_and_append(
+        torch.zeros(1, S, G * index_heads + 1, D, dtype=torch.bfloat16),
+        None,
+        rotary,
+        torch.zeros(1, dtype=torch.int32),
+        CacheWriteBuffers(k_raw=ring),
+        rotates_keys=False,
+    )
     cache = LayerCache(k_sel=k_sel, v_sel=v_sel, k_index=k_index)
     lengths = torch.zeros(1, dtype=torch.int32)
     kernels.cached_attention(q, None, cache, lengths, nsa, index_q=index_q, selection_nsa=indexer_nsa)

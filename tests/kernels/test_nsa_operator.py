@@ -12,7 +12,6 @@ from looping import looped, tiered
 from nsa_lab import attention
 from nsa_lab.attention import kernels, reference
 from nsa_lab.attention.geometry import num_compressed
-from nsa_lab.attention.kernels import nsa_operator
 from nsa_lab.attention.kernels.selected import launch as selected
 from nsa_lab.attention.kernels.selected import workspace_pieces
 from nsa_lab.bench.attention_parity import compute_plain
@@ -187,12 +186,14 @@ def test_opcheck_and_torch_compile(device, strategy, monkeypatch):
     # The tail of the index is uninitialized. Filled with a constant, it is equal in two calls.
     torch.use_deterministic_algorithms(True)
     try:
-        torch.library.opcheck(nsa_operator._nsa_fwd, (*x, *geometry))
+        torch.library.opcheck(torch.ops.nsa_lab.nsa_fwd.default, (*x, *geometry))
     finally:
         torch.use_deterministic_algorithms(False)
     x = [a.detach() for a in x]
-    out, *kept = nsa_operator._nsa_fwd(*x, *geometry)
-    torch.library.opcheck(nsa_operator._nsa_bwd, (torch.ones_like(out), *x, *kept, SMALL.l, SMALL.d, SMALL.l_sel, SMALL.w))
+    out, *kept = torch.ops.nsa_lab.nsa_fwd.default(*x, *geometry)
+    torch.library.opcheck(
+        torch.ops.nsa_lab.nsa_bwd.default, (torch.ones_like(out), *x, *kept, SMALL.l, SMALL.d, SMALL.l_sel, SMALL.w)
+    )
     attend = lambda *x: kernels.nsa_attention(*x, SMALL)  # noqa: E731
     compiled = torch.compile(attend, fullgraph=True, backend="inductor" if CUDA else "aot_eager")
     assert torch.equal(compiled(*x), attend(*x))

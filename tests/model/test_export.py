@@ -23,6 +23,17 @@ VARIANTS = [
     {},
     {"nsa": TINY_NSA.model_copy(update={"phi": "mlp", "gate": "softmax"}), "mlp": "gated"},
     {"nsa": TINY_NSA.model_copy(update={"phi": "pool"}), "selection_loss": 0.1, "indexer_block": 2, "matching_heads": 1},
+    {
+        "branches": ["sel"],
+        "selection_loss": 0.1,
+        "indexer_block": 2,
+        "indexer_order": ["pool", "norm", "rotate"],
+        "indexer_dtype": "mxfp4",
+        "indexer_keys": "shared",
+        "indexer_heads": 2,
+        "indexer_every": 2,
+    },
+    {"branches": ["sel", "win"], "shared_kv": True, "nsa": TINY_NSA.model_copy(update={"scores": "mean_key"})},
     {"attention": "dense", "matching_heads": 1, "embedding_norm": True},
     {"ngrams": 3, "ngram_rows": 50, "ngram_width": 4},
 ]
@@ -32,6 +43,7 @@ def sample_tokens(*shape: int) -> Tensor:
     return torch.randint(0, 37, shape, generator=torch.Generator().manual_seed(shape[-1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_exported_program_equals_the_model_at_other_lengths(variant: dict) -> None:
     """With a dynamic batch and length, exported at one length and run at others, shorter than a block too; and saved."""

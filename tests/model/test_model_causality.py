@@ -20,6 +20,7 @@ def replace_future(tokens: torch.Tensor, last: int, vocabulary: int) -> torch.Te
     return changed
 
 
+@pytest.mark.slow
 @looped
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("precision", ["float64", "float32", "bf16 autocast"])

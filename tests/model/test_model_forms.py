@@ -193,6 +193,19 @@ def count_rows(gradient: Tensor) -> int:
     return int(gradient.any(-1).sum())
 
 
+def test_reused_blocks_pass_through_gradient_checkpointing() -> None:
+    """The blocks of the first layer are an output of its checkpoint and an input of the second."""
+    config = make_config(branches=["sel", "win"], indexer_every=2, **INDEXER)
+    tokens, results = make_tokens(config, 61), []
+    for checkpointing in (False, True):
+        model = NSATransformer(config, seed=0).double().train()
+        model.gradient_checkpointing = checkpointing
+        (model(tokens).square().mean() + model.auxiliary_loss()).backward()
+        results.append([p.grad for p in model.parameters()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
 SELECTED = {"branches": ["sel"], "indexer_block": 4, "selection_loss": 0.1}
 
 

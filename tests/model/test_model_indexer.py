@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from looping import looped
@@ -37,6 +39,43 @@ def test_the_language_loss_trains_everything_except_the_indexer() -> None:
     compute_loss(model, make_tokens(model.config, 62)).backward()
     for name, p in model.named_parameters():
         assert (p.grad is None) == is_indexer_parameter(name), name
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"indexer_block": 1}, {"matching_heads": 0, "rotary_share": 1.0}], ids=["recipe", "one token", "plain"]
+)
+def test_the_losses_of_packed_documents_train_disjoint_parameters(
+    changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every run of long texts is packed. The gradient of a parameter must be that of the documents one by one, too."""
+    # All queries: the sample of a packed sequence has other queries than those of its documents.
+    module = sys.modules["nsa_lab.attention.selection_loss"]
+    monkeypatch.setattr(module, "sample_rows", lambda length, count, device: torch.arange(length, device=device))
+    model, lengths = make_model(**changes), (40, 1, 37, 45)
+    tokens = make_tokens(model.config, sum(lengths))[:1]
+    span = Span.packed(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32))
+    embeddings = model.embedding(tokens).detach().requires_grad_()
+    model(None, span, embeddings=embeddings)
+    model.auxiliary_loss().backward()
+    assert embeddings.grad is None or not embeddings.grad.any(), "the selection loss reaches the input of the model"
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    assert gradients and all(map(is_indexer_parameter, gradients))
+    model.zero_grad()
+    logits = model(tokens, span)
+    torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:]).backward()
+    for name, p in model.named_parameters():
+        assert (p.grad is None) == is_indexer_parameter(name), name
+    # The selection loss of a packed sequence is the mean over its queries, so documents count by their length.
+    model.zero_grad()
+    n_queries = 0
+    for document in tokens.split(lengths, dim=1):
+        model(document)
+        (model.auxiliary_loss() * document.shape[1]).backward()
+        n_queries += document.shape[1]
+    for name, gradient in gradients.items():
+        own = dict(model.named_parameters())[name].grad
+        assert own is not None
+        torch.testing.assert_close(own / n_queries, gradient, rtol=1e-9, atol=1e-12, msg=name)
 
 
 @pytest.mark.parametrize("block", [1, 2])

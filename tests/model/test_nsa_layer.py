@@ -55,7 +55,12 @@ def test_the_signature_is_the_public_one() -> None:
         "(dim: 'int', n_heads: 'int', n_kv_groups: 'int', *, head_dim: 'int | None' = None, "
         f"value_dim: 'int | None' = None, nsa: 'NSAConfig' = {NSAConfig()!r}, rope_theta: 'float' = 10000.0, "
         "rotary_share: 'float' = 1.0, matching_heads: 'int' = 0, selection_loss: 'float' = 0.0, "
-        "indexer_block: 'int' = 0, indexer_width: 'int' = 0, backend: 'str' = 'auto') -> 'None'"
+        "indexer_block: 'int' = 0, indexer_width: 'int' = 0, indexer_heads: 'int' = 1, "
+        "indexer_keys: \"Literal['group', 'shared']\" = 'group', "
+        "indexer_order: \"Sequence[Literal['rotate', 'pool', 'norm']]\" = ('rotate', 'pool'), "
+        "indexer_dtype: \"Literal['bf16', 'fp8', 'mxfp4']\" = 'bf16', "
+        "branches: \"Sequence[Literal['cmp', 'sel', 'win']]\" = ('cmp', 'sel', 'win'), shared_kv: 'bool' = False, "
+        "backend: 'str' = 'auto') -> 'None'"
     )
     assert str(inspect.signature(NSAttention)) == expected
     assert list(inspect.signature(NSAttention.forward).parameters) == ["self", "x", "span"]
@@ -434,3 +439,21 @@ def test_the_number_of_launches_does_not_depend_on_the_documents(
 def test_a_layout_of_another_input_raises(tokens: int) -> None:
     with pytest.raises(ValueError, match="pass the span of this input"):
         check_span(Span.full(tokens), 20)
+
+
+def test_a_layer_with_only_the_selected_branch_and_an_indexer_trains() -> None:
+    """Every weight has a gradient; the selection loss reaches the indexer through keys that are rounded to fp8."""
+    indexer = {
+        "indexer_block": 2,
+        "indexer_heads": 2,
+        "indexer_keys": "shared",
+        "indexer_dtype": "fp8",
+        "selection_loss": 0.1,
+    }
+    nsa = NSAConfig(l=4, d=2, l_sel=4, n_sel=3, sink_blocks=0, local_blocks=1)
+    layer = NSAttention(24, 4, 2, nsa=nsa, branches=["sel"], indexer_order=["pool", "norm", "rotate"], **indexer).double()
+    assert layer.attention.gate is None and layer.attention.qkv.out_features == 24 + 2 * 2 * 6
+    out = layer(draw_rows(40))
+    (out.square().mean() + layer.auxiliary_loss()).backward()
+    gradients = {name: p.grad for name, p in layer.named_parameters()}
+    assert all(g is not None and g.isfinite().all() and g.any() for g in gradients.values()), gradients.keys()

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
-from mutants import attention, bench, cli, config, data, evaluate, health, inference, kernels, model, runs, train, workbook
+from mutants import (
+    attention,
+    bench,
+    cli,
+    config,
+    data,
+    evaluate,
+    hardening,
+    health,
+    inference,
+    kernels,
+    model,
+    runs,
+    train,
+    workbook,
+)
 
 MUTANTS = [
     m
-    for area in (attention, bench, cli, config, data, evaluate, health, inference, kernels, model, runs, train, workbook)
+    for area in (
+        *(attention, bench, cli, config, data, evaluate, hardening, health, inference, kernels, model, runs, train),
+        workbook,
+    )
     for m in area.MUTANTS
 ]

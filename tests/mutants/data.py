@@ -68,9 +68,7 @@ MUTANTS = [
         "if row >= first_row and",
         "if row > first_row and",
     ),
-    Mutant(
-        "data: what a hidden folder holds is text", "data.sources.local", 'part.startswith(".") for part', "False for part"
-    ),
+    Mutant("data: what a hidden folder holds is text", "data.sources.local", 'if entry.name.startswith("."):', "if False:"),
     Mutant(
         "paths: what the working directory has stays relative",
         "data.paths",

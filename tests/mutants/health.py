@@ -292,12 +292,12 @@ MUTANTS = [
         "if not is_setting:",
         "if True:",
     ),
-    Mutant("health: a rise of the loss passes", "health.loss_course", "if is_rise.any():", "if False:"),
+    Mutant("health: a rise of the loss passes", "health.loss_course", "if not is_rise.any():", "if True:"),
     Mutant("health: a plateau passes", "health.loss_course", "if is_drop.any():", "if False:"),
     Mutant(
         "health: an oscillation passes",
         "health.loss_course",
-        "if typical and ratios.max() > limits.course_scatter:",
+        "if typical and ratios.max() > limit:",
         "if False:",
     ),
     Mutant(
@@ -387,14 +387,14 @@ MUTANTS = [
     Mutant(
         "health: a leak of the host passes",
         "health.throughput_checks",
-        "relative <= limits.memory_trend or",
-        "True or",
+        "if relative > limit and correlation > limits.memory_correlation else None",
+        "if False else None",
     ),
     Mutant(
         "health: a leak of the device passes",
         "health.throughput_checks",
-        "growth <= limits.peak_growth or",
-        "True or",
+        "if not is_steady and (growth <= limits.peak_growth_steps or rises.sum() < MIN_RISES):",
+        "if True:",
     ),
     Mutant(
         "health: a damaged record is a warning",

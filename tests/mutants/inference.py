@@ -261,6 +261,48 @@ MUTANTS = [
         "return grad_outputs[0], 0 * ctx.like",
     ),
     Mutant(
+        "transformers: a loss from logits does not train the indexer",
+        "inference.hf.modeling",
+        "self._add_selection_loss(logits), aux_loss",
+        "logits, aux_loss",
+    ),
+    Mutant(
+        "transformers: a Trainer takes shifted labels for a column of its data",
+        "inference.hf.modeling",
+        "        num_items_in_batch: Tensor | int | None = None,\n        cache:",
+        "        num_items_in_batch: Tensor | int | None = None,\n        shift_labels_: Tensor | None = None,\n        cache:",
+    ),
+    Mutant(
+        "transformers: weights that a folder does not have are left as they are",
+        "inference.hf.modeling",
+        "parameter.copy_(initialized.get_parameter(name))",
+        "parameter.copy_(parameter)",
+    ),
+    Mutant(
+        "transformers: every block is recomputed in backward",
+        "inference.hf.modeling",
+        "= enable, every_n_layers",
+        "= enable, 1",
+    ),
+    Mutant(
+        "transformers: settings of gradient checkpointing are ignored",
+        "inference.hf.modeling",
+        "functools.partial(gradient_checkpointing_func, use",
+        "functools.partial(checkpoint, use",
+    ),
+    Mutant(
+        "transformers: with use_cache in the configuration, training has no gradients",
+        "inference.hf.modeling",
+        "self.config.use_cache and not self.training",
+        "self.config.use_cache",
+    ),
+    Mutant(
+        "transformers: generate has no cache after a Trainer",
+        "inference.hf.modeling",
+        "self.generation_config.use_cache = True",
+        "self.generation_config.use_cache = config.use_cache",
+    ),
+    Mutant(
         "transformers: columns with padding are removed from the cache",
         "inference.hf.cache",
         "n_removed > self._n_last_columns",

@@ -436,4 +436,34 @@ MUTANTS = [
         "tl.where(columns >= HALF, 4, 0)",
         "tl.where(columns >= HALF, 0, 0)",
     ),
+    Mutant(
+        "index update: rotated to the last token of the block",
+        "attention.kernels.decoding.compress_update",
+        "tl.minimum(block * L, n_angles - 1)",
+        "tl.minimum(block * L + L - 1, n_angles - 1)",
+    ),
+    Mutant(
+        "index update: the norm before the rotation is left out",
+        "attention.kernels.decoding.compress_update",
+        "    if NORM_FIRST:\n",
+        "    if False:\n",
+    ),
+    Mutant(
+        "index update: fp8 rounds ties up",
+        "attention.kernels.decoding.compress_update",
+        "0x7FFFF + ((bits >> 20) & 1)",
+        "0x80000",
+    ),
+    Mutant(
+        "index update: scales of MXFP4 are one step off",
+        "attention.kernels.decoding.compress_update",
+        "tl.maximum(exponent - 2, MIN_SCALE)",
+        "tl.maximum(exponent - 1, MIN_SCALE)",
+    ),
+    Mutant(
+        "append: keys are rotated, whatever the order of steps",
+        "attention.kernels.decoding.rope_kv_append",
+        "(is_rotated if ROTATE_KEYS else row < H)",
+        "is_rotated",
+    ),
 ]

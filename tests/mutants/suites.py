@@ -85,6 +85,30 @@ MASKED = cases(
     "preflight_detects_a_leak_between_documents",
     "preflight_detects_tokens_that_leak_before_any_layer",
 )
+# A mutant's process may have no children, so these are the tests of one process.
+STOP = cases(
+    "runs/test_stop_and_ensure.py",
+    "stop_sends_no_signal_to_a_process_of_another_host",
+    "stop_sends_no_signal_to_a_pid_that_is_no_trainer",
+    "stop_sends_no_signal_to_a_process_that_has_the_pid_of_an_earlier_trainer",
+    "two_callers_at_once_share_one_run",
+)
+CLOCK = cases(
+    "train/test_signals.py",
+    "the_clock_stands_still_only_during_a_suspension",
+    "a_clock_without_ticks_ignores_sigcont",
+    "waiting_for_data_does_not_time_out_in_a_suspension",
+)
+DAMAGED = cases(
+    "crash/test_damaged_checkpoint.py",
+    "a_flipped_byte_in_any_file_costs_one_checkpoint_and_no_accuracy",
+    "with_no_valid_checkpoint_left_the_run_halts_and_is_not_started_over",
+    "signed_but_bad_files_cost_one_checkpoint",
+    "odd_files_among_the_checkpoints_block_no_save",
+    "checkpoints_that_are_a_file_halt_the_run_with_a_line",
+    "many_files_of_a_manifest_start_few_threads",
+    "manifest_without_weights_is_not_whole",
+)
 SUITES = {
     "attention.layout": [
         *attention_tests("padding", "replace_documents", "packed_compression", "layout", "dense_limit"),
@@ -117,7 +141,13 @@ OTHERS = {
     "data.paths": ["tests/data/test_paths.py"],
     "runs.event_schema": ["tests/runs/test_event_schema.py"],
     "runs.event_table": ["tests/runs/test_event_schema.py", "tests/runs/test_damaged_records.py"],
-    "runs.resolve": ["tests/runs/test_resolve.py"],
+    "runs.resolve": [*cases("runs/test_permissions.py", "private_runs_are_listed"), "tests/runs/test_resolve.py"],
+    "config.errors": cases(
+        "runs/test_permissions.py",
+        "errors_of_the_system_that_a_user_can_fix_have_a_remedy",
+        "trainer_is_started_from_a_deleted_working_directory",
+    ),
+    "data.prefetch": ["tests/data/test_prefetch.py", *CLOCK],
     "config.run_config": [
         "tests/test_config.py",
         *cases("train/test_stages.py", "a_stage_overrides_cuda_graph"),
@@ -151,7 +181,7 @@ OTHERS = {
             "throughput_checks",
         )
     },
-    "health.verdict_file": ["tests/health/test_references.py"],
+    **{f"health.{part}": ["tests/health/test_references.py"] for part in ("verdict_file", "summary_sentence")},
     "health.due_steps": ["tests/health/test_due_steps.py", "tests/health/test_verdicts.py"],
     "health.log_integrity": [
         "tests/health/test_attempts.py",
@@ -172,6 +202,10 @@ OTHERS = {
         "loss_does_not_depend_on_micro_batches",
         "selection_loss_is_part_of_the_training_loss",
         "base_model_returns_the_last_hidden_state",
+        "loss_computed_from_logits_trains_the_indexer",
+        "missing_weights_are_those_of_a_new_model",
+        "settings_of_gradient_checkpointing_have_an_effect",
+        "calls_return_a_cache_as_configured",
     ),
     "inference.hf.cache": cases("inference/test_hf.py", "cropped_cache_continues"),
     "inference.hf.configuration": cases("inference/test_hf.py", "model_saved_without_a_tokenizer_can_be_imported"),
@@ -238,7 +272,10 @@ OTHERS = {
     "attention.kernels.stored_keys": cases(
         "kernels/decoding/test_decoding_kernels.py", "index_keys_in_few_bits_give_the_output_of_their_decoded_values"
     ),
-    "attention.kernels.decoding.rope_kv_append": ["tests/kernels/decoding/test_rope_kv_append.py"],
+    "attention.kernels.decoding.rope_kv_append": [
+        "tests/kernels/decoding/test_rope_kv_append.py",
+        *cases("model/test_model_forms.py", "kernels_equal_torch_for_lean_forms[base]"),
+    ],
     "attention.kernels.decoding.compress_update": ["tests/kernels/decoding/test_rope_kv_append.py"],
     "attention.kernels.decoding.decode_linear": ["tests/kernels/decoding/test_decode_linear.py"],
     "attention.kernels.parallel_compile": ["tests/kernels/test_fast_launch.py"],
@@ -273,13 +310,22 @@ OTHERS = {
     "data.build_shards": [*FILLING, *cases("train/test_packed_run.py", "short_documents_are_excluded_from_both_splits")],
     "data.shards": ["tests/data/test_batches.py", "tests/data/test_stage_batches.py", *FILLING],
     "data.tokenizer": ["tests/data/test_tokenizer.py"],
-    "data.sources.local": ["tests/data/test_sources.py"],
+    "data.sources.local": [
+        "tests/data/test_sources.py",
+        *cases(
+            "data/test_folders.py",
+            "links_to_folders_are_followed",
+            "loops_and_second_names_are_read_once_and_named",
+            "hidden_folders_are_left_out_and_named",
+            "unreadable_file_is_named",
+        ),
+    ],
     "config.yaml_text": ["tests/test_config.py"],
     "report.sanitize": ["tests/report/test_sanitize.py"],
     "health.references": ["tests/health/test_references.py"],
     "health.divergence": ["tests/health/test_rerun_command.py", "tests/health/test_references.py"],
     "figures.style": cases("workbook/test_query_attention.py", "all_panels_have_axis_labels"),
-    "workbook.notebook": ["tests/workbook/test_notebook.py"],
+    "workbook.notebook": [*STOP, "tests/workbook/test_notebook.py"],
     "train.build": [
         *cases("train/test_stage_switch.py", "compiled_blocks_serve_every_stage"),
         "tests/train/test_stages.py",
@@ -328,21 +374,30 @@ OTHERS = {
     "model.sharded_files": ["tests/train/test_sharded_checkpoint.py::test_a_malicious_index_runs_no_code"],
     "train.checkpoint": [
         "tests/crash/test_full_disk.py",
-        "tests/crash/test_damaged_checkpoint.py",
+        *DAMAGED,
         "tests/crash/test_checkpoint_save.py",
     ],
+    "train.checkpoint_content": DAMAGED,
     "runs.checkpoint_files": [
         "tests/runs/test_damaged_records.py",
-        "tests/crash/test_damaged_checkpoint.py",
+        *DAMAGED,
         "tests/crash/test_checkpoint_save.py",
         "tests/runs/test_checkpoint_files.py",
     ],
+    # Not the whole file: a mutant's process may have no children.
+    "runs.environment": cases("runs/test_environment.py", "commands_that_cannot_be_started_are_missing"),
+    "runs.directory": cases("runs/test_permissions.py", "private_runs_are_listed"),
     "runs.lock": [
+        *STOP,
         "tests/train/test_multi_rank.py::test_resume_refuses_while_a_rank_lives_and_names_it",
         "tests/runs/test_damaged_records.py",
     ],
-    "runs.atomic_io": ["tests/runs/test_damaged_records.py"],
-    "runs.lifecycle": ["tests/runs/test_damaged_records.py", "tests/train/test_launch.py"],
+    "runs.atomic_io": [
+        *cases("runs/test_permissions.py", "files_are_not_written_through_links"),
+        *cases("crash/test_damaged_checkpoint.py", "odd_files_among_the_checkpoints_block_no_save"),
+        "tests/runs/test_damaged_records.py",
+    ],
+    "runs.lifecycle": [*STOP, "tests/runs/test_damaged_records.py", "tests/train/test_launch.py"],
     "runs.sweep_runner": ["tests/runs/test_sweep_runner.py"],
     "config.sweep_config": ["tests/runs/test_sweep_runner.py"],
     "health.sweep_results": ["tests/health/test_sweep_results.py"],
@@ -352,6 +407,7 @@ OTHERS = {
         "tests/data/test_build_shards.py::test_without_a_source_every_shard_is_hashed_whatever_its_size",
     ],
     "train.attempt": [
+        *cases("crash/test_damaged_checkpoint.py", "run_with_a_signed_but_bad_checkpoint_resumes_from_the_one_before"),
         "tests/train/test_resume_rules.py",
         "tests/train/test_training_run.py::test_a_run_resumes_without_its_source_if_the_cache_is_complete",
         "tests/train/test_training_run.py::test_the_window_of_the_spike_rule_outlives_a_resume",
@@ -360,6 +416,7 @@ OTHERS = {
     "train.telemetry.event_log": ["tests/crash/test_full_disk.py"],
     "train.telemetry.heartbeat": ["tests/train/test_telemetry.py"],
     "train.telemetry.tensorboard_writer": ["tests/crash/test_full_disk.py"],
+    "train.telemetry.awake_clock": CLOCK,
     "train.telemetry.phases": ["tests/train/test_telemetry.py"],
     "train.telemetry.system_metrics": ["tests/train/test_telemetry.py", "tests/train/test_training_run.py"],
     "runs.csv_export": ["tests/runs/test_csv_export.py"],

@@ -509,8 +509,8 @@ MUTANTS = [
     Mutant(
         "resume: what a killed status left is kept",
         "train.attempt",
-        "            leftover.unlink()\n",
-        "            pass\n",
+        'glob(f".{directory.STATUS}.*"):\n            remove_path(leftover)',
+        'glob(f".{directory.STATUS}.*"):\n            pass',
     ),
     Mutant(
         "phases: waiting for the device is in none",

@@ -74,6 +74,14 @@ def test_one_title_and_no_duplicate_link(path: Path) -> None:
     assert used == set(definitions)
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_folded_answers_are_markdown(path: Path) -> None:
+    """Without a blank line after `<summary>`, the text is HTML: its formulas and code are not rendered."""
+    for cell in read(path).cells:
+        if cell.cell_type == "markdown":
+            assert not re.search(r"^<details>.*\n(?!\n)", cell.source, re.MULTILINE), cell.source
+
+
 def test_palette_picture_has_the_same_size_and_colours_and_fewer_bytes() -> None:
     """A picture with a colour map has many shades; they must not replace the colour of a curve of few pixels."""
     image = Image.linear_gradient("L").resize((400, 200)).convert("RGB")

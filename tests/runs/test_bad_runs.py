@@ -144,6 +144,18 @@ def test_follow_survives_damaged_events(tmp_path: Path) -> None:
     assert "finished its 200 steps" in CliRunner().invoke(cli.app, ["health", str(run_dir)], env={"COLUMNS": "300"}).output
 
 
+@pytest.mark.slow
+def test_a_reading_of_millions_of_layers_is_skipped(tmp_path: Path) -> None:
+    """Only the losses of an evaluation may be that many."""
+    run_dir = fake_run.write_run(tmp_path)
+    append_event(run_dir, kind="step", step=200, gate_entropy=[1] * 2_000_000)
+    events_read = events.read_events(run_dir)
+    assert [violation.is_skipped for violation in events_read.violations.listed] == [True]
+    assert max(len(event.get("gate_entropy", ())) for event in events_read) == fake_run.LAYERS
+    append_event(run_dir, kind="eval", step=200, split="validation", loss=1.0, bpb=1.0, window_losses=[1.0] * 1_000_000)
+    assert len(events.read_events(run_dir)[-1]["window_losses"]) == 1_000_000
+
+
 def test_stale_verdict_is_not_shown(tmp_path: Path) -> None:
     run_dir = fake_run.write_run(tmp_path)
     write_verdict(run_dir)

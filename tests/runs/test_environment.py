@@ -56,3 +56,15 @@ def test_openmp_wait_policy_is_set_unless_set_already(environ: dict[str, str], e
     settings = dict(environ)
     set_openmp_wait_policy(settings)
     assert settings == expected
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError, NotADirectoryError, OSError])
+def test_commands_that_cannot_be_started_are_missing(error: type[OSError], monkeypatch: pytest.MonkeyPatch) -> None:
+    """PermissionError: a folder on PATH may not be searched."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise error("no")
+
+    monkeypatch.setattr(module.subprocess, "run", refuse)
+    record = collect_environment()
+    assert record["gpus"] == [] and record["code"]["commit"] is None and record["code"]["source"]

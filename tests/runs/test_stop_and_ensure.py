@@ -46,13 +46,11 @@ def hold_lock(run_dir: Path, **signature: Any) -> int:
     return descriptor
 
 
-def test_stop_sends_no_signal_to_a_process_of_another_host(
-    tmp_path: Path, victim: subprocess.Popen, signals: list[tuple[int, int]]
-) -> None:
-    run_dir = fake_run.write_run(tmp_path)
-    for started in (lock.process_start(victim.pid), "1"):
-        descriptor = hold_lock(run_dir, pid=victim.pid, started=started, host="another-host")
-        with pytest.raises(directory.RunDirectoryError, match=f"process {victim.pid} on host another-host; stop it there"):
+def test_stop_sends_no_signal_to_a_process_of_another_host(tmp_path: Path, signals: list[tuple[int, int]]) -> None:
+    run_dir, pid = fake_run.write_run(tmp_path), os.getpid()
+    for started in (lock.process_start(pid), "1"):
+        descriptor = hold_lock(run_dir, pid=pid, started=started, host="another-host")
+        with pytest.raises(directory.RunDirectoryError, match=f"process {pid} on host another-host; stop it there"):
             lifecycle.stop(run_dir, 1.0)
         os.close(descriptor)
     assert not signals
@@ -74,12 +72,12 @@ def test_stop_sends_no_signal_to_a_pid_that_is_no_trainer(
 
 
 def test_stop_sends_no_signal_to_a_process_that_has_the_pid_of_an_earlier_trainer(
-    tmp_path: Path, victim: subprocess.Popen, signals: list[tuple[int, int]]
+    tmp_path: Path, signals: list[tuple[int, int]]
 ) -> None:
-    run_dir = fake_run.write_run(tmp_path)
-    descriptor = hold_lock(run_dir, pid=victim.pid, started="1")
+    run_dir, pid = fake_run.write_run(tmp_path), os.getpid()
+    descriptor = hold_lock(run_dir, pid=pid, started="1")
     assert lifecycle.stop(run_dir, 1.0) == directory.DONE and not signals
-    owner = {"pid": victim.pid, "started": "1"}
+    owner = {"pid": pid, "started": "1"}
     assert not lock.send_signal(owner, signal.SIGTERM) and not signals
     os.close(descriptor)
 

@@ -77,7 +77,7 @@ def test_measurements_do_not_train_and_restore_training_mode(
 ) -> None:
     """Evaluation mode has no selection loss; a run that stayed in it would train without this loss."""
     parts, seen = parts_of(make_tiny_config(model={"selection_loss": 0.1}), builders), []
-    parts.model.blocks[0].register_forward_hook(lambda module, inputs, output: seen.append(output[1]))
+    parts.model.blocks[0].register_forward_hook(lambda module, inputs, output: seen.append(output[1].loss))
     look(parts)
     assert set(seen) == {None}
     assert all(module.training for module in parts.model.modules())

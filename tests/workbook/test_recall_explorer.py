@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -62,15 +63,39 @@ def test_indexer_keys_select_blocks_of_another_length() -> None:
     torch.testing.assert_close(long, short.view(-1, 2).sum(-1))
 
 
-def test_byte_model_reads_its_selected_blocks() -> None:
-    config = ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_groups=1, d_k=8, d_v=8, nsa=TINY_NSA)
-    model, text = NSATransformer(config, seed=0).eval(), "caf\u00e9 ".encode() * 12
+INDEXER = {"indexer_block": 2, "selection_loss": 0.2}
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {},
+        {"shared_kv": True},
+        {"nsa": TINY_NSA.model_copy(update={"scores": "mean_key"})},
+        {**INDEXER, "indexer_heads": 2, "indexer_every": 2},
+    ],
+)
+def test_byte_model_reads_its_selected_blocks(variant: dict[str, Any]) -> None:
+    """Also with shared keys, and with the blocks of an earlier layer."""
+    sizes = {"dim": 16, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 8, "d_v": 8, "nsa": TINY_NSA}
+    model, text = NSATransformer(ModelConfig(**{**sizes, **variant}), seed=0).eval(), "caf\u00e9 ".encode() * 12
+    for name, parameter in model.named_parameters():
+        if ".indexer.qk" in name:
+            torch.nn.init.normal_(parameter)
     layers = make_byte_examples(model, text, "a text")
-    chosen = [seen["blocks"][0, -1, 0].tolist() for seen in model.observe(torch.tensor([list(text)]))]
-    assert [compute_reads(one, TINY_NSA, len(text) - 1).blocks for one in layers] == chosen
+    observed = model.observe(torch.tensor([list(text)]))
+    for group in range(2):
+        blocks = [[j for j in seen["blocks"][0, -1, group].tolist() if j >= 0] for seen in observed]
+        assert [compute_reads(one, TINY_NSA, len(text) - 1, group).blocks for one in layers] == blocks
     assert [one.description for one in layers] == ["a text, layer 0", "a text, layer 1"] and len(layers[0].text) == len(
         text
     )
+
+
+def test_models_that_the_explorer_cannot_show_are_refused() -> None:
+    for changes in ({"attention": "dense"}, {"branches": ("cmp", "sel")}):
+        with pytest.raises(ValueError, match="the explorer shows"):
+            make_byte_examples(model_of(**changes), b"a text", "a text")
 
 
 def test_first_question_is_hidden_and_its_answer_is_described() -> None:

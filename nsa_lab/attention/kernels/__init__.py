@@ -280,7 +280,8 @@ def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> 
 def rotate_and_append(
     q_and_k: Tensor, values: Tensor | None, rotary: tuple[Tensor, Tensor], lengths: Tensor,
     write_buffers: CacheWriteBuffers, *,
-    k_before_conv: Tensor | None = None, conv_weight: Tensor | None = None, can_prefetch: bool = False,
+    k_before_conv: Tensor | None = None, conv_weight: Tensor | None = None, rotates_keys: bool = True,
+    can_prefetch: bool = False,
 ) -> Tensor:
     """Apply RoPE to S new tokens of each sequence, write keys and values to the cache, and return the rotated queries.
 
@@ -298,6 +299,7 @@ def rotate_and_append(
         k_before_conv: ring [B, R, branches G, d_k] of keys before the convolution, R > S; contiguous. If given, keys are
             convolved before they are rotated: conv_weight[0] * own key + conv_weight[1] * key of the previous token.
         conv_weight: [2, branches G, d_k], contiguous.
+        rotates_keys: False: only queries are rotated.
         can_prefetch: True if the previous launch wrote neither `lengths` nor `rotary`, so that this kernel may load them
             before the previous kernel ends.
 
@@ -311,7 +313,7 @@ def rotate_and_append(
     )
     with torch.no_grad():
         return launch.rotate_and_append(
-            q_and_k, values, *rotary, lengths, write_buffers, k_before_conv, conv_weight, can_prefetch
+            q_and_k, values, *rotary, lengths, write_buffers, k_before_conv, conv_weight, rotates_keys, can_prefetch
         )
 
 
@@ -330,6 +332,24 @@ def update_compressed(
 
     with torch.no_grad():
         launch.update_compressed(k_raw, v_raw, k, v, k_pool, v_pool, lengths, S, nsa.l, nsa.d, can_prefetch)
+
+
+def update_index(
+    k_raw: Tensor, k: Tensor, lengths: Tensor, S: int, nsa: NSAConfig, *, pool: PoolWeights | None = None,
+    norm: tuple[Tensor, float] | None = None, rotary: tuple[Tensor, Tensor] | None = None, is_norm_first: bool = False,
+    can_prefetch: bool = False,
+) -> None:
+    """Write the index keys of blocks that S new tokens complete. The tokens are already in the ring k_raw [B, R, G, D].
+
+    k [B, N, G, .]: keys in a format of `key_storage`. Blocks of nsa.l = nsa.d tokens are averaged, or pooled with the
+    weights `pool`; then normalized with `norm`, (weight [D], epsilon), and rotated to the position of their first token
+    with `rotary`, tables as in `rotate_and_append`. None for a step that is left out. `is_norm_first`: normalize before the
+    rotation. `lengths` and `can_prefetch` as in `update_compressed`.
+    """
+    from nsa_lab.attention.kernels.decoding import launch
+
+    with torch.no_grad():
+        launch.update_index(k_raw, k, pool, norm, rotary, is_norm_first, lengths, S, nsa.l, can_prefetch)
 
 
 def has_few_rows(x: Tensor) -> bool:

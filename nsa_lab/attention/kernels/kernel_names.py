@@ -68,6 +68,7 @@ KERNEL_PARTS = {
     "nsa_gate_": "gated sum",
     "nsa_rope_kv_append": "cache",
     "nsa_compress_update": "cache",
+    "nsa_index_update": "cache",
     "nsa_linear": "linear maps",
 }
 """Prefix of a kernel name -> part of NSA that the kernel computes. The profiler report uses only this table."""

@@ -247,8 +247,10 @@ class IndexCache:
         row_format = get_row_format(config.indexer_dtype, width, like.dtype)
         self.keys = CompressedCache(self.nsa, capacity, raw, like, row_format)
         self.previous_keys = PreviousKeys(1, groups, width, batch, like) if config.matching_heads else None
-        # The kernels store pooled keys as they are.
-        self._can_fuse = config.indexer_order == ("rotate", "pool") and config.indexer_dtype == "bf16"
+        pool_index = config.indexer_order.index("pool")
+        self._rotates_tokens = "rotate" in config.indexer_order[:pool_index]
+        self._steps_after_pool = config.indexer_order[pool_index + 1 :]
+        self._can_fuse = "norm" not in config.indexer_order[:pool_index]  # the kernels do not normalize tokens
 
     def put(
         self, indexer: Indexer | None, x: Tensor, q: Tensor, heads: ProjectedHeads, rotary_table: Rotary, step: Step
@@ -282,19 +284,29 @@ class IndexCache:
             rotary, previous_k = step.select_rotary(rotary_table), self._read_previous(step)
             output = indexer.split_and_rotate(qk, rotary, previous_k=previous_k)
             return self._put_output(indexer, output, rotary_table, step)
-        raw, keys = self.keys.raw.rows, self.keys
+        raw, keys, rotary = self.keys.raw.rows, self.keys, subsample_rotary(rotary_table, indexer.rotary_width)
         q = _launch_append(
             qk.unflatten(-1, (-1, raw.shape[3])),
             None,
-            subsample_rotary(rotary_table, indexer.rotary_width),
+            rotary,
             step,
             CacheWriteBuffers(k_raw=raw),
             self.previous_keys,
             indexer.convolution,
+            rotates_keys=self._rotates_tokens,
         )
-        pool = get_pool_weights(indexer.phi)
-        kernels.update_compressed(
-            raw, None, keys.blocks.rows, None, step.lengths, step.width, self.nsa, k_pool=pool, can_prefetch=True
+        norm, after = indexer.norm, self._steps_after_pool
+        kernels.update_index(
+            raw,
+            keys.blocks.rows,
+            step.lengths,
+            step.width,
+            self.nsa,
+            pool=get_pool_weights(indexer.phi),
+            norm=None if norm is None else (norm.weight, norm.eps),
+            rotary=rotary if "rotate" in after else None,
+            is_norm_first=after[:1] == ("norm",),
+            can_prefetch=True,
         )
         return q
 
@@ -396,10 +408,13 @@ def _launch_append(
     buffers: CacheWriteBuffers,
     previous_keys: PreviousKeys | None,
     convolution: ShortConvolution | None,
+    rotates_keys: bool = True,
 ) -> Tensor:
     conv_args = (
         {}
         if previous_keys is None or convolution is None
         else {"k_before_conv": previous_keys.ring.rows, "conv_weight": convolution.weight.flatten(1, 2)}
     )
-    return kernels.rotate_and_append(roped, values, rotary_table, step.lengths, buffers, **conv_args, can_prefetch=True)
+    return kernels.rotate_and_append(
+        roped, values, rotary_table, step.lengths, buffers, **conv_args, rotates_keys=rotates_keys, can_prefetch=True
+    )

@@ -170,9 +170,7 @@ class NSALabModel(SavedWithImport, PreTrainedModel):
             "unknown": unknown,
         }
         outputs = self._run(arguments, output="hidden")
-        hidden = outputs.result
-        if self._selection_loss is not None and torch.is_grad_enabled():
-            hidden = AddedLoss.apply(hidden, self.model.auxiliary_loss())
+        hidden = self._add_selection_loss(outputs.result)
         if not self._get_flag(return_dict, "return_dict", default=True):
             return tuple(part for part in (hidden, outputs.cache, outputs.hidden_states) if part is not None)
         cache_output: dict[str, Any] = {CACHE_ARGUMENT: outputs.cache}
@@ -182,6 +180,12 @@ class NSALabModel(SavedWithImport, PreTrainedModel):
     def _selection_loss(self) -> Tensor | None:
         """The selection loss of the last forward pass, before its weight; None in evaluation and without an indexer."""
         return self.model._selection_loss
+
+    def _add_selection_loss(self, result: Tensor) -> Tensor:
+        """Return `result`, with the gradient of the weighted selection loss added to its own in training."""
+        if self._selection_loss is None or not torch.is_grad_enabled():
+            return result
+        return AddedLoss.apply(result, self.model.auxiliary_loss())
 
     def _get_flag(self, value: bool | None, name: str, *, default: bool = False) -> bool:
         """Return an argument of `forward`; None: the value of the configuration."""
@@ -261,7 +265,8 @@ class NSALabModel(SavedWithImport, PreTrainedModel):
         if given and not isinstance(given[0], NSALabCache):
             raise TypeError(
                 f"{type(self).__name__}.forward: expected an NSALabCache, got {type(given[0]).__name__}; "
-                "omit it in the first call with use_cache=True, which returns one"
+                "omit it in the first call with use_cache=True, which returns one (prefix tuning, whose keys and values "
+                "belong to no branch, is not supported: use prompt tuning)"
             )
         return given[0] if given else None
 
@@ -285,7 +290,7 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
     def __init__(self, config: NSALabConfig, transformer: NSATransformer | None = None) -> None:
         super().__init__(config, transformer)
         if self.generation_config is not None:
-            self.generation_config.use_cache = True  # the configuration's value is that of a call of the model
+            self.generation_config.use_cache = True  # the configuration's value is for calls of the model
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -337,7 +342,6 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
         output_attentions: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
-        shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         cache: NSALabCache | None = None,
         cu_seq_lens_q: Tensor | None = None,
@@ -359,9 +363,9 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
             False in training mode. cache_position is not used.
         cache, past_key_values: a cache from an earlier call, under either name. The output uses the name of the installed
             `transformers` version.
-        labels: int64 [B, T], shifted inside; shift_labels: int64 [B, T], already shifted, which are used if both are
-            passed. -100 is ignored. The loss is the mean NLL over labels; in training, plus the selection loss of an
-            indexer (`aux_loss`) times its weight in the configuration.
+        labels: int64 [B, T], shifted inside; shift_labels (by name only): int64 [B, T], already shifted, which are used if
+            both are passed. -100 is ignored. The loss is the mean NLL over labels; in training, plus the selection loss of
+            an indexer (`aux_loss`) times its weight in the configuration.
         num_items_in_batch: number of labels in all micro-batches of an optimizer step, by which the loss is then divided.
         output_hidden_states: return the inputs of all blocks and the normalized output of the last block.
         logits_to_keep: number of columns at the end (0: all), or an index of columns.
@@ -370,6 +374,8 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
         Raises ValueError for other masks and positions, and for both kinds of input; TypeError for both cache names at
         once, a cache of another class and unknown keywords; NotImplementedError for attention weights as outputs.
         """
+        # Not a parameter: a Trainer takes every parameter whose name contains "label" for a column of its data.
+        shift_labels = unknown.pop("shift_labels", None)
         arguments = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
@@ -395,6 +401,8 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
         if has_labels:
             loss = self._compute_loss(logits, labels, shift_labels, num_items_in_batch)
             logits = logits if columns is None else logits[:, columns]
+        elif aux_loss is not None:
+            logits, aux_loss = self._add_selection_loss(logits), aux_loss.detach()
         if not self._get_flag(return_dict, "return_dict", default=True):
             parts = loss, logits, outputs.cache, outputs.hidden_states, aux_loss
             return tuple(part for part in parts if part is not None)

@@ -175,12 +175,14 @@ def test_index_keys_in_few_bits_give_the_output_of_their_decoded_values(index_dt
     stored = encode_keys(shared, index_dtype)
     assert stored[0, 0, 0].nbytes == {"fp8": 64, "mxfp4": 34}[index_dtype]
     results = []
-    for keys in (stored, decode_keys(stored, 64, torch.float32)):
-        cache = inputs.cache._replace(k_index=keys.expand(-1, -1, 2, -1))
+    decoded = decode_keys(stored, 64, torch.float32)
+    for keys in (stored.expand(-1, -1, 2, -1), decoded.expand(-1, -1, 2, -1), decoded.repeat(1, 1, 2, 1)):
+        cache = inputs.cache._replace(k_index=keys)
         options = {"index_q": inputs.index_q, "selection_nsa": case.selection_nsa, "backend": "triton"}
         results.append(attend_and_select(inputs.q, inputs.gates, cache, inputs.lengths, case.nsa, **options))
-    for a, b in zip(*results, strict=True):
+    for a, b, separate in zip(*results, strict=True):
         assert torch.equal(a, b) and a.isfinite().all()
+        torch.testing.assert_close(a, separate)  # a key for each group
 
 
 def test_more_index_blocks_than_are_ranked_at_once(device, poisoned, selected_blocks, assert_error_within, monkeypatch):

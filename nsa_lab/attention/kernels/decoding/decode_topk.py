@@ -112,12 +112,13 @@ def nsa_block_logsumexp(
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg,
     T, N, B, G, row_tiles, n_blocks, scale_log2,
     STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, LOCAL: tl.constexpr, BLOCK_MAX: tl.constexpr,
-    STRIDES: tl.constexpr, STRIDES_AT_ONCE: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr, FORMAT: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, USE_PDL: tl.constexpr,
+    STRIDES: tl.constexpr, STRIDES_AT_ONCE: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr,
+    FORMAT: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, USE_PDL: tl.constexpr,
 ):
     """Compute the indexer score of BLOCKS blocks: the log2 of sum(exp(score)) over the index keys of a block.
 
-    BLOCK_MAX: the maximum score instead. Stores float32 [B, T, G, n_blocks]. The keys of a block are adjacent. The
+    BLOCK_MAX: the maximum score instead. The HEADS heads of a group share its keys, and each has its own scores. Stores
+    float32 [B, T, G HEADS, n_blocks]. The keys of a block are adjacent. The
     probabilities of a single head have the same denominator, so these scores give the same order (block_topk.py).
     """
     b, g = get_batch_and_group(B, G)
@@ -128,8 +129,8 @@ def nsa_block_logsumexp(
     if (part * BLOCKS > last_block) | (not needs_scores(before + T - 1, L_SEL, N_SEL)):
         pdl_wait(USE_PDL)
         return
-    q_base = q_ptr + b * stride_qb + g * stride_qh
-    q, t, _, inside = load_queries(q_base, stride_qt, stride_qh, tile, T, 1, DK, DK_PAD, ROWS)
+    q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
+    q, t, head, inside = load_queries(q_base, stride_qt, stride_qh, tile, T, HEADS, DK, DK_PAD, ROWS)
     j = part * BLOCKS + tl.arange(0, BLOCKS)
     # Padding rows use the position of the last row: past it, the cache may be uninitialized.
     position = before + tl.minimum(t, T - 1)
@@ -137,7 +138,7 @@ def nsa_block_logsumexp(
         q, k_ptr + b * stride_kb + g * stride_kg, stride_kn, position, part * BLOCKS, N, scale_log2,
         STRIDE, STRIDE, STRIDES, STRIDES_AT_ONCE, DK, DK_PAD, ROWS, BLOCKS, BLOCK_MAX, FORMAT,
     )
-    offsets = ((b * T + t) * G + g)[:, None] * n_blocks + j[None, :]
+    offsets = (((b * T + t) * G + g) * HEADS + head)[:, None] * n_blocks + j[None, :]
     pdl_wait(USE_PDL)
     tl.store(logsumexp_ptr + offsets, logsumexp, mask=inside[:, None] & (j < n_blocks)[None, :])
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.block_topk import SelectionRule
 from nsa_lab.attention.kernels.decoding import decode_linear as linear_kernel
-from nsa_lab.attention.kernels.decoding.compress_update import nsa_compress_update
+from nsa_lab.attention.kernels.decoding.compress_update import nsa_compress_update, nsa_index_update
 from nsa_lab.attention.kernels.decoding.decode_linear import nsa_linear
 from nsa_lab.attention.kernels.decoding.decode_topk import nsa_block_importance, nsa_block_logsumexp, nsa_block_topk_decode
 from nsa_lab.attention.kernels.decoding.pdl import get_pdl_options
@@ -149,6 +149,8 @@ def _score_blocks(
     `is_first`: the previous kernel may be the one that wrote the queries and keys.
     """
     T, G = q.shape[1], keys.shape[2]
+    if keys.stride(2) == 0:  # one key for all groups: load it once
+        keys = keys[:, :, :1]
     if q.shape[2] == G and l == d:
         # The probabilities of a single head have the same denominator, so the scores need no sum over all keys.
         return compute_block_logsumexp(q, keys, lengths, n_blocks, d, l_sel, rule, is_first=is_first)
@@ -169,7 +171,7 @@ def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> 
 
 def rotate_and_append(
     q_and_k: Tensor, values: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor, write_buffers: CacheWriteBuffers,
-    k_before_conv: Tensor | None, conv_weight: Tensor | None, can_prefetch: bool,
+    k_before_conv: Tensor | None, conv_weight: Tensor | None, rotates_keys: bool, can_prefetch: bool,
 ) -> Tensor:
     """See `kernels.rotate_and_append`."""
     q_and_k = q_and_k if q_and_k.stride(3) == 1 else q_and_k.contiguous()
@@ -185,7 +187,8 @@ def rotate_and_append(
         *(stride for x in write_buffers for stride in _get_optional_strides(x)), *cos.stride(),
         T, 0 if write_buffers.k_sel is None else write_buffers.k_sel.shape[1], len(cos),
         *(0 if x is None else x.shape[1] for x in (write_buffers.k_raw, write_buffers.k_win, k_before_conv)), G,
-        H=H, KEYS=n_keys, FIRST_BRANCH=first_branch, HALF=cos.shape[1], DK=Dk, DV=Dv, PAD=padded_width(max(Dk, Dv)),
+        H=H, KEYS=n_keys, FIRST_BRANCH=first_branch, HALF=cos.shape[1], ROTATE_KEYS=rotates_keys, DK=Dk, DV=Dv,
+        PAD=padded_width(max(Dk, Dv)),
         num_warps=launch_table.APPEND_WARPS, **get_pdl_options(q.device, B * T, can_prefetch),
     )
     return q
@@ -205,6 +208,26 @@ def update_compressed(
         *get_strides(k_raw, k), *_get_optional_strides(v_raw), *_get_optional_strides(v),
         T, N, k_raw.shape[1], G,
         L=l, L_PAD=padded_width(l), STRIDE=d, DK=Dk, DV=Dv, PAD=padded_width(max(Dk, Dv)),
+        num_warps=launch_table.STREAMING_WARPS, **get_pdl_options(k.device, B * T, can_prefetch),
+    )
+
+
+def update_index(
+    k_raw: Tensor, k: Tensor, pool: PoolWeights | None, norm: tuple[Tensor, float] | None,
+    rotary: tuple[Tensor, Tensor] | None, is_norm_first: bool, lengths: Tensor, T: int, l: int, can_prefetch: bool,
+) -> None:
+    """See `kernels.update_index`."""
+    B, _, G, Dk = k_raw.shape
+    score, bias = pool or (None, None)
+    norm_weight, eps = norm or (None, 0.0)
+    cos, sin = rotary or (None, None)
+    k, key_format = get_format(k)
+    nsa_index_update[(B * G, ceil_div(T, l))](
+        k_raw, k, score, bias, norm_weight, cos, sin, lengths,
+        *get_strides(k_raw, k), *((0, 0) if cos is None else cos.stride()),
+        T, k.shape[1], 0 if cos is None else len(cos), k_raw.shape[1], G, eps,
+        L=l, L_PAD=padded_width(l), HALF=0 if cos is None else cos.shape[1],
+        NORM_FIRST=norm is not None and is_norm_first, FORMAT=key_format, DK=Dk, PAD=padded_width(Dk),
         num_warps=launch_table.STREAMING_WARPS, **get_pdl_options(k.device, B * T, can_prefetch),
     )
 
@@ -324,21 +347,22 @@ def compute_block_logsumexp(
 ) -> Tensor:
     """Return the indexer scores of `n_blocks` blocks, float32 [B, T, G, n_blocks].
 
-    q has one head per group; each index key covers d tokens. `is_first`: as in `_score_blocks`.
+    q [B, T, G, D] has one head per group; keys [B, N, G or 1, .] cover d tokens each. `is_first`: as in `_score_blocks`.
     """
-    B, T, G, Dk = q.shape
+    B, T, H, Dk = q.shape
+    G = keys.shape[2]
     strides_at_once = min(padded_width(l_sel // d), launch_table.block_topk_strides(q.dtype, Dk))
     tile = _get_tile(q, G, Dk, T)
     row_tiles = _count_row_tiles(q, G, tile, T)
     blocks_per_program = launch_table.logsumexp_blocks(B * G * row_tiles, n_blocks, strides_at_once)
-    logsumexp = q.new_empty(B, T, G, n_blocks, dtype=torch.float32)
+    logsumexp = q.new_empty(B, T, H, n_blocks, dtype=torch.float32)
     keys, key_format = get_format(keys)
     nsa_block_logsumexp[(B * G * row_tiles * ceil_div(n_blocks, blocks_per_program),)](
         q, keys, lengths, logsumexp,
         *get_strides(q, keys),
         T, keys.shape[1], B, G, row_tiles, n_blocks, Dk**-0.5 * LOG2E,
         STRIDE=d, L_SEL=l_sel, N_SEL=rule.n_sel, LOCAL=rule.local_blocks, BLOCK_MAX=rule.block_max,
-        STRIDES=l_sel // d, STRIDES_AT_ONCE=strides_at_once,
+        STRIDES=l_sel // d, STRIDES_AT_ONCE=strides_at_once, HEADS=H // G,
         DK=Dk, DK_PAD=padded_width(Dk), FORMAT=key_format, ROWS=tile.rows, BLOCKS=blocks_per_program,
         **tile.compile_options(), **get_pdl_options(q.device, B * T, not is_first),
     )

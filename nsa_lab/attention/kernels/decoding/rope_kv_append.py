@@ -48,7 +48,7 @@ def nsa_rope_kv_append(
     stride_kwb, stride_kwn, stride_kwg, stride_vwb, stride_vwn, stride_vwg,
     stride_at, stride_ap,
     T, N, n_angles, raw_ring, ring, conv_ring, G,
-    H: tl.constexpr, KEYS: tl.constexpr, FIRST_BRANCH: tl.constexpr, HALF: tl.constexpr,
+    H: tl.constexpr, KEYS: tl.constexpr, FIRST_BRANCH: tl.constexpr, HALF: tl.constexpr, ROTATE_KEYS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, PAD: tl.constexpr, USE_PDL: tl.constexpr,
 ):
     """Process one row of one token: rotate a query; rotate a key and write it; write a value.
@@ -56,6 +56,7 @@ def nsa_rope_kv_append(
     A token has KEYS rows of keys and KEYS rows of values, of the branches cmp, sel and win from FIRST_BRANCH on that have a
     buffer; FIRST_BRANCH is the first of them.
     cos and sin are float32 [n_angles, HALF], for the first 2 HALF columns at every position, with equal strides.
+    Without ROTATE_KEYS, only queries are rotated.
     If `k_before_conv_ptr` is given, a ring [B, conv_ring, KEYS, DK], keys are first convolved with the key of the previous
     token, with the weights [2, KEYS, DK] of `conv_weight_ptr`.
     """
@@ -70,7 +71,7 @@ def nsa_rope_kv_append(
             base, width = values_ptr + b * stride_vb + t * stride_vt + (row - H - KEYS) * stride_vh, DV
     columns = tl.arange(0, PAD)
     mask = columns < width
-    rotary_mask = (columns < 2 * HALF) & is_rotated
+    rotary_mask = (columns < 2 * HALF) & (is_rotated if ROTATE_KEYS else row < H)
     is_first_half = columns < HALF
     partners = tl.where(is_first_half, columns + HALF, columns - HALF)
     # Tokens past the last position are padding.

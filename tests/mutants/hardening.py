@@ -1,0 +1,285 @@
+"""Faults in what public users, damaged files and other users' rights showed: runs, checkpoints, texts, checks."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+MUTANTS = [
+    # Checks of records.
+    Mutant(
+        "checks: values may take turns",
+        "health.consistency_checks",
+        "if shares[least] < limits.distinct_share:",
+        "if False:",
+    ),
+    Mutant(
+        "checks: a part of the run may repeat another",
+        "health.consistency_checks",
+        "if share <= limits.repeated_share:",
+        "if True:",
+    ),
+    Mutant(
+        "checks: only ten intervals are compared with the clock",
+        "health.consistency_checks",
+        "in N_INTERVALS if count <= len(needed)",
+        "in N_INTERVALS[:1] if count <= len(needed)",
+    ),
+    Mutant(
+        "checks: two layers may share a statistic",
+        "health.consistency_checks",
+        "if layer and share.max() > 0.5:",
+        "if False:",
+    ),
+    Mutant(
+        "checks: the first value of a statistic is enough",
+        "health.consistency_checks",
+        "if layer and share.max() > 0.5:",
+        "if layer and share.max() >= 0:",
+    ),
+    Mutant(
+        "checks: waves of the loss pass",
+        "health.loss_course",
+        "if ratio <= limits.course_wave or",
+        "if True or",
+    ),
+    Mutant(
+        "checks: every spectrum is a wave",
+        "health.loss_course",
+        "if ratio <= limits.course_wave or height <= limits.course_wave_height * float(np.median(bpb)):",
+        "if False:",
+    ),
+    Mutant(
+        "checks: a late leak passes",
+        "health.loss_checks",
+        " or _find_validation_drop(history, limits)",
+        "",
+    ),
+    Mutant(
+        "checks: a fall of both losses is a leak",
+        "health.loss_checks",
+        "max(min(train_change, 1.0), 1e-9)",
+        "1.0",
+    ),
+    Mutant(
+        "checks: a leak that begins late passes",
+        "health.throughput_checks",
+        "((5, limits.memory_trend), (2, limits.memory_trend_late))",
+        "((5, limits.memory_trend),)",
+    ),
+    Mutant(
+        "checks: memory may grow in steps",
+        "health.throughput_checks",
+        "rises.sum() < MIN_RISES",
+        "True",
+    ),
+    Mutant(
+        "checks: heartbeats are due in a suspension",
+        "health.log_integrity",
+        " - suspended_s.get(attempt.number, 0.0)",
+        "",
+    ),
+    Mutant(
+        "checks: a described run has no purpose",
+        "health.summary_sentence",
+        "return config.description or",
+        "return",
+    ),
+    # Runs.
+    Mutant("stop: any pid is a trainer", "runs.lock", "not 1 < pid < 1 << 31", "not -10 < pid < 1 << 31"),
+    Mutant("stop: a pid may have 40 bits", "runs.lock", "not 1 < pid < 1 << 31", "not 1 < pid < 1 << 62"),
+    Mutant("stop: a trainer of another host is signaled", "runs.lifecycle", "if not is_local(owner):", "if False:"),
+    Mutant(
+        "stop: the pid of an earlier trainer is signaled",
+        "runs.lock",
+        "if not _is_alive(owner):\n            return False",
+        "if False:\n            return False",
+    ),
+    Mutant("ensure: without a lock", "runs.lifecycle", "fcntl.flock(lock, fcntl.LOCK_EX)", "pass"),
+    Mutant(
+        "notebook: two start two runs",
+        "workbook.notebook",
+        "with lifecycle.hold_creation_lock(folder):",
+        "if True:",
+    ),
+    Mutant(
+        "rights: every private folder is a run",
+        "runs.directory",
+        "return bool(_RUN_ID_TIME.search(name))",
+        "return True",
+    ),
+    Mutant(
+        "rights: a private run does not exist",
+        "runs.resolve",
+        "if os.path.isdir(path) and not os.access",
+        "if False and not os.access",
+    ),
+    Mutant(
+        "rights: a folder on PATH ends every run",
+        "runs.environment",
+        "except (OSError, subprocess.TimeoutExpired)",
+        "except (FileNotFoundError, subprocess.TimeoutExpired)",
+    ),
+    Mutant("links: a file is written through one", "runs.atomic_io", "flags | os.O_NOFOLLOW |", "flags |"),
+    Mutant(
+        "links: a tree is removed through one", "runs.atomic_io", "path.is_dir() and not path.is_symlink()", "path.is_dir()"
+    ),
+    Mutant(
+        "errors: without a path they have a remedy",
+        "config.errors",
+        "if error.filename is None or error.errno not in _REMEDIES:",
+        "if error.errno not in _REMEDIES:",
+    ),
+    Mutant(
+        "errors: a deleted folder is one to start in",
+        "config.errors",
+        "    except FileNotFoundError:\n        return False",
+        "    except FileNotFoundError:\n        return True",
+    ),
+    # Checkpoints.
+    Mutant(
+        "manifest: a checkpoint needs no weights",
+        "runs.checkpoint_files",
+        "if not any(name in WEIGHT_FILES for name, _ in files):",
+        "if False:",
+    ),
+    Mutant(
+        "manifest: a thread for each file",
+        "runs.checkpoint_files",
+        "min(len(files), N_READERS)",
+        "max(len(files), 1)",
+    ),
+    Mutant("manifest: every problem is listed", "runs.checkpoint_files", "[*problems[:MAX_PROBLEMS], *more]", "problems"),
+    Mutant(
+        "content: signed files are whole",
+        "train.checkpoint",
+        "find_problems(path) or find_content_problems(path)",
+        "find_problems(path)",
+    ),
+    Mutant(
+        "content: the trainer does not look into files",
+        "train.attempt",
+        "store.load_latest(checkpoint_content.find_problems)",
+        "store.load_latest()",
+    ),
+    Mutant("checkpoints: a link blocks every save", "train.checkpoint", '".removing-*", f".{LATEST}")', '".removing-*")'),
+    Mutant(
+        "checkpoints: a file instead of the folder",
+        "train.checkpoint",
+        "except (FileExistsError, NotADirectoryError):",
+        "except NotADirectoryError:",
+    ),
+    Mutant(
+        "content: a state of another step",
+        "train.checkpoint_content",
+        'if state["step"] != parse_step(path.parent):',
+        "if False:",
+    ),
+    Mutant(
+        "content: weights may be integers",
+        "train.checkpoint_content",
+        "if dtype not in _FLOAT_TYPES or 0 in shape:",
+        "if 0 in shape:",
+    ),
+    Mutant(
+        "content: an optimizer needs no random states",
+        "train.checkpoint_content",
+        '    _check_rng(_get_mapping(content, "rng"))\n',
+        "",
+    ),
+    Mutant(
+        "content: losses of the guard may be anything",
+        "train.checkpoint_content",
+        "if not isinstance(losses, list) or not all(map(is_finite, losses)):",
+        "if not isinstance(losses, list):",
+    ),
+    Mutant("content: code without a source", "train.checkpoint_content", 'if "source" not in state["code"]:', "if False:"),
+    # Suspension.
+    Mutant(
+        "suspension: SIGCONT takes any earlier gap",
+        "train.telemetry.awake_clock",
+        "if time.monotonic() - self._gap_end < GAP_AGE_S:",
+        "if True:",
+    ),
+    Mutant(
+        "suspension: a clock without ticks was suspended",
+        "train.telemetry.awake_clock",
+        "        if not self._is_ticking:\n            return\n",
+        "",
+    ),
+    Mutant("suspension: counted twice", "train.telemetry.awake_clock", "            self._gap_s = 0.0\n", ""),
+    Mutant(
+        "suspension: a batch is late",
+        "data.prefetch",
+        "min(now - last_poll, MAX_POLL_S)",
+        "now - last_poll",
+    ),
+    # Folders of text.
+    Mutant(
+        "folders: a link takes the name of its folder",
+        "data.sources.local",
+        "(links if entry.is_symlink() else folders).append(path)",
+        "folders.append(path)",
+    ),
+    Mutant(
+        "folders: links are not followed",
+        "data.sources.local",
+        "elif path.is_dir():",
+        "elif path.is_dir() and not entry.is_symlink():",
+    ),
+    Mutant(
+        "folders: hidden ones are left out in silence",
+        "data.sources.local",
+        'left_out += [f"{path} (hidden)"] if entry.is_dir() else []',
+        "pass",
+    ),
+    Mutant(
+        "folders: an unreadable file is read",
+        "data.sources.local",
+        "if not os.access(file, os.R_OK)]",
+        "if False]",
+    ),
+    Mutant(
+        "folders: a link to nothing is left out in silence",
+        "data.sources.local",
+        'left_out.append(f"{path} (a link to nothing)")',
+        "pass",
+    ),
+    # Weights that are read directly.
+    Mutant(
+        "cached path: hooks that were added later are lost",
+        "inference.plain_weights",
+        "            and not any(self._hooks)\n",
+        "",
+    ),
+    Mutant(
+        "cached path: an exchanged weight is not seen",
+        "inference.plain_weights",
+        "            and all(map(is_, weights, self._weights))\n            and self._get_addresses() == self._addresses\n",
+        "",
+    ),
+    # Other holes in the tests.
+    Mutant(
+        "stop: the first two bytes of a stop text are enough",
+        "inference.generate",
+        "any(list(tokens[-len(sequence) :]) == sequence for sequence in self._sequences)",
+        "any(list(tokens[-len(sequence) :])[:2] == sequence[:2] for sequence in self._sequences)",
+    ),
+    Mutant(
+        "stop: the last two bytes of a stop text are enough",
+        "inference.generate",
+        "any(list(tokens[-len(sequence) :]) == sequence for sequence in self._sequences)",
+        "any(list(tokens[-len(sequence[-2:]) :]) == sequence[-2:] for sequence in self._sequences)",
+    ),
+    Mutant(
+        "recall: facts repeat after 4,096 sequences",
+        "data.recall.needle_insertion",
+        "np.array([seed, sequence], np.uint64)",
+        "np.array([seed, sequence % 4096], np.uint64)",
+    ),
+    Mutant(
+        "indexer: its loss reaches the trunk through packed documents",
+        "model.indexer",
+        "self.qk(x.detach())",
+        "self.qk(x if is_document_start is not None else x.detach())",
+    ),
+]

@@ -1,0 +1,55 @@
+"""A long record and many runs: memory is bounded, and `status` reads only the end of a record (times: docs/testing.md)."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import fake_run
+import pytest
+from large_record import write_long_run
+from typer.testing import CliRunner
+
+from nsa_lab import cli
+from nsa_lab.runs import directory, events
+
+RECORD_BYTES, MEMORY_BYTES = 200_000_000, 500_000_000
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_health_of_a_long_record_takes_bounded_memory(tmp_path: Path) -> None:
+    run_dir = write_long_run(tmp_path, RECORD_BYTES)
+    assert (run_dir / directory.EVENTS).stat().st_size > RECORD_BYTES * 0.95
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    command = [sys.executable, "-m", "nsa_lab", "health", str(run_dir)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr
+    most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    assert before * 1024 < MEMORY_BYTES and most < MEMORY_BYTES, f"{most:,} bytes"
+
+
+@pytest.mark.slow
+def test_status_reads_only_the_end_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = fake_run.write_run(tmp_path / "source")
+    outputs = tmp_path / "outputs"
+    outputs.mkdir()
+    for number in range(40):
+        copy = shutil.copytree(source, outputs / f"fake-20260101T0000{number:02d}Z-abcd")
+        for name in (directory.STATUS, directory.EVENTS):
+            text = (copy / name).read_text().replace(source.name, copy.name)
+            # A long beginning that nothing needs.
+            (copy / name).write_text(f"{text.splitlines()[0]}\n" * 20_000 + text if name == directory.EVENTS else text)
+    n_decoded, decode = [0], events._decode
+
+    def count(line: bytes) -> object:
+        n_decoded[0] += 1
+        return decode(line)
+
+    monkeypatch.setattr(events, "_decode", count)
+    result = CliRunner().invoke(cli.app, ["status", "--outputs", str(outputs)], env={"COLUMNS": "200"})
+    assert result.exit_code == 0 and result.output.count("DONE") == 40
+    assert n_decoded[0] < 40 * 100
