@@ -83,7 +83,10 @@ def convert(
     ranks: Ranks = 1,
     foreground: Annotated[bool, typer.Option("--foreground", help="Train in this process")] = False,
 ) -> None:
-    """Convert a pretrained dense model: train the preset NAME, e.g. convert_smollm2_cpu, from the weights of SOURCE."""
+    """Give a pretrained dense model sparse attention.
+
+    Trains the preset NAME, for example convert_smollm2_cpu, from the weights of SOURCE, in a detached process.
+    """
     from nsa_lab.convert import describe_source
 
     folder = resolve.get_outputs_dir(outputs)
