@@ -12,8 +12,6 @@ from nsa_lab.runs import resolve
 
 __all__ = ["load_model"]
 
-ADAPTER_INFO = "adapter.json"  # in the folder of an adapter, as `nsa_lab.convert.adapter` writes it
-
 
 def load_model(
     path: str | Path,
@@ -33,7 +31,7 @@ def load_model(
     Raises the errors of `nsa_lab.inference.load_model`, `nsa_lab.convert.load_dense` and `nsa_lab.convert.load_adapter`.
     """
     candidates = Path(path), resolve.MODELS_DIR / path
-    folder = next((candidate for candidate in candidates if (candidate / ADAPTER_INFO).is_file()), None)
+    folder = next((candidate for candidate in candidates if (candidate / resolve.ADAPTER_INFO).is_file()), None)
     if folder is None:
         return inference.load_model(path, device=device, dtype=dtype, backend=backend)
     from nsa_lab.convert import load_adapter, load_dense, read_adapter_info

@@ -24,8 +24,9 @@ from nsa_lab.config import ConfigError, NSAConfig
 from nsa_lab.convert.models import ConvertedModel, sparsify
 from nsa_lab.convert.settings import ConversionSettings
 from nsa_lab.runs.atomic_io import write_bytes, write_text
+from nsa_lab.runs.resolve import ADAPTER_INFO
 
-WEIGHTS, INFO = "adapter.safetensors", "adapter.json"
+WEIGHTS, INFO = "adapter.safetensors", ADAPTER_INFO
 FORMAT_VERSION = 1
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MARKER = ".self_attn.indexer."

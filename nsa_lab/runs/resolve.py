@@ -18,7 +18,9 @@ from nsa_lab.runs.directory import RunDirectoryError
 LATEST = "latest"
 MAX_LISTED = 6  # maximum number of names in an error message
 SMOKE_NOTEBOOK, PRODUCTION_NOTEBOOK = "04_smoke_training", "05_production_run"
-# Models contained in the package. Each is a run directory with one checkpoint.
+# File in the folder of an adapter for a pretrained model, as `nsa_lab.convert.adapter` writes it.
+ADAPTER_INFO = "adapter.json"
+# Models contained in the package. Each is a run directory with one checkpoint, or an adapter.
 MODELS_DIR = Path(__file__).parents[1] / "models"
 
 
@@ -162,7 +164,7 @@ def format_run_argument(run_dir: Path) -> str:
 
 def describe_models() -> str:
     """Return a text with the names of the models contained in the package."""
-    known = sorted(path.parent.name for path in MODELS_DIR.glob(f"*/{directory.CONFIG}"))
+    known = sorted(path.parent.name for name in (directory.CONFIG, ADAPTER_INFO) for path in MODELS_DIR.glob(f"*/{name}"))
     return f"packaged models: {', '.join(known)}" if known else "this package contains no models"
 
 
