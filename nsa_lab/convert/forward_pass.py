@@ -205,8 +205,8 @@ def begin_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 def end_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Return the output with `aux_loss`, the sum of the selection losses.
 
-    Its gradient times its weight is added to that of the loss or, without labels, to that of the logits, so that a loss
-    computed from the logits trains the indexer too.
+    Times its weight it is added to the loss. Without labels, the backward pass of the logits adds its gradient, so a loss
+    that is computed from them trains the indexer too.
     """
     if not kwargs.get(LOSSES):
         return None

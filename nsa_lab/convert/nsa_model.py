@@ -134,7 +134,7 @@ def load_initial_weights(model: NSATransformer, source: str | Path) -> None:
 
 @torch.no_grad()
 def _copy_run_weights(dense: NSATransformer, model: NSATransformer) -> None:
-    """Copy the weights of a dense run. Every weight of the model must have one, except those of the indexers."""
+    """Copy the weights of a dense run. Only the weights of the indexers may be missing in it."""
     weights, own = dense.state_dict(), model.state_dict()
     others = {name for name in own if ".indexer." not in name}
     differing = sorted(

@@ -14,7 +14,7 @@ from nsa_lab.convert.sources import load_dense_config, load_fast_tokenizer
 from nsa_lab.runs import directory
 from nsa_lab.runs.atomic_io import write_bytes
 
-# Settings of a model that are those of its weights; the others describe its attention, and the preset sets them.
+# Settings that follow from the weights. The others describe the attention, and the preset sets them.
 _WEIGHT_KEYS = (
     *("dim", "n_layers", "n_heads", "n_kv_groups", "d_k", "d_v", "vocab_size", "mlp", "mlp_hidden", "rope_theta"),
     *("norm_eps", "rotary_share", "matching_heads", "embedding_norm", "ngrams", "ngram_rows", "ngram_width"),

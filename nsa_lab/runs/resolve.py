@@ -37,7 +37,7 @@ def get_outputs_dir(outputs: Path | None = None) -> Path:
 def load_config(name: str, overrides: list[str], settings: Mapping[str, Any] | None = None) -> RunConfig:
     """Load `params/<name>.yaml`, or the file at path `name`, with `section.key=value` overrides. Raises `ConfigError`.
 
-    `settings`: values by dotted key that replace those of the file; the overrides replace them.
+    `settings`: values by dotted key. They take precedence over the file, and the overrides over them.
 
     Paths relative to the working directory are made absolute, because the trainer runs in another directory.
     """

@@ -29,7 +29,7 @@ MAX_COMPILED_SHAPES_PER_STAGE = 16  # twice the default recompile limit of torch
 def build_model(config: RunConfig, device: torch.device) -> NSATransformer:
     """Return the model with float32 weights on `device`. With bf16, its attention computes in bfloat16.
 
-    With `train.initial_weights`, these are those of a pretrained dense model. With `train.trainable: indexer`, all other
+    With `train.initial_weights`, they are pretrained. With `train.trainable: indexer`, all other
     weights are frozen. Raises the errors of `nsa_lab.convert.load_initial_weights`.
     """
     runtime, train = config.runtime, config.train

@@ -1,4 +1,4 @@
-"""Converted models on disk: whole models, adapters, and what is refused in one line."""
+"""Converted models on disk: whole models and adapters. Unsupported models are refused in one line."""
 
 from __future__ import annotations
 

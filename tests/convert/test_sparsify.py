@@ -136,7 +136,7 @@ def test_copies_and_pickles() -> None:
 @looped
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_indexer_starts_as_the_first_heads(family: str) -> None:
-    """With a single query head per group, its scores are those of the attention, so it selects the oracle's blocks."""
+    """With a single query head per group, its scores equal the attention's, so it selects the oracle's blocks."""
     dense = make_dense(family, num_attention_heads=2, num_key_value_heads=2).double()
     sparse, tokens = convert(dense, FEW), make_tokens()
     layer, seen = sparse.model.layers[0].self_attn, {}

@@ -73,7 +73,7 @@ def test_a_loss_of_the_base_model_trains_the_indexer() -> None:
 
 
 def test_a_loss_of_the_logits_trains_the_indexer() -> None:
-    """As DPO and label smoothing compute it."""
+    """DPO and label smoothing compute such a loss."""
     model, tokens = convert(), make_tokens()
     expected = compute_gradients(model, WEIGHT * model(tokens).aux_loss)
     for logits in (model(tokens).logits, model(tokens, return_dict=False)[0]):
@@ -105,7 +105,7 @@ def test_reentrant_checkpointing_is_refused() -> None:
 @looped
 @pytest.mark.parametrize("attention", ["nsa_lab", "nsa_lab_dense"])
 def test_the_indexer_learns_on_a_frozen_trunk(attention: str) -> None:
-    """A random indexer; with dense attention, the hidden states are those of the dense model."""
+    """A random indexer; with dense attention, the hidden states equal the dense model's."""
     model, tokens = convert().float(), make_tokens(4, 64)
     model.set_attn_implementation(attention)
     torch.manual_seed(1)

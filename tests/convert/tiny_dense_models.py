@@ -39,7 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
 }
 CLASS_NAMES = {"SmolLM2": "Llama"}
-# 16 blocks of 4 tokens: every block of a text of 64 tokens. `FEW` selects one block besides the forced ones.
+# 16 blocks of 4 tokens: every block of a text of 64 tokens. `FEW` selects one block in addition to the forced ones.
 ALL = NSAConfig(l=4, d=4, l_sel=4, n_sel=16, sink_blocks=1, local_blocks=2)
 FEW = ALL.model_copy(update={"n_sel": 4})
 
