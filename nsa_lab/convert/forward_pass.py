@@ -90,9 +90,9 @@ class ForwardPass:
             self.losses[index] = selection_loss(
                 index_q,
                 index_k,
-                k.detach(),
+                k,
                 nsa,
-                attention_q=q.detach(),
+                attention_q=q,
                 n_queries=N_LOSS_QUERIES,
                 span=self.span,
                 layout=selection_layout,

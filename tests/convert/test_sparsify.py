@@ -112,7 +112,8 @@ def test_weights_keep_their_names_and_the_dense_model_stays() -> None:
     dense = make_dense()
     shared = type(dense)(dense.config)  # another model with the same configuration object
     before, tokens = copy.deepcopy(dense.state_dict()), make_tokens()
-    expected = dense(tokens).logits
+    how = {"attention_mask": pad_first_row(tokens, "left"), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected, generated = dense(tokens).logits, dense.generate(tokens, **how)
     sparse = sparsify(dense, FEW)
     assert sparse is dense
     added = sparse.state_dict().keys() - before.keys()
@@ -122,6 +123,7 @@ def test_weights_keep_their_names_and_the_dense_model_stays() -> None:
     assert not torch.equal(sparse(tokens).logits, expected)
     sparse.set_attn_implementation("sdpa")
     assert torch.equal(sparse(tokens).logits, expected)
+    assert torch.equal(sparse.generate(tokens, **how), generated)
     sparse.set_attn_implementation("nsa_lab_dense")
     torch.testing.assert_close(sparse(tokens, use_cache=False).logits, expected, atol=2e-5, rtol=2e-5)
 

@@ -10,7 +10,6 @@ MUTANTS = [
     Mutant("convert: positions are not moved with the tokens", "convert.forward_pass", "permutation.apply(positions.expand(n_rows, -1))", "positions.expand(n_rows, -1)"),
     Mutant("convert: columns are not moved back", "convert.forward_pass", "return permutation.restore(value) if", "return value if"),
     Mutant("convert: layers without an indexer use the first blocks", "convert.forward_pass", "self.blocks[index - index % c.indexer_every, 0]", "self.blocks[0, 0]"),
-    Mutant("convert: the target of the selection loss has a gradient", "convert.forward_pass", "                k.detach(),", "                k,"),
     Mutant("convert: dense attention in sparse passes", "convert.forward_pass", "        if self.is_dense:\n", "        if True:\n"),
     Mutant("convert: another attention function keeps the hooks", "convert.forward_pass", "in (SPARSE, DENSE)", "is not None"),
     Mutant("convert: micro-batches all have the full selection loss", "convert.forward_pass", "weighted * _compute_label_share(arguments) if", "weighted if"),

@@ -331,6 +331,7 @@ OTHERS = {
     "workbook.notebook": [*STOP, "tests/workbook/test_notebook.py"],
     "train.build": [
         *cases("train/test_stage_switch.py", "compiled_blocks_serve_every_stage"),
+        "tests/convert/test_conversion_run.py",
         "tests/train/test_stages.py",
     ],
     "inference.load": cases("train/test_stages.py", "a_checkpoint_uses_the_rotary_base_of_its_stage"),
