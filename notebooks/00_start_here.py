@@ -52,7 +52,7 @@
 # | [06_health_analysis][6] | the health of a run; two or many runs compared | 20 minutes | half a minute |
 # | [07_does_selection_find][7] | does the selection find facts? tiny models | 25 minutes | a few minutes |
 # | [08_decoding][8] | what a decoding step reads, and its speed | 15 minutes | a few minutes |
-# | [09_long_texts][9] | results at 65,536 bytes, and a model to try | 20 minutes | a few minutes |
+# | [09_long_texts][9] | results at 65,536 bytes, and a model to try | 20 minutes | ten minutes |
 #
 # **Parameters.** Each notebook starts with a cell of parameters. Change the values there, then select *Run → Run All
 # Cells*. The outputs in the repository were made with the values shown, on a CPU; those of 05 show the record of a run on

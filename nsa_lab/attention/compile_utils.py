@@ -16,6 +16,15 @@ def disable_compile(function: Callable[P, R]) -> Callable[P, R]:
     return torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
 
+def is_exporting() -> bool:
+    """Return whether torch.export traces; False under torch.compile.
+
+    `torch.compiler.is_exporting` is True under torch.compile, too, in torch 2.11 (False from 2.13 on), and missing in 2.6.
+    Its flag is right in all of them; in 2.6 torch.export is not supported.
+    """
+    return getattr(torch.compiler, "_is_exporting_flag", False)
+
+
 def check_no_transform(backends: Iterable[str]) -> None:
     """Raise NotImplementedError inside of a transform of torch.func, unless all of `backends` are the reference."""
     if torch.compiler.is_compiling():

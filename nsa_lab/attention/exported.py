@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from nsa_lab.attention import geometry
+from nsa_lab.attention.compile_utils import is_exporting
 from nsa_lab.attention.compression import compress
 from nsa_lab.attention.dispatch import nsa_attention, score_and_select_blocks
 from nsa_lab.attention.layout import Layout, Span
@@ -56,7 +57,7 @@ def compress_traceable(
     x: Tensor, nsa: NSAConfig, phi: nn.Module | None, *, span: Span | None = None, layout: Layout | None = None
 ) -> Tensor:
     """Return `compress` of x [B, T, G, D]; `compress_padded` while torch.export traces."""
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return compress_padded(x, nsa, phi)
     return compress(x, nsa, phi, span=span, layout=layout)
 

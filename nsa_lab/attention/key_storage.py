@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from nsa_lab.attention.compile_utils import is_exporting
 from nsa_lab.config.model_config import MXFP4_BLOCK
 
 FP8 = torch.float8_e4m3fn
@@ -59,7 +60,7 @@ def round_keys(k: Tensor, index_dtype: str) -> Tensor:
     """Return k [..., D] rounded to the values that `index_dtype` can store, with the gradient of the identity."""
     if index_dtype == "bf16":
         return k
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return decode_keys(encode_keys(k, index_dtype), k.shape[-1], k.dtype)
     return cast(Tensor, _StraightThrough.apply(k, index_dtype))  # pyright: ignore[reportUnknownMemberType]
 

@@ -27,7 +27,7 @@ from nsa_lab.attention import (
     selection_loss,
     window_attention,
 )
-from nsa_lab.attention.compile_utils import disable_compile
+from nsa_lab.attention.compile_utils import disable_compile, is_exporting
 from nsa_lab.attention.compression import make_phi
 from nsa_lab.attention.dense import find_single_call
 from nsa_lab.attention.dispatch import ResolvedBackend
@@ -209,7 +209,7 @@ class SparseAttention(nn.Module):
             out = dense_attention(inputs[0], inputs[3], inputs[4], span=span)
             # Later layers without an indexer check that they get blocks, and do not read them.
             return self.out(out.flatten(2)), Selection(loss, x.new_empty(0, dtype=torch.int32))
-        if not torch.compiler.is_exporting():
+        if not is_exporting():
             backends = self.backends or self._get_backends(inputs[0], span)
         # The scores of the compressed branch are a part of the operator, which selects the blocks then.
         if scoring is not None and self.config.scores != "compressed":

@@ -382,7 +382,8 @@ def test_compiled_blocks_run_eagerly_in_steps(monkeypatch: pytest.MonkeyPatch) -
 
 def test_every_class_of_the_model_is_known() -> None:
     """A model without changes takes the fast path; a class that is not listed would silently lose it."""
-    for variant in (NSA_MODEL, DENSE_MODEL, {"nsa": TINY_NSA.model_copy(update={"phi": "pool"})}):
+    norm = {"selection_loss": 0.1, "indexer_block": 2, "indexer_order": ("pool", "norm", "rotate"), "branches": ("sel",)}
+    for variant in (NSA_MODEL, DENSE_MODEL, norm, {"nsa": TINY_NSA.model_copy(update={"phi": "pool"})}):
         model = build_model(tiny_config(**variant))
         assert is_plain(model, model.head.weight) and WeightSnapshot(model, model.head.weight.device).is_current()
         assert {type(module) for module in model.modules()} <= plain_weights._PARAMETERS.keys()

@@ -24,10 +24,12 @@ if __name__ == "__main__":
 import brute_force
 from model_inputs import make_tokens
 
-from nsa_lab.attention import Span
+from nsa_lab.attention import Span, geometry
+from nsa_lab.attention.key_storage import decode_keys
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.inference import Decoder, kv_cache_size
 from nsa_lab.inference.cache import Cache
+from nsa_lab.inference.cache.attention_cache import NSACache
 from nsa_lab.model import NSATransformer
 
 BRANCHES = ("cmp", "sel", "win")
@@ -211,7 +213,7 @@ def decode(model: NSATransformer, tokens: Tensor, draw: random.Random, backend: 
     return torch.stack([torch.cat(parts) for parts in logits])
 
 
-def compute_kernel_errors(config: ModelConfig, length: int = 50, n_steps: int = 2) -> dict[str, float]:
+def compute_kernel_errors(config: ModelConfig, length: int = 52, n_steps: int = 2) -> dict[str, float]:
     """Return the errors of the Triton kernels against torch in float32: logits, gradients and decoding of tokens."""
     tokens, results, errors = make_tokens(config, length, batch=1), {}, {}
     models = {backend: NSATransformer(config, backend=backend, seed=0) for backend in ("torch", "triton")}
@@ -224,11 +226,19 @@ def compute_kernel_errors(config: ModelConfig, length: int = 50, n_steps: int = 
     (expected, expected_gradients), (logits, gradients) = results["torch"], results["triton"]
     errors["forward"] = compute_error(logits, expected)
     errors["gradients"] = max(compute_error(a, b) for a, b in zip(gradients, expected_gradients, strict=True) if b.any())
-    decoder = Decoder(models["triton"].eval(), length, backend="triton")
-    poison(decoder.cache)
-    decoder.append(tokens[:, : length - n_steps])
-    steps = [decoder.append(tokens[:, t : t + 1]) for t in range(length - n_steps, length)]
+    decoders = {backend: Decoder(model.eval(), length, backend=backend) for backend, model in models.items()}
+    for decoder in decoders.values():
+        poison(decoder.cache)
+        decoder.append(tokens[:, : length - n_steps])
+        steps = [decoder.append(tokens[:, t : t + 1]) for t in range(length - n_steps, length)]
     errors["decoding"] = compute_error(torch.cat(steps, 1), expected[:, length - n_steps :])
+    # The keys of the latest blocks select nothing, because these blocks are always selected: compare them directly.
+    for layers in zip(*(decoder.cache.layers for decoder in decoders.values()), strict=True):
+        rows = [layer.scorer.get_rows() for layer in layers if isinstance(layer, NSACache) and layer.scorer]
+        if config.has_indexer and rows:
+            n = geometry.num_compressed(length, config.selection_nsa)
+            keys = [decode_keys(x[:, :n], config.index_width, torch.float32) for x in rows]
+            errors["index keys"] = max(errors.get("index keys", 0.0), compute_error(keys[1], keys[0]))
     return errors
 
 

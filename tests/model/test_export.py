@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from nsa_lab.attention.dispatch import BackendError
 from nsa_lab.config import ModelConfig, NSAConfig
@@ -47,6 +48,8 @@ def sample_tokens(*shape: int) -> Tensor:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_exported_program_equals_the_model_at_other_lengths(variant: dict) -> None:
     """With a dynamic batch and length, exported at one length and run at others, shorter than a block too; and saved."""
+    if variant.get("attention") == "dense" and TorchVersion(torch.__version__) < "2.13":
+        pytest.skip("scaled_dot_product_attention: torch before 2.13 cannot prove that min(8 T, 16 T) is 8 T")
     model = NSATransformer(tiny_config(**variant), seed=5).eval()
     shapes = {"tokens": {0: torch.export.Dim("B", min=1, max=8), 1: torch.export.Dim("T", min=2, max=4096)}}
     exported = torch.export.export(model, (sample_tokens(3, 40),), dynamic_shapes=shapes)

@@ -103,6 +103,12 @@ MUTANTS = [
         "weighted_batch(index, ",
     ),
     Mutant(
+        "preflight: blocks are selected by the blocks of phi",
+        "train.preflight.branch_parity",
+        "scoring_nsa, scoring_q, scoring_k = model.selection_nsa, q, k",
+        "scoring_nsa, scoring_q, scoring_k = nsa, q, k",
+    ),
+    Mutant(
         "preflight: an indexer's choice is not compared",
         "train.preflight.branch_parity",
         "if model.has_indexer:",

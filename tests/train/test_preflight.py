@@ -312,12 +312,15 @@ def test_a_wrong_kernel_is_named(make_context: Callable[..., TrainContext], monk
 def test_an_indexers_selection_is_compared_with_the_definition(
     make_context: Callable[..., TrainContext], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context = make_context(model={"selection_loss": 0.1, "indexer_block": 2}, nsa={"l_sel": 4, "n_sel": 5})
+    model = {"selection_loss": 0.1, "indexer_block": 2, "indexer_width": 2, "indexer_heads": 3}
+    context = make_context(model=model, nsa={"l_sel": 4, "n_sel": 5})
     assert startup_checks.check_kernel_parity(context).ok
     right = torch_backend.select_blocks
 
     def wrong(q: Tensor, k_cmp: Tensor, lse: Tensor | None, nsa: Any) -> Tensor:
-        return right(q, k_cmp.flip(1) if nsa.l == 2 else k_cmp, lse, nsa)
+        """Fail only for the sizes of the indexer."""
+        is_indexer = nsa.l == 2 and k_cmp.shape[3] == 2 and q.shape[2] == 3 * k_cmp.shape[2]
+        return right(q, k_cmp.flip(1) if is_indexer else k_cmp, lse, nsa)
 
     monkeypatch.setattr(torch_backend, "select_blocks", wrong)
     check = startup_checks.check_kernel_parity(context)
