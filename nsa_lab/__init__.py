@@ -5,8 +5,9 @@
     NSAConfig           block lengths, stride, number of selected blocks, window
     Span                sequence layout: one document, a chunk of one, or documents packed into one row
     NSATransformer      decoder-only language model, tokens [B, T] -> logits [B, T, V]
-    load_model          load the trained model of a run or checkpoint
+    load_model          load the trained model of a run or checkpoint, or a converted model
     generate            generate the tokens that follow given prompts
+    sparsify            convert a pretrained model of `transformers` to sparse attention
 
 `import nsa_lab` loads no submodule. Each name is imported on first use, so the command line and `nsa_lab.runs.lifecycle`
 start without torch. The operator and the model need torch, numpy and pydantic. Training, notebooks and data sources are
@@ -21,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nsa_lab.attention import Span, nsa_attention
     from nsa_lab.config import NSAConfig
-    from nsa_lab.inference import generate, load_model
+    from nsa_lab.convert import sparsify
+    from nsa_lab.inference import generate
+    from nsa_lab.load import load_model
     from nsa_lab.model import NSATransformer, NSAttention
 
 __version__ = "0.1.0"
@@ -35,6 +38,7 @@ __all__ = [
     "generate",
     "load_model",
     "nsa_attention",
+    "sparsify",
 ]
 
 _MODULE_BY_NAME = {
@@ -43,8 +47,9 @@ _MODULE_BY_NAME = {
     "NSAttention": "nsa_lab.model",
     "Span": "nsa_lab.attention",
     "generate": "nsa_lab.inference",
-    "load_model": "nsa_lab.inference",
+    "load_model": "nsa_lab.load",
     "nsa_attention": "nsa_lab.attention",
+    "sparsify": "nsa_lab.convert",
 }
 
 

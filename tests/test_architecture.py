@@ -23,8 +23,9 @@ MAY_IMPORT = {
     "data": {"config"},
     "runs": {"config", "data"},
     "inference": {"config", "attention", "model", "data", "runs"},
+    "convert": {"config", "attention", "model", "data", "runs", "inference"},
     "evaluate": {"config", "attention", "model", "data", "runs", "inference"},
-    "train": {"config", "attention", "model", "data", "runs", "evaluate"},
+    "train": {"config", "attention", "model", "data", "runs", "convert", "evaluate"},
     "health": {"config", "runs"},
     "figures": {"config", "attention", "runs", "health"},
     "report": {"config", "runs", "health", "figures"},
@@ -32,14 +33,14 @@ MAY_IMPORT = {
 }
 READER_PACKAGES = ["health", "report", "figures", "runs"]  # they read files and never import the trainer
 
-# Optional packages, and the only module that imports each.
-OPTIONAL_IMPORTS = {
+# Optional packages, and the only modules that import each.
+OPTIONAL_IMPORTS: dict[str, str | tuple[str, ...]] = {
     "triton": "attention/kernels/",
     "flash_attn": "attention/flash.py",
     "datasets": "data/sources/fineweb_edu.py",
     "huggingface_hub": "data/sources/fineweb_edu.py",
     "tokenizers": "data/tokenizer.py",
-    "transformers": "inference/hf/",
+    "transformers": ("inference/hf/", "convert/"),
     "torch.utils.tensorboard": "train/telemetry/tensorboard_writer.py",
     "ipywidgets": "workbook/",
     "IPython": "workbook/",
@@ -145,7 +146,9 @@ def test_an_optional_package_is_imported_in_one_place(package: str) -> None:
     for path in FILES:
         if any(name == package or name.startswith(package + ".") for name in list_imports(path)):
             places.append(path.relative_to(PACKAGE).as_posix())
-    allowed = (OPTIONAL_IMPORTS[package], "bench/") if package in BENCH_IMPORTS else (OPTIONAL_IMPORTS[package],)
+    places_of_package = OPTIONAL_IMPORTS[package]
+    allowed = (places_of_package,) if isinstance(places_of_package, str) else places_of_package
+    allowed += ("bench/",) if package in BENCH_IMPORTS else ()
     assert all(place.startswith(allowed) for place in places), places
 
 

@@ -89,8 +89,9 @@ def stop(*_: Any, **__: Any) -> Any:
 
 
 # Options of the commands that train.
-for command in ("run", "train"):
-    line = f"{command} {{params}} {OUT}" + (" --notebook {folder}/x.ipynb" if command == "run" else "")
+for command in ("run", "train", "convert"):
+    words = {"run": "run {params} --notebook {folder}/x.ipynb", "train": "train {params}", "convert": "convert S {params}"}
+    line = f"{words[command]} {OUT}"
     case(command, "name", line, CREATE, lambda config, folder: config.name == "params" and config.train.steps == 7, stop)
     case(command, "param", f"{line} -p train.lr=0.5", CREATE, lambda config, folder: config.train.lr == 0.5, stop)
     case(command, "outputs", line, CREATE, lambda config, folder: folder.name == "outputs", stop)
@@ -111,13 +112,17 @@ case(
     stop,
 )
 STARTABLE = "nsa_lab.train.preflight.startup_checks.check_startable"
-case("train", "ranks", f"train {{params}} {OUT} --ranks 2", STARTABLE, lambda config, ranks: ranks == 2, stop)
+for command in ("train", "convert"):
+    line = f"{words[command]} {OUT}"
+    case(command, "ranks", f"{line} --ranks 2", STARTABLE, lambda config, ranks: ranks == 2, stop)
+    start = lambda file, words: "nsa_lab.train" in words  # noqa: E731
+    case(command, "foreground", f"{line} --foreground --ranks 1", "os.execv", start, stop)
 case(
-    "train",
-    "foreground",
-    f"train {{params}} {OUT} --foreground --ranks 1",
-    "os.execv",
-    lambda file, words: "nsa_lab.train" in words,
+    "convert",
+    "source",
+    f"convert S {{params}} {OUT}",
+    "nsa_lab.convert.describe_source",
+    lambda source, folder: source == "S" and folder.name == "outputs",
     stop,
 )
 case(
@@ -541,8 +546,9 @@ def allow_everything(patch: pytest.MonkeyPatch, command: str) -> None:
     patch.setattr("nsa_lab.train.matched_baseline.build_matched_baseline", lambda config: "")
     if command == "plan":
         patch.setattr("nsa_lab.train.estimate.estimate_resources", lambda *_: "")
-    if command == "train":
+    if command in ("train", "convert"):
         patch.setattr(lifecycle, "create_run", lambda config, folder: folder / "fake")
+        patch.setattr("nsa_lab.convert.describe_source", lambda source, folder: {})
     if command == "ship":
         for name in ("read_final_evaluation", "find_checkpoint"):
             patch.setattr(f"nsa_lab.cli.model_commands.{name}", lambda *_: Path("step-00000001"))

@@ -42,6 +42,7 @@ TESTED_ELSEWHERE = {
     ("data.source", "stdlib"): "tests/data/test_build_shards.py",
     ("runtime.compile", True): "tests/train/test_train_gpu.py",
     ("runtime.profile", "production"): "tests/train/test_preflight.py",
+    ("train.trainable", "indexer"): "tests/convert/test_conversion_run.py",
 }
 
 

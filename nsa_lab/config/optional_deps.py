@@ -22,6 +22,8 @@ EXTRA_BY_MODULE = {
     "pyarrow": "data",
     "tokenizers": "data",
     "transformers": "hf",
+    "accelerate": "convert",
+    "gguf": "convert",
     "IPython": "notebooks",
     "ipywidgets": "notebooks",
     "jinja2": "notebooks",

@@ -50,6 +50,22 @@ class RunConfig(Section):
                 self.runtime.check_cuda_graph(f"train.stages.{index}.cuda_graph")
         return self
 
+    @model_validator(mode="after")
+    def _check_conversion(self) -> RunConfig:
+        train, model = self.train, self.model
+        if train.trainable == "indexer" and (not model.has_indexer or model.branches != ("sel",)):
+            raise ValueError(
+                f"train.trainable = indexer: expected the selected branch and an indexer, got model.branches = "
+                f"{list(model.branches)} and model.indexer_block = {model.indexer_block}; set model.branches: [sel] and "
+                "model.indexer_block: 1, or train.trainable: all"
+            )
+        if train.initial_weights and self.runtime.parallel != "ddp":
+            raise ValueError(
+                f"train.initial_weights = {train.initial_weights} and runtime.parallel = {self.runtime.parallel}: sharded "
+                "weights are initialized layer by layer; use runtime.parallel: ddp"
+            )
+        return self
+
     def __init__(self, /, **values: Any) -> None:
         if "nsa" in values:
             values["model"] = _merge_nsa(values.get("model", {}), values["nsa"])
@@ -173,6 +189,8 @@ DEFAULTS_OF_ADDED_KEYS: dict[str, dict[str, Any]] = {
         "cuda_graph": None,
         "min_document_tokens": 0,
         "planted_share": 1.0,
+        "initial_weights": None,
+        "trainable": "all",
     },
     "data": {"documents": "cross", "packing": "stream", "min_document_bytes": 0},
 }

@@ -179,6 +179,17 @@ class TrainConfig(StageConfig):
     eps: float = Field(default=1e-8, gt=0, description="AdamW")
     grad_clip: float = Field(default=1.0, gt=0, description="maximum global gradient norm")
     seed: int = Field(default=1337, ge=0, lt=2**63, description="seed of the initial weights and of the order of the text")
+    initial_weights: str | None = Field(
+        default=None,
+        min_length=1,
+        description="pretrained dense model that is converted: an id of the Hugging Face Hub, a folder, a GGUF file, a "
+        "package that contains one, or a dense run of this project; None: random weights",
+    )
+    trainable: Literal["all", "indexer"] = Field(
+        default="all",
+        description="indexer: only the indexer is trained, while every layer attends to all tokens; evaluations attend to "
+        "the selected blocks",
+    )
     log_every: int = Field(default=10, ge=1, le=MAX_COUNT, description="steps between logged steps")
     stats_every: int = Field(default=100, ge=1, le=MAX_COUNT, description="steps between gate and selection statistics")
     eval_every: int = Field(default=100, ge=0, le=MAX_COUNT, description="0: only before the first step")

@@ -180,6 +180,8 @@ class SparseAttention(nn.Module):
         self.indexer = Indexer(config) if config.has_indexer_in(layer_index) else None
         self.out = out
         self._resolved_backends: dict[tuple[torch.device, torch.dtype, bool], Mapping[str, ResolvedBackend]] = {}
+        self.trains_densely = False
+        """In training, attend to all tokens: the indexer learns from a model that its selection does not change yet."""
 
     def forward(
         self,
@@ -213,6 +215,10 @@ class SparseAttention(nn.Module):
         if self.training and self.config.has_selection_loss and scoring is not None and inputs[3] is not None:
             q, k, nsa = scoring
             loss = selection_loss(q, k, inputs[3], nsa, attention_q=inputs[0], span=span, layout=selection_layout)
+        if self.training and self.trains_densely and inputs[3] is not None and inputs[4] is not None:
+            out = dense_attention(inputs[0], inputs[3], inputs[4], span=span)
+            # Later layers without an indexer check that they get blocks, and do not read them.
+            return self.out(out.flatten(2)), Selection(loss, x.new_empty(0, dtype=torch.int32))
         if not is_exporting():
             backends = self.backends or self._get_backends(inputs[0], span)
         # The scores of the compressed branch are a part of the operator, which selects the blocks then.

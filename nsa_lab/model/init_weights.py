@@ -22,7 +22,7 @@ def initialize_weights(
     Layers that write into the residual stream are scaled by `residual_scale`. Gates use Xavier, not zeros: a gate of zero
     has no gradient for its input. The head has a standard deviation of 1/dim, so that the first loss is within 0.5% of
     ln V; preflight allows 2%. (With fan_in**-0.5 it is 9% higher, with a standard deviation of 0.02 it is 2.7% higher.)
-    For induction-initialized heads and indexers see `_init_induction_heads` and `_init_indexer`.
+    For induction-initialized heads and indexers see `_init_induction_heads` and `init_indexer`.
     """
     for module_name, module in root.named_modules(prefix=name):
         if isinstance(module, RMSNorm):
@@ -46,7 +46,7 @@ def initialize_weights(
         if isinstance(module, SparseAttention | DenseAttention) and module.config.matching_heads:
             _init_induction_heads(module)
         if isinstance(module, SparseAttention) and module.indexer:
-            _init_indexer(module, module.indexer)
+            init_indexer(module, module.indexer)
 
 
 def _init_induction_heads(layer: SparseAttention | DenseAttention) -> None:
@@ -56,7 +56,7 @@ def _init_induction_heads(layer: SparseAttention | DenseAttention) -> None:
     queries[: layer.config.matching_heads] = keys[0, 0]
 
 
-def _init_indexer(layer: SparseAttention, indexer: Indexer) -> None:
+def init_indexer(layer: SparseAttention, indexer: Indexer) -> None:
     """Copy each group's first query heads to the indexer's queries, and the selected branch's keys to its keys.
 
     Queries of the indexer beyond the number of heads are copied again; a shared key is the first group's. If the indexer is

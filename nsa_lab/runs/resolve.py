@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import os
 import shlex
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from glob import glob
 from pathlib import Path
+from typing import Any
 
 from nsa_lab.config import ConfigError, RunConfig, find_project_root, parse_override
 from nsa_lab.runs import directory
@@ -16,7 +18,9 @@ from nsa_lab.runs.directory import RunDirectoryError
 LATEST = "latest"
 MAX_LISTED = 6  # maximum number of names in an error message
 SMOKE_NOTEBOOK, PRODUCTION_NOTEBOOK = "04_smoke_training", "05_production_run"
-# Models contained in the package. Each is a run directory with one checkpoint.
+# File in the folder of an adapter for a pretrained model, as `nsa_lab.convert.adapter` writes it.
+ADAPTER_INFO = "adapter.json"
+# Models contained in the package. Each is a run directory with one checkpoint, or an adapter.
 MODELS_DIR = Path(__file__).parents[1] / "models"
 
 
@@ -30,14 +34,17 @@ def get_outputs_dir(outputs: Path | None = None) -> Path:
     return outputs.resolve() if outputs else get_root() / "outputs"
 
 
-def load_config(name: str, overrides: list[str]) -> RunConfig:
+def load_config(name: str, overrides: list[str], settings: Mapping[str, Any] | None = None) -> RunConfig:
     """Load `params/<name>.yaml`, or the file at path `name`, with `section.key=value` overrides. Raises `ConfigError`.
+
+    `settings`: values by dotted key. They take precedence over the file, and the overrides over them.
 
     Paths relative to the working directory are made absolute, because the trainer runs in another directory.
     """
     from nsa_lab.data.paths import make_paths_absolute
 
-    config = RunConfig.from_yaml(find_params_file(name), dict(parse_override(text) for text in overrides))
+    values = {**(settings or {}), **dict(parse_override(text) for text in overrides)}
+    config = RunConfig.from_yaml(find_params_file(name), values)
     return config.model_copy(update={"data": make_paths_absolute(config.data)})
 
 
@@ -157,7 +164,7 @@ def format_run_argument(run_dir: Path) -> str:
 
 def describe_models() -> str:
     """Return a text with the names of the models contained in the package."""
-    known = sorted(path.parent.name for path in MODELS_DIR.glob(f"*/{directory.CONFIG}"))
+    known = sorted(path.parent.name for name in (directory.CONFIG, ADAPTER_INFO) for path in MODELS_DIR.glob(f"*/{name}"))
     return f"packaged models: {', '.join(known)}" if known else "this package contains no models"
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from nsa_lab.config import ConfigError, RunConfig, StageConfig
 from nsa_lab.data import Dataset, EvalBatches, StagedBatches, make_validation_batches, prepare
-from nsa_lab.model import NSATransformer
+from nsa_lab.model import NSATransformer, SparseAttention
 from nsa_lab.train.distributed import World
 from nsa_lab.train.estimate import check_state_fits
 from nsa_lab.train.step import Stepper, make_optimizer
@@ -30,11 +30,25 @@ MAX_COMPILED_SHAPES_PER_STAGE = 16  # twice the default recompile limit of torch
 
 
 def build_model(config: RunConfig, device: torch.device) -> NSATransformer:
-    """Return the model with float32 weights on `device`. With bf16, its attention computes in bfloat16."""
-    runtime = config.runtime
+    """Return the model with float32 weights on `device`. With bf16, its attention computes in bfloat16.
+
+    With `train.initial_weights`, they are pretrained. With `train.trainable: indexer`, all other
+    weights are frozen. Raises the errors of `nsa_lab.convert.load_initial_weights`.
+    """
+    runtime, train = config.runtime, config.train
     dtype = torch.bfloat16 if runtime.precision == "bf16" else torch.float32
     model = NSATransformer(config.model_at(0), backend=runtime.backend, device=device, dtype=dtype, seed=config.train.seed)
     model.gradient_checkpointing = runtime.gradient_checkpointing
+    if train.initial_weights:
+        from nsa_lab.convert import load_initial_weights  # needs the extra hf
+
+        load_initial_weights(model, train.initial_weights)
+    if train.trainable == "indexer":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".indexer." in name)
+        for module in model.modules():
+            if isinstance(module, SparseAttention):
+                module.trains_densely = True
     return model
 
 

@@ -7,6 +7,7 @@ from mutants import (
     bench,
     cli,
     config,
+    convert,
     data,
     evaluate,
     hardening,
@@ -22,7 +23,22 @@ from mutants import (
 MUTANTS = [
     m
     for area in (
-        *(attention, bench, cli, config, data, evaluate, hardening, health, inference, kernels, model, runs, train),
+        *(
+            attention,
+            bench,
+            cli,
+            config,
+            convert,
+            data,
+            evaluate,
+            hardening,
+            health,
+            inference,
+            kernels,
+            model,
+            runs,
+            train,
+        ),
         workbook,
     )
     for m in area.MUTANTS

@@ -117,7 +117,10 @@ DAMAGED = cases(
     "many_files_of_a_manifest_start_few_threads",
     "manifest_without_weights_is_not_whole",
 )
+CONVERT = [f"tests/convert/test_{name}.py" for name in ("sparsify", "training", "saved_models", "nsa_model")]
 SUITES = {
+    **{f"convert.{name}": CONVERT for name in ("forward_pass", "cache", "indexer", "models", "adapter", "settings")},
+    "convert.nsa_model": ["tests/convert/test_nsa_model.py"],
     "attention.layout": [
         *attention_tests("padding", "replace_documents", "packed_compression", "layout", "dense_limit"),
         *MODEL,
@@ -345,6 +348,7 @@ OTHERS = {
     "workbook.notebook": [*STOP, "tests/workbook/test_notebook.py"],
     "train.build": [
         *cases("train/test_stage_switch.py", "compiled_blocks_serve_every_stage"),
+        "tests/convert/test_conversion_run.py",
         "tests/train/test_stages.py",
     ],
     "inference.load": cases("train/test_stages.py", "a_checkpoint_uses_the_rotary_base_of_its_stage"),

@@ -7,9 +7,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache as TransformersCache
 
+from nsa_lab.inference.cache import Cache
 from nsa_lab.inference.decode import Decoder
 from nsa_lab.inference.hf.inputs import PaddingPermutation
 from nsa_lab.model import NSATransformer
@@ -17,22 +18,110 @@ from nsa_lab.model import NSATransformer
 MIN_CACHE_TOKENS = 256  # initial capacity; a full cache grows to twice the tokens needed
 
 
-class NSALabCache(TransformersCache):
-    """Cache of the sequences being generated: a `Decoder` that grows when it is full."""
+class ColumnCache(TransformersCache):
+    """Cache of the columns of a batch, padding included. A subclass owns the `Cache` of their tokens."""
 
-    def __init__(self, model: NSATransformer) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__(layers=[])
         self._model, self._n_columns = model, 0
         self._n_last_columns = 0  # columns at the end without padding
-        self.decoder: Decoder | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NSALabCache:
+    @property
+    def tokens(self) -> Cache | None:
+        """Cache of the tokens without padding; None before the first tokens."""
+        raise NotImplementedError
+
+    def _drop_tokens(self) -> None:
+        """Remove the cache of the tokens."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ColumnCache:
         """Copy the cached tokens, but share the model, so that several generations can continue from one prompt."""
         memo[id(self._model)] = self._model
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
+
+    def _add_columns(self, n_columns: int, permutation: PaddingPermutation | None) -> None:
+        self._n_columns += n_columns
+        if permutation is None:
+            self._n_last_columns += n_columns
+        elif permutation.n_last_columns < n_columns:
+            self._n_last_columns = permutation.n_last_columns
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._n_columns
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.tokens is not None:
+            self.tokens.reorder(beam_idx.tolist())
+
+    def reset(self) -> None:
+        self._drop_tokens()
+        self._n_columns = self._n_last_columns = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last columns: -n removes n, and n (before transformers 5.24) keeps the first n.
+
+        Raises NotImplementedError for columns with padding, and for more than the rings of the cache can restore.
+        """
+        n_removed = -tokens_to_remove if tokens_to_remove <= 0 else max(self._n_columns - tokens_to_remove, 0)
+        if not n_removed or self.tokens is None:
+            return
+        if n_removed > self._n_last_columns:
+            raise NotImplementedError(
+                f"{type(self).__name__}.crop: expected at most {self._n_last_columns} columns, which have no padding, got "
+                f"{n_removed}; use a new cache"
+            )
+        self.tokens.crop(n_removed)
+        self._n_columns -= n_removed
+        self._n_last_columns -= n_removed
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise NotImplementedError(f"{type(self).__name__}: a cache cannot be repeated; repeat the prompts instead")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        raise NotImplementedError(
+            f"{type(self).__name__}: the batch size is fixed; create a new cache for another batch size"
+        )
+
+    @property
+    def is_linear(self) -> list[bool]:
+        return [False]  # for all layers, which are not listed: the cache grows with the text
+
+    @property
+    def is_croppable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences; -1 before the first tokens."""
+        return self.tokens.batch if self.tokens else -1
+
+
+class NSALabCache(ColumnCache):
+    """Cache of the sequences being generated: a `Decoder` that grows when it is full."""
+
+    _model: NSATransformer
+
+    def __init__(self, model: NSATransformer) -> None:
+        super().__init__(model)
+        self.decoder: Decoder | None = None
+
+    @property
+    def tokens(self) -> Cache | None:
+        return self.decoder.cache if self.decoder else None
+
+    def _drop_tokens(self) -> None:
+        self.decoder = None
 
     def append(
         self,
@@ -59,64 +148,7 @@ class NSALabCache(TransformersCache):
             self.decoder = Decoder(self._model, max(MIN_CACHE_TOKENS, 2 * n_tokens), len(data))
         elif n_tokens > self.decoder.cache.capacity:
             self.decoder.grow(2 * n_tokens)
-        self._n_columns += n_columns
-        if permutation is None:
-            self._n_last_columns += n_columns
-        elif permutation.n_last_columns < n_columns:
-            self._n_last_columns = permutation.n_last_columns
+        self._add_columns(n_columns, permutation)
         if with_hidden:
             return self.decoder.append_with_hidden(tokens, counts, embeddings=embeddings)
         return self.decoder.append(tokens, counts, embeddings=embeddings), ()
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._n_columns
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.decoder is not None:
-            self.decoder.cache.reorder(beam_idx.tolist())
-
-    def reset(self) -> None:
-        self.decoder, self._n_columns, self._n_last_columns = None, 0, 0
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last columns: -n removes n, and n (before transformers 5.24) keeps the first n.
-
-        Raises NotImplementedError for columns with padding, and for more than the rings of the cache can restore.
-        """
-        n_removed = -tokens_to_remove if tokens_to_remove <= 0 else max(self._n_columns - tokens_to_remove, 0)
-        if not n_removed or self.decoder is None:
-            return
-        if n_removed > self._n_last_columns:
-            raise NotImplementedError(
-                f"NSALabCache.crop: expected at most {self._n_last_columns} columns, which have no padding, got "
-                f"{n_removed}; use a new cache"
-            )
-        self.decoder.crop(n_removed)
-        self._n_columns -= n_removed
-        self._n_last_columns -= n_removed
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        raise NotImplementedError("NSALabCache: a cache cannot be repeated; repeat the prompts instead")
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        raise NotImplementedError("NSALabCache: the batch size is fixed; create a new cache for another batch size")
-
-    @property
-    def is_linear(self) -> list[bool]:
-        return [False]  # for all layers, which are not listed: the cache grows with the text
-
-    @property
-    def is_croppable(self) -> bool:
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
-
-    @property
-    def batch_size(self) -> int:
-        """Number of sequences; -1 before the first tokens."""
-        return self.decoder.cache.batch if self.decoder else -1

@@ -185,7 +185,7 @@ class NSALabModel(SavedWithImport, PreTrainedModel):
         """Return `result`, with the gradient of the weighted selection loss added to its own in training."""
         if self._selection_loss is None or not torch.is_grad_enabled():
             return result
-        return _AddedLoss.apply(result, self.model.auxiliary_loss())
+        return AddedLoss.apply(result, self.model.auxiliary_loss())
 
     def _get_flag(self, value: bool | None, name: str, *, default: bool = False) -> bool:
         """Return an argument of `forward`; None: the value of the configuration."""
@@ -436,7 +436,7 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
         return loss + weighted
 
 
-class _AddedLoss(torch.autograd.Function):
+class AddedLoss(torch.autograd.Function):
     """Return x, and add the gradient of `loss` to the backward pass, as if it were added to a loss computed from x."""
 
     @staticmethod

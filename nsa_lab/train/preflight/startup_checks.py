@@ -196,6 +196,10 @@ def check_initial_loss(context: TrainContext) -> PreflightCheck:
         logits = compute_logits(context.model, inputs.to(context.device), span)
     loss = sum_token_losses(logits, targets.to(context.device)).item() / targets.numel()
     expected = math.log(context.config.model.vocab_size)
+    if context.config.train.initial_weights:
+        return PreflightCheck(
+            "initial_loss", loss < expected, f"{loss:.4f}", f"below {expected:.4f} (ln V): pretrained weights"
+        )
     return PreflightCheck(
         "initial_loss", abs(loss / expected - 1) <= 0.02, f"{loss:.4f}", f"{expected:.4f} (ln V) within 2%"
     )

@@ -1,0 +1,166 @@
+"""Adapter of a converted model: the indexers alone, for shipping them without the weights of the dense model.
+
+adapter.safetensors  weights of the indexers, by their names in the model
+adapter.json         `AdapterInfo`: the dense model, the settings of the conversion, the dtype and the size of the weights
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from nsa_lab.config import ConfigError, NSAConfig
+from nsa_lab.convert.models import ConvertedModel, sparsify
+from nsa_lab.convert.settings import ConversionSettings
+from nsa_lab.runs.atomic_io import write_bytes, write_text
+from nsa_lab.runs.resolve import ADAPTER_INFO
+
+WEIGHTS, INFO = "adapter.safetensors", ADAPTER_INFO
+FORMAT_VERSION = 1
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+MARKER = ".self_attn.indexer."
+# The weights of an indexer depend on these keys. Others differ between the sources of one model.
+_ARCHITECTURE = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+class AdapterInfo(BaseModel):
+    """Contents of `adapter.json`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: int = FORMAT_VERSION
+    base_model: str
+    """Hub id, path or package of the dense model, as in `load_dense`."""
+    base_hash: str
+    """`compute_base_hash` of its configuration."""
+    dtype: str
+    n_bytes: int
+    """Size of `adapter.safetensors`."""
+    sha256: str
+    """Of `adapter.safetensors`."""
+    settings: dict[str, Any]
+    """`ConversionSettings.to_mapping`."""
+
+
+def compute_base_hash(config: PreTrainedConfig) -> str:
+    """Return a hash of the architecture of a dense or converted model: its family, sizes and RoPE."""
+    rope = {key: value for key, value in (config.rope_parameters or {}).items() if value is not None}
+    values = {name: getattr(config, name) for name in _ARCHITECTURE}
+    values |= {"family": config.model_type.removeprefix("nsa_lab_"), "rope": rope}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def save_adapter(model: PreTrainedModel, folder: str | Path, *, base_model: str, dtype: str = "bfloat16") -> AdapterInfo:
+    """Write the indexers of a converted model to `folder`, and return what `adapter.json` contains.
+
+    base_model: where the dense model is found; a Hub id, a folder, a GGUF file or the name of a package.
+    Raises ConfigError for a model that is not converted and for an unknown dtype.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype = {dtype!r}: expected one of {', '.join(DTYPES)}")
+    settings = _get_settings(model)
+    tensors = {name: value.detach().to("cpu", DTYPES[dtype]).contiguous() for name, value in _list_indexer_weights(model)}
+    weights, folder = save(tensors), Path(folder)
+    info = AdapterInfo(
+        base_model=base_model,
+        base_hash=compute_base_hash(model.config),
+        dtype=dtype,
+        n_bytes=len(weights),
+        sha256=hashlib.sha256(weights).hexdigest(),
+        settings=settings.to_mapping(),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_bytes(folder / WEIGHTS, weights)
+    write_text(folder / INFO, info.model_dump_json(indent=2) + "\n")
+    return info
+
+
+def load_adapter(model: Model, folder: str | Path, *, backend: str | None = None) -> Model:
+    """Convert a dense model in place with the settings and indexers in `folder`, and return it.
+
+    backend: as in `NSATransformer`; None: as stored. Raises ConfigError if the folder is not a complete adapter or belongs
+    to another architecture.
+    """
+    info, folder = read_adapter_info(folder), Path(folder)
+    base_hash = compute_base_hash(model.config)
+    if info.base_hash != base_hash:
+        raise ConfigError(
+            f"{folder}: expected a model of the architecture of {info.base_model} (hash {info.base_hash}), got another "
+            f"(hash {base_hash}); load {info.base_model}"
+        )
+    weights = _read_weights(folder, info)
+    settings = info.settings
+    sparsify(model, NSAConfig(**settings["nsa"]), backend=backend or settings["backend"], **settings["indexer"])
+    own = dict(_list_indexer_weights(model))
+    if own.keys() != weights.keys() or any(own[name].shape != value.shape for name, value in weights.items()):
+        raise ConfigError(f"{folder / WEIGHTS}: its weights do not match the settings in {INFO}; download or save it again")
+    with torch.no_grad():
+        for name, value in weights.items():
+            own[name].copy_(value)
+    return model
+
+
+def read_adapter_info(folder: str | Path) -> AdapterInfo:
+    """Return the contents of `adapter.json`. Raises ConfigError if it is missing or invalid."""
+    path = Path(folder) / INFO
+    try:
+        info = AdapterInfo.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror}; expected the folder of an adapter, with {INFO} and {WEIGHTS}"
+        ) from None
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = ".".join(map(str, problem["loc"])) or INFO
+        raise ConfigError(f"{path}: {name}: {problem['msg']}; download or save the adapter again") from None
+    if info.version != FORMAT_VERSION:
+        raise ConfigError(f"{path}: version = {info.version}: expected {FORMAT_VERSION}; install a newer nsa-lab")
+    return info
+
+
+def _read_weights(folder: Path, info: AdapterInfo) -> dict[str, Tensor]:
+    path = folder / WEIGHTS
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; download or save the adapter again") from None
+    if hashlib.sha256(data).hexdigest() != info.sha256:
+        raise ConfigError(
+            f"{path}: expected the {info.n_bytes:,} bytes of {INFO}, got {len(data):,} with another hash; download or save "
+            "the adapter again"
+        )
+    try:
+        return load(data)
+    except SafetensorError as error:
+        raise ConfigError(f"{path}: {error}; download or save the adapter again") from None
+
+
+def _get_settings(model: Any) -> ConversionSettings:
+    if not isinstance(model, ConvertedModel):
+        raise ConfigError(f"model: expected a converted model, got a {type(model).__name__}; call nsa_lab.sparsify first")
+    return model.base_model.conversion
+
+
+def _list_indexer_weights(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+    return [(name, value) for name, value in model.named_parameters() if MARKER in f".{name}"]

@@ -1,0 +1,384 @@
+"""Forward pass of a converted model: hooks around the dense model's own code, and the attention function that it calls.
+
+The modules of the dense model stay as they are. `transformers` projects, normalizes and rotates queries and keys, and
+calls the attention function that is registered under the name in the model's configuration:
+
+    nsa_lab        attention to the selected blocks
+    nsa_lab_dense  attention to all tokens, which an indexer is trained to predict; without a cache
+
+With any other name (`model.set_attn_implementation("sdpa")`) the hooks do nothing, and the model is the dense model again.
+
+    model         begin_model, end_model    collect the selection losses of the layers
+    model.model   begin_pass, end_pass      find documents, move padding to the end of each row, advance the cache
+    self_attn     pass_hidden_states        give the layer's input to the attention function, for the indexer
+
+All state of a pass is in one `ForwardPass`, which `transformers` hands through the keyword arguments of the layers. Hooks
+are functions without state, so a model can be copied and pickled.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.utils.generic import ModelOutput
+
+from nsa_lab.attention import Span, dense_attention, nsa_attention, score_and_select_blocks, selection_loss
+from nsa_lab.attention.compression import compress
+from nsa_lab.attention.layout import Layout
+from nsa_lab.config import UsageError
+from nsa_lab.convert.cache import SparseCache, compute_index_rotary
+from nsa_lab.convert.settings import ConversionSettings
+from nsa_lab.inference.cache import Step
+from nsa_lab.inference.hf.inputs import PaddingPermutation, build_layout, slice_mask
+from nsa_lab.inference.hf.modeling import CACHE_ARGUMENT, IGNORED_LABEL, AddedLoss, NSALabOutput
+from nsa_lab.model import Indexer, ProjectedHeads, Rotary, SparseAttention
+from nsa_lab.model.attention_layers import SelectionInputs, get_layouts
+
+SPARSE, DENSE = "nsa_lab", "nsa_lab_dense"
+PASS, LOSSES, HIDDEN = "nsa_pass", "nsa_losses", "nsa_hidden_states"
+"""Keyword arguments that the hooks add."""
+CACHE_NAMES = ("cache", "past_key_values")
+N_LOSS_QUERIES = 64
+
+
+@dataclass
+class ForwardPass:
+    """A pass of the converted model over the tokens of a batch, without padding at the beginning of a row."""
+
+    settings: ConversionSettings
+    is_dense: bool
+    span: Span | None
+    """Packed documents; None: each row is one document."""
+    layouts: tuple[Layout, ...] | None
+    rotary: Rotary
+    """RoPE tables at the positions of the tokens, [T, R/2]; with a cache, tables of all its positions."""
+    n_columns: int
+    """Number of columns of the input, padding included."""
+    counts: list[int]
+    """Number of tokens per row."""
+    permutation: PaddingPermutation | None
+    cache: SparseCache | None
+    steps: list[Step]
+    losses: dict[int, Tensor] | None
+    """Selection loss by layer; None: not requested."""
+    has_gradients: bool
+    blocks: dict[tuple[int, int], Tensor] = field(default_factory=dict[tuple[int, int], Tensor])
+    """Selected blocks by layer and first column, for layers that have no indexer (`indexer_every`)."""
+
+    def attend(self, attention: nn.Module, heads: ProjectedHeads, hidden: Tensor) -> Tensor:
+        """Return the attention of all heads [B, T, H, D] for the layer's normalized input `hidden` [B, T, C]."""
+        if self.cache is not None:
+            return self._attend_cached(attention, heads, hidden)
+        q, (k,), (v,) = heads.q, heads.keys, heads.values
+        c, index = self.settings.model, cast(Any, attention).layer_idx
+        backends = self.settings.resolve_backends(q.device, q.dtype)
+        layout, selection_layout = (self.layouts[0], self.layouts[-1]) if self.layouts else (None, None)
+        scoring = None
+        if c.scores == "mean_key" or c.has_indexer_in(index):
+            scoring = self._project_selection_inputs(attention, heads, hidden, selection_layout)
+        if self.losses is not None and c.has_indexer and scoring is not None:
+            index_q, index_k, nsa = scoring
+            self.losses[index] = selection_loss(
+                index_q,
+                index_k,
+                k,
+                nsa,
+                attention_q=q,
+                n_queries=N_LOSS_QUERIES,
+                span=self.span,
+                layout=selection_layout,
+            )
+        if self.is_dense:
+            backend = "flash" if self.settings.backend == "flash" else "torch"
+            return dense_attention(q, k, v, backend=backend, span=self.span)
+        if scoring is not None:
+            self.blocks[index, 0] = score_and_select_blocks(
+                *scoring, backend=backends, span=self.span, layout=selection_layout
+            )
+        blocks = self.blocks[index - index % c.indexer_every, 0].to(q.device)
+        inputs = q, None, None, k, v, None, None, None
+        return nsa_attention(*inputs, c.nsa, blocks=blocks, backend=backends, span=self.span, layout=layout)
+
+    def _project_selection_inputs(
+        self, attention: nn.Module, heads: ProjectedHeads, hidden: Tensor, layout: Layout | None
+    ) -> SelectionInputs:
+        """Return queries, keys of blocks, and the configuration of these keys."""
+        c, (k,) = self.settings.model, heads.keys
+        if not c.has_indexer:
+            return heads.q.detach(), compress(k.detach(), c.selection_nsa, span=self.span), c.selection_nsa
+        indexer = cast(Indexer, attention.indexer)
+        rotary = cast(Rotary, tuple(table.to(hidden.device) for table in self.rotary))
+        output = indexer(hidden, rotary)
+        keys = indexer.compress(output.k, rotary, self.span, layout)
+        return output.q, keys.expand(-1, -1, c.n_kv_groups, -1), c.selection_nsa
+
+    @torch.no_grad()
+    def _attend_cached(self, attention: nn.Module, heads: ProjectedHeads, hidden: Tensor) -> Tensor:
+        """Return `attend` for new tokens, and store their keys, values and index keys."""
+        c, index, cache = self.settings.model, cast(Any, attention).layer_idx, cast(SparseCache, self.cache)
+        assert cache.tokens is not None
+        layer = cast(Any, cache.tokens.layers[index])
+        outputs, start = [], 0
+        for step in self.steps:
+            columns = slice(start, start + step.width)
+            q, k, v = (x[:, columns] for x in (heads.q, *heads.keys, *heads.values))
+            view = _CachedAttention(attention, ProjectedHeads(q, (k,), (v,), None), self.settings)
+            inputs = cast(SparseAttention, view), hidden[:, columns], cache.get_rotary(q.device), step.to(q.device)
+            out, blocks = layer.attend(*inputs, self.blocks.get((index - index % c.indexer_every, start)))
+            if c.has_indexer_in(index):
+                self.blocks[index, start] = blocks
+            outputs.append(out)
+            start += step.width
+        return torch.cat(outputs, dim=1).unflatten(-1, (c.n_heads, -1))
+
+
+class _CachedAttention:
+    """A layer's attention as its cache reads it: heads that are projected already, no gates, and the indexer."""
+
+    def __init__(self, attention: nn.Module, heads: ProjectedHeads, settings: ConversionSettings) -> None:
+        self._heads, self.indexer = heads, getattr(attention, "indexer", None)
+        self.backends = settings.resolve_backends(heads.q.device, heads.q.dtype)
+
+    def project_heads(self, *_: object) -> ProjectedHeads:
+        return self._heads
+
+    def compute_gates(self, x: Tensor) -> None:
+        """Return None: a single branch has no gate."""
+
+
+def attend(
+    attention: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
+) -> tuple[Tensor, None]:
+    """Return the attention output [B, T, H, D] of rotated heads [B, H, T, D]; registered with `transformers`."""
+    current = arguments.get(PASS)
+    if not isinstance(current, ForwardPass):
+        raise UsageError(
+            f"{type(attention).__name__}: expected a call by the converted model, got one without its hooks; call the "
+            "model, not its layers"
+        )
+    if current.losses is not None and current.has_gradients and not torch.is_grad_enabled():
+        raise NotImplementedError(
+            "gradient checkpointing with use_reentrant=True: the selection loss would have no gradient; use "
+            'gradient_checkpointing_kwargs={"use_reentrant": False}'
+        )
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return current.attend(attention, ProjectedHeads(q, (k,), (v,), None), arguments[HIDDEN]), None
+
+
+AttentionInterface.register(SPARSE, attend)
+AttentionInterface.register(DENSE, attend)
+
+
+def add_hooks(model: PreTrainedModel, settings: ConversionSettings) -> None:
+    """Register the hooks on a dense model."""
+    base: Any = model.base_model
+    base.conversion = settings
+    model.register_forward_pre_hook(begin_model, with_kwargs=True)
+    model.register_forward_hook(end_model, with_kwargs=True)
+    base.register_forward_pre_hook(begin_pass, with_kwargs=True)
+    base.register_forward_hook(end_pass, with_kwargs=True)
+    for layer in base.layers:
+        layer.self_attn.register_forward_pre_hook(pass_hidden_states, with_kwargs=True)
+
+
+def is_converted(model: Any) -> bool:
+    """Return True unless another attention function was set for the model."""
+    return model.config._attn_implementation in (SPARSE, DENSE)
+
+
+def begin_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Ask the layers for their selection losses in a pass that computes gradients in training mode."""
+    if is_converted(model) and model.training and torch.is_grad_enabled():
+        return args, {**kwargs, LOSSES: {}}
+    return None
+
+
+def end_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Return the output with `aux_loss`, the sum of the selection losses.
+
+    Times its weight it is added to the loss. Without labels, the backward pass of the logits adds its gradient, so a loss
+    that is computed from them trains the indexer too.
+    """
+    if not kwargs.get(LOSSES):
+        return None
+    aux_loss = sum_losses(kwargs[LOSSES])
+    weighted = aux_loss * model.base_model.conversion.model.selection_loss
+    arguments = _bind(model, args, kwargs)
+    is_mapping, has_labels = isinstance(output, ModelOutput), _has_labels(arguments)
+    # The loss comes first in a tuple if there are labels, and otherwise the logits.
+    first = output["loss" if has_labels else "logits"] if is_mapping else output[0]
+    weighted = weighted.to(first.device)
+    first = first + weighted * _compute_label_share(arguments) if has_labels else AddedLoss.apply(first, weighted)
+    if not is_mapping:
+        return (first, *output[1:], aux_loss)
+    return NSALabOutput(**{**output, "loss" if has_labels else "logits": first, "aux_loss": aux_loss})
+
+
+def sum_losses(losses: Mapping[int, Tensor]) -> Tensor:
+    """Return the sum of the layers' selection losses, 0-d, on the device of the last."""
+    values = list(losses.values())
+    return torch.stack([value.to(values[-1].device) for value in values]).sum()
+
+
+def _has_labels(arguments: Mapping[str, Any]) -> bool:
+    return any(arguments.get(name) is not None for name in ("labels", "shift_labels"))
+
+
+def _compute_label_share(arguments: Mapping[str, Any]) -> Tensor | float:
+    """Return this batch's share of the labels, by which a Trainer weighs the losses of micro-batches; 1 without it."""
+    n_labels, shifted, labels = (arguments.get(name) for name in ("num_items_in_batch", "shift_labels", "labels"))
+    if n_labels is None:
+        return 1.0
+    counted = cast(Tensor, shifted if shifted is not None else cast(Tensor, labels)[:, 1:])
+    return (counted != IGNORED_LABEL).sum() / n_labels
+
+
+def begin_pass(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Prepare the pass of the base model: find its documents, and move the tokens of each row before its padding."""
+    if not is_converted(base):
+        return None
+    arguments = _bind(base, args, kwargs)
+    if arguments.get("output_attentions"):
+        raise NotImplementedError(
+            "output_attentions: attention weights are not an output, because no kernel computes their matrix; omit it, or "
+            'use model.set_attn_implementation("eager") for dense attention'
+        )
+    tokens, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
+    inputs = tokens if tokens is not None else embeddings
+    if inputs is None:
+        return None  # transformers reports it
+    n_rows, n_columns = inputs.shape[:2]
+    cache = _get_cache(arguments)
+    mask = arguments.get("attention_mask")
+    if mask is not None:
+        if not isinstance(mask, Tensor):
+            raise ValueError(f"attention_mask: expected a tensor [B, T], got a {type(mask).__name__}")
+        mask = slice_mask(mask, n_rows, n_columns)
+    span = build_layout(inputs, mask, cache is not None or arguments.get("use_cache") is True, arguments)
+    if cache is None and _wants_cache(base, arguments, span):
+        cache = SparseCache(base, base.conversion)
+    if cache is not None and base.config._attn_implementation == DENSE:
+        raise NotImplementedError(
+            f'attention {DENSE!r} has no cache; pass use_cache=False, or use model.set_attn_implementation("sdpa")'
+        )
+    positions = arguments.get("position_ids")
+    if positions is None:
+        first = cache.get_seq_length() if cache is not None else 0
+        positions = torch.arange(first, first + n_columns, device=inputs.device)[None]
+    permutation = None if mask is None else PaddingPermutation(mask)
+    counts = [n_columns] * n_rows
+    if permutation is not None:
+        counts = permutation.counts
+        inputs, positions = permutation.apply(inputs), permutation.apply(positions.expand(n_rows, -1))
+        inputs, positions = inputs[:, : max(counts)], positions[:, : max(counts)]
+    steps = cache.make_steps(counts) if cache is not None else []
+    arguments[PASS] = ForwardPass(
+        settings=base.conversion,
+        is_dense=base.config._attn_implementation == DENSE,
+        span=span,
+        layouts=get_layouts(span, base.conversion.model, inputs.device),
+        rotary=_compute_rotary(base, inputs, span) if cache is None else cache.get_rotary(inputs.device),
+        n_columns=n_columns,
+        counts=counts,
+        permutation=permutation,
+        cache=cache,
+        steps=steps,
+        losses=arguments.get(LOSSES, {} if base.training and torch.is_grad_enabled() else None),
+        has_gradients=torch.is_grad_enabled(),
+    )
+    for name in CACHE_NAMES:
+        arguments.pop(name, None)
+    arguments |= {
+        "input_ids": None if tokens is None else inputs,
+        "inputs_embeds": None if tokens is not None else inputs,
+        "attention_mask": None,
+        "position_ids": positions,
+        "use_cache": cache is not None,
+        CACHE_ARGUMENT: cache,
+    }
+    return (), arguments
+
+
+def _compute_rotary(base: Any, inputs: Tensor, span: Span | None) -> Rotary:
+    length = inputs.shape[1]
+    positions = torch.arange(length, device=inputs.device) if span is None else span.positions(inputs.device)
+    return compute_index_rotary(base, positions)
+
+
+def _get_cache(arguments: Mapping[str, Any]) -> SparseCache | None:
+    given = [arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None]
+    if given and not isinstance(given[0], SparseCache):
+        raise TypeError(
+            f"cache: expected a SparseCache, got a {type(given[0]).__name__}; omit it in the first call with "
+            "use_cache=True, which returns one"
+        )
+    return given[0] if given else None
+
+
+def _wants_cache(base: Any, arguments: Mapping[str, Any], span: Span | None) -> bool:
+    """Return True if a new cache is requested; by the configuration, only for a pass that can have one and may need it."""
+    use_cache = arguments.get("use_cache")
+    if use_cache is None:
+        is_training = base.training and torch.is_grad_enabled()
+        return bool(base.config.use_cache) and span is None and not is_training
+    return bool(use_cache) and not (base.training and getattr(base, "gradient_checkpointing", False))
+
+
+def end_pass(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Advance the cache and return the output with the columns in their original order."""
+    current = kwargs.get(PASS)
+    if not isinstance(current, ForwardPass):
+        return None
+    if current.cache is not None:
+        current.cache.finish(current.counts, current.n_columns, current.permutation)
+    if current.permutation is not None:
+        output = _restore(output, current.permutation, max(current.counts))
+    if current.losses and LOSSES not in kwargs:
+        # The base model was called directly: a loss computed from its output also trains the indexer.
+        output = _add_gradient(output, sum_losses(current.losses) * current.settings.model.selection_loss)
+    return output
+
+
+def _restore(value: Any, permutation: PaddingPermutation, n_columns: int) -> Any:
+    """Return an output with the columns of all its tensors [B, n, ...] in the order of the mask."""
+    if isinstance(value, Tensor):
+        return permutation.restore(value) if value.ndim > 1 and value.shape[1] == n_columns else value
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: _restore(part, permutation, n_columns) for name, part in value.items()})
+    return tuple(_restore(part, permutation, n_columns) for part in value) if isinstance(value, tuple) else value
+
+
+def _add_gradient(output: Any, loss: Tensor) -> Any:
+    if isinstance(output, ModelOutput):
+        output["last_hidden_state"] = AddedLoss.apply(output["last_hidden_state"], loss)
+        return output
+    return (AddedLoss.apply(output[0], loss), *output[1:])
+
+
+def pass_hidden_states(
+    attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Give the layer's normalized input to the attention function."""
+    if PASS not in kwargs:
+        return None
+    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    return args, {**kwargs, HIDDEN: hidden}
+
+
+def _bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call by name."""
+    return {**dict(zip(_list_parameters(type(module)), args, strict=False)), **kwargs}
+
+
+@functools.cache
+def _list_parameters(model_class: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(inspect.signature(model_class.forward).parameters)[1:]

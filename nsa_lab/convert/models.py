@@ -1,0 +1,210 @@
+"""Converted models: `sparsify`, and a class for each family, which loads a converted model that was saved as a whole."""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportUntypedBaseClass=false
+# pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any, TypeVar, Unpack
+
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from nsa_lab.config import ConfigError, NSAConfig
+from nsa_lab.convert.cache import SparseCache
+from nsa_lab.convert.forward_pass import CACHE_NAMES, SPARSE, add_hooks, is_converted
+from nsa_lab.convert.indexer import copy_first_heads, make_indexer
+from nsa_lab.convert.settings import DEFAULT_NSA, ConversionSettings, IndexerOptions, check_dense_config
+from nsa_lab.inference.hf.configuration import SavedWithImport
+from nsa_lab.inference.hf.modeling import CACHE_ARGUMENT
+from nsa_lab.runs.atomic_io import write_text
+
+# File in a saved folder from which `trust_remote_code=True` imports the classes of this package.
+REMOTE_CODE = "nsa_lab_converted.py"
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+def sparsify(
+    model: Model, config: NSAConfig = DEFAULT_NSA, *, backend: str = "auto", **indexer: Unpack[IndexerOptions]
+) -> Model:
+    """Replace the attention of a `transformers` model by attention to selected blocks, in place, and return the model.
+
+    All weights keep their values and names. The first `config.sink_blocks`, the latest `config.local_blocks` and, up to
+    `config.n_sel`, the blocks with the highest scores are attended to in one softmax. If a text has at most n_sel blocks,
+    the logits equal the dense model's.
+
+    model: a causal language model of the families Llama, Mistral, Qwen2 or Qwen3, such as SmolLM2.
+    config: block length and numbers of blocks. `scores`: "indexer" (also None) or "mean_key", which adds no weights.
+    backend: as in `NSATransformer`.
+    indexer: options of `ModelConfig` that start with `indexer_`, and `selection_loss`, the weight of the loss that trains
+        the indexer. Default: one query per group and one key per token and group. The indexer starts with the weights of
+        each group's first query head and of its keys.
+
+    In training mode the output has `aux_loss`, the sum of the layers' selection losses, which is added to the loss of
+    `labels` with its weight. `model.set_attn_implementation("sdpa")` makes the model dense again, and "nsa_lab" sparse.
+
+    Raises ConfigError for a model that is not supported and for options that do not fit it.
+    """
+    dense: Any = model
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"model: expected a causal language model of transformers, got a {type(model).__name__}; convert a model "
+            "before adapters wrap it"
+        )
+    if isinstance(model, ConvertedModel):
+        raise ConfigError(f"model: {type(model).__name__} is converted already; convert a dense model")
+    check_dense_config(dense.config)
+    converted_class = next((cls for cls in CONVERTED_CLASSES if cls.dense_class is type(model)), None)
+    if converted_class is None:
+        expected = ", ".join(cls.dense_class.__name__ for cls in CONVERTED_CLASSES)
+        raise ConfigError(f"model: {type(model).__name__} is not supported; expected one of {expected}")
+    settings = ConversionSettings(dense.config, config, indexer, backend)
+    own_config = copy.deepcopy(dense.config)  # the configuration may be shared with a dense model
+    own_config.__class__ = converted_class.config_class
+    own_config.sparse_attention = settings.to_mapping()
+    own_config.architectures = [converted_class.__name__]
+    own_config._attn_implementation = SPARSE
+    for module in model.modules():
+        if getattr(module, "config", None) is not None:
+            module.config = own_config
+    dense.__class__ = converted_class
+    _add_attention(model, settings)
+    for layer in dense.model.layers:
+        if hasattr(layer.self_attn, "indexer"):
+            copy_first_heads(layer.self_attn, layer.self_attn.indexer, settings.model)
+    return model
+
+
+def _add_attention(model: Any, settings: ConversionSettings) -> None:
+    """Add indexers, with PyTorch's initial weights, and hooks."""
+    for index, layer in enumerate(model.model.layers):
+        if settings.model.has_indexer_in(index):
+            layer.self_attn.indexer = make_indexer(layer.self_attn, settings.model)
+    add_hooks(model, settings)
+
+
+class ConvertedModel(SavedWithImport):
+    """Methods of all converted models. A class for a family lists it before the dense class."""
+
+    dense_class: type[PreTrainedModel]
+    config_class: type[PreTrainedConfig]
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        if not config.sparse_attention:
+            raise ConfigError(
+                f"{type(self).__name__}: expected the configuration of a converted model, with sparse_attention, got one "
+                "without; load the dense model and call nsa_lab.sparsify"
+            )
+        requested = config._attn_implementation
+        dense: Any = super()
+        dense.__init__(config, *args, **kwargs)
+        self.config._attn_implementation = requested or SPARSE
+        _add_attention(self, ConversionSettings.from_mapping(config, config.sparse_attention))
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
+        """Create the cache of `generate`, which assisted generation needs before the first forward pass."""
+        model: Any = self
+        is_given = any(model_kwargs.get(name) is not None for name in CACHE_NAMES)
+        if is_converted(model) and generation_config.use_cache is not False and not is_given:
+            if generation_config.cache_implementation is not None:
+                raise NotImplementedError(
+                    f"cache_implementation = {generation_config.cache_implementation!r}: a converted model has its own "
+                    "cache; omit it"
+                )
+            model_kwargs[CACHE_ARGUMENT] = SparseCache(model.base_model, model.base_model.conversion)
+        dense: Any = super()
+        return dense._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+
+
+class ConvertedConfig(SavedWithImport):
+    """Methods of the configurations of converted models."""
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        """Save the configuration, and the file with which `trust_remote_code=True` imports nsa_lab."""
+        cls = next(cls for cls in CONVERTED_CLASSES if cls.config_class is type(self))
+        names = {"AutoConfig": cls.config_class.__name__, "AutoModelForCausalLM": cls.__name__}
+        self.auto_map = {auto: f"{REMOTE_CODE.removesuffix('.py')}.{name}" for auto, name in names.items()}
+        os.makedirs(save_directory, exist_ok=True)
+        code = f"from nsa_lab.convert.models import {', '.join(names.values())}\n\n__all__ = {list(names.values())}\n"
+        write_text(Path(save_directory) / REMOTE_CODE, code)
+        dense: Any = super()
+        return dense.save_pretrained(save_directory, *args, **kwargs)
+
+
+class SparseLlamaConfig(ConvertedConfig, LlamaConfig):
+    """Configuration of a converted Llama model."""
+
+    model_type = "nsa_lab_llama"
+    sparse_attention: dict[str, Any] | None = None
+
+
+class SparseMistralConfig(ConvertedConfig, MistralConfig):
+    """Configuration of a converted Mistral model."""
+
+    model_type = "nsa_lab_mistral"
+    sparse_attention: dict[str, Any] | None = None
+
+
+class SparseQwen2Config(ConvertedConfig, Qwen2Config):
+    """Configuration of a converted Qwen2 model."""
+
+    model_type = "nsa_lab_qwen2"
+    sparse_attention: dict[str, Any] | None = None
+
+
+class SparseQwen3Config(ConvertedConfig, Qwen3Config):
+    """Configuration of a converted Qwen3 model."""
+
+    model_type = "nsa_lab_qwen3"
+    sparse_attention: dict[str, Any] | None = None
+
+
+class SparseLlamaForCausalLM(ConvertedModel, LlamaForCausalLM):
+    """A Llama model with attention to selected blocks, for example SmolLM2."""
+
+    dense_class, config_class = LlamaForCausalLM, SparseLlamaConfig
+
+
+class SparseMistralForCausalLM(ConvertedModel, MistralForCausalLM):
+    """A Mistral model with attention to selected blocks."""
+
+    dense_class, config_class = MistralForCausalLM, SparseMistralConfig
+
+
+class SparseQwen2ForCausalLM(ConvertedModel, Qwen2ForCausalLM):
+    """A Qwen2 model with attention to selected blocks."""
+
+    dense_class, config_class = Qwen2ForCausalLM, SparseQwen2Config
+
+
+class SparseQwen3ForCausalLM(ConvertedModel, Qwen3ForCausalLM):
+    """A Qwen3 model with attention to selected blocks."""
+
+    dense_class, config_class = Qwen3ForCausalLM, SparseQwen3Config
+
+
+CONVERTED_CLASSES: tuple[Any, ...] = (
+    SparseLlamaForCausalLM,
+    SparseMistralForCausalLM,
+    SparseQwen2ForCausalLM,
+    SparseQwen3ForCausalLM,
+)
+for _class in CONVERTED_CLASSES:
+    AutoConfig.register(_class.config_class.model_type, _class.config_class)
+    AutoModelForCausalLM.register(_class.config_class, _class)

@@ -1,0 +1,165 @@
+"""Pretrained weights in an `NSATransformer`, and its trained indexers in a converted model.
+
+An `NSATransformer` has this project's trainer, evaluation and decoding, which records CUDA graphs. It holds plain Llama
+models: no biases, no norms of queries and keys, no scaled RoPE.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from nsa_lab.config import ConfigError, ModelConfig, NSAConfig
+from nsa_lab.config.model_config import INDEXER_KEYS
+from nsa_lab.convert.models import ConvertedModel, sparsify
+from nsa_lab.convert.settings import DEFAULT_INDEXER, DEFAULT_NSA, check_dense_config
+from nsa_lab.convert.sources import load_dense
+from nsa_lab.inference import load_model
+from nsa_lab.model import NSATransformer, SparseAttention
+from nsa_lab.model.init_weights import init_indexer
+from nsa_lab.runs import directory
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+def describe_model(dense: PreTrainedConfig, nsa: NSAConfig = DEFAULT_NSA, **indexer: Any) -> ModelConfig:
+    """Return the configuration of an `NSATransformer` with the weights of a dense model and the selected branch.
+
+    indexer: as in `sparsify`. Raises ConfigError for a model that an `NSATransformer` cannot hold.
+    """
+    check_dense_config(dense)
+    rope = dense.rope_parameters or {}
+    unsupported = {
+        "attention_bias": getattr(dense, "attention_bias", False) or dense.model_type.endswith("qwen2"),
+        "mlp_bias": getattr(dense, "mlp_bias", False),
+        "norms of queries and keys": dense.model_type.endswith("qwen3"),
+        f"rope_type = {rope.get('rope_type')!r}": rope.get("rope_type", "default") != "default",
+        f"hidden_act = {dense.hidden_act!r}": dense.hidden_act != "silu",
+    }
+    if problem := next((name for name, is_used in unsupported.items() if is_used), None):
+        raise ConfigError(f"{dense.model_type}: NSATransformer has no {problem}; use nsa_lab.sparsify and transformers")
+    if nsa.scores != "mean_key":
+        indexer = {**DEFAULT_INDEXER, **indexer}
+    return ModelConfig(
+        dim=dense.hidden_size,
+        n_layers=dense.num_hidden_layers,
+        n_heads=dense.num_attention_heads,
+        n_kv_groups=dense.num_key_value_heads,
+        d_k=dense.head_dim,
+        d_v=dense.head_dim,
+        vocab_size=dense.vocab_size,
+        branches=("sel",),
+        mlp="gated",
+        mlp_hidden=dense.intermediate_size,
+        rope_theta=rope["rope_theta"],
+        norm_eps=dense.rms_norm_eps,
+        nsa=nsa,
+        **indexer,
+    )
+
+
+@torch.no_grad()
+def copy_weights(dense: PreTrainedModel, model: NSATransformer) -> None:
+    """Copy the weights of a dense or converted model to an `NSATransformer` with the configuration of `describe_model`.
+
+    Indexers start with the weights of the first heads; of a converted model, they are copied. Tied embeddings are copied
+    to the embedding and to the head. Raises ConfigError if the model has another architecture.
+    """
+    c, source = model.config, dense
+    options = {key: getattr(c, key) for key in INDEXER_KEYS if c.has_indexer}
+    options |= {"indexer_block": c.indexer_block, "selection_loss": c.selection_loss} if c.has_indexer else {}
+    expected = describe_model(source.config, c.nsa, **options)
+    differing = [key for key in ModelConfig.model_fields if getattr(expected, key) != getattr(c, key)]
+    if differing:
+        key = differing[0]
+        raise ConfigError(
+            f"model.{key} = {getattr(c, key)}: expected {getattr(expected, key)}, as in the pretrained model; set it, or "
+            "use nsa_lab.convert.describe_model"
+        )
+    base: Any = source.base_model
+    layers: Any = base.layers
+    blocks: Any = model.blocks
+    model.embedding.weight.copy_(base.embed_tokens.weight)
+    for layer, block in zip(layers, blocks, strict=True):
+        attention, own = layer.self_attn, block.attention
+        own.qkv.weight.copy_(torch.cat([x.weight for x in (attention.q_proj, attention.k_proj, attention.v_proj)]))
+        own.out.weight.copy_(attention.o_proj.weight)
+        block.mlp.up.weight.copy_(torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]))
+        block.mlp.down.weight.copy_(layer.mlp.down_proj.weight)
+        block.attention_norm.weight.copy_(layer.input_layernorm.weight)
+        block.mlp_norm.weight.copy_(layer.post_attention_layernorm.weight)
+        if isinstance(own, SparseAttention) and own.indexer is not None:
+            if hasattr(attention, "indexer"):
+                own.indexer.load_state_dict(attention.indexer.state_dict())
+            else:
+                init_indexer(own, own.indexer)
+    model.norm.weight.copy_(base.norm.weight)
+    model.head.weight.copy_(cast(Any, source.get_output_embeddings()).weight)
+
+
+def make_nsa_transformer(
+    dense: PreTrainedModel, nsa: NSAConfig = DEFAULT_NSA, *, backend: str = "auto", **indexer: Any
+) -> NSATransformer:
+    """Return an `NSATransformer` with the weights of a dense model, on its device, in evaluation mode.
+
+    A converted model keeps its settings. The rest as in `describe_model`.
+    """
+    if isinstance(dense, ConvertedModel):
+        own: Any = dense.base_model.conversion
+        nsa, indexer = own.nsa, own.indexer
+    config = describe_model(dense.config, nsa, **indexer)
+    weight = cast(Any, dense.get_input_embeddings()).weight
+    dtype, device = weight.dtype, weight.device
+    model = NSATransformer(config, backend=backend, device=device, dtype=dtype, seed=0)
+    copy_weights(dense, model)
+    return model.to(dtype).eval()
+
+
+def load_initial_weights(model: NSATransformer, source: str | Path) -> None:
+    """Load the weights of a dense model into `model`, whose configuration is that of `describe_model`.
+
+    source: as in `load_dense`, or a dense run of this project. Indexers start with the weights of the first heads. Raises
+    the errors of `load_dense`, or of `load_model` for a run, and ConfigError if the model has another architecture.
+    """
+    if (Path(source) / directory.CONFIG).is_file():
+        _copy_run_weights(load_model(source), model)
+    else:
+        copy_weights(load_dense(source), model)
+
+
+@torch.no_grad()
+def _copy_run_weights(dense: NSATransformer, model: NSATransformer) -> None:
+    """Copy the weights of a dense run. Only the weights of the indexers may be missing in it."""
+    weights, own = dense.state_dict(), model.state_dict()
+    others = {name for name in own if ".indexer." not in name}
+    differing = sorted(
+        name
+        for name in others | weights.keys()
+        if name not in own or name not in weights or own[name].shape != weights[name].shape
+    )
+    if differing:
+        raise ConfigError(
+            f"train.initial_weights: {differing[0]} differs between the run and the model; use the model section of the "
+            "dense run, with branches: [sel] and an indexer"
+        )
+    model.load_state_dict(weights, strict=False)
+    for module in model.modules():
+        if isinstance(module, SparseAttention) and module.indexer is not None:
+            init_indexer(module, module.indexer)
+
+
+def convert_with_trained_indexers(dense: Model, trained: NSATransformer, *, backend: str = "auto") -> Model:
+    """Convert a dense model in place with the settings and indexers of a trained `NSATransformer`, and return it."""
+    c = trained.config
+    options: Any = {key: getattr(c, key) for key in (*INDEXER_KEYS, "indexer_block", "selection_loss") if c.has_indexer}
+    converted: Any = sparsify(dense, c.nsa, backend=backend, **options)
+    blocks: Any = trained.blocks
+    for layer, block in zip(converted.model.layers, blocks, strict=True):
+        if hasattr(layer.self_attn, "indexer"):
+            layer.self_attn.indexer.load_state_dict(block.attention.indexer.state_dict())
+    return converted

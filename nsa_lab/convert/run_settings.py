@@ -1,0 +1,51 @@
+"""Settings of a conversion run that follow from its source: the sizes of the model, its weights and its tokenizer."""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from nsa_lab.config import ConfigError, ModelConfig, NSAConfig, RunConfig
+from nsa_lab.convert.nsa_model import describe_model
+from nsa_lab.convert.sources import load_dense_config, load_fast_tokenizer
+from nsa_lab.runs import directory
+from nsa_lab.runs.atomic_io import write_bytes
+
+# Settings that follow from the weights. The others describe the attention, and the preset sets them.
+_WEIGHT_KEYS = (
+    *("dim", "n_layers", "n_heads", "n_kv_groups", "d_k", "d_v", "vocab_size", "mlp", "mlp_hidden", "rope_theta"),
+    *("norm_eps", "rotary_share", "matching_heads", "embedding_norm", "ngrams", "ngram_rows", "ngram_width"),
+)
+
+
+def describe_source(source: str, folder: Path) -> dict[str, Any]:
+    """Return the settings of a run that converts `source`, by dotted key, for `RunConfig.from_yaml`.
+
+    source: as in `load_initial_weights`. folder: where the tokenizer of a pretrained model is stored. Raises ConfigError
+    for a source that is not found, is not a dense model, or that an `NSATransformer` cannot hold.
+    """
+    if (Path(source) / directory.CONFIG).is_file():
+        run = RunConfig.from_yaml(Path(source) / directory.CONFIG)
+        if run.model.attention != "dense":
+            raise ConfigError(
+                f"{source}: model.attention = {run.model.attention}: expected a dense run; convert a dense model"
+            )
+        return _name_settings(str(Path(source).resolve()), run.model, run.data.tokenizer)
+    model = describe_model(load_dense_config(source), NSAConfig(scores="mean_key"))
+    content = load_fast_tokenizer(source, model.vocab_size)
+    file = folder / ".tokenizers" / f"{hashlib.sha256(content).hexdigest()[:16]}.json"
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(file, content)
+    is_path = Path(source).exists()
+    return _name_settings(str(Path(source).resolve()) if is_path else source, model, str(file.resolve()))
+
+
+def _name_settings(source: str, model: ModelConfig, tokenizer: str) -> dict[str, Any]:
+    values = {f"model.{key}": getattr(model, key) for key in _WEIGHT_KEYS}
+    # Keys of tables that do not exist are refused, even with their defaults.
+    values = {key: value for key, value in values.items() if model.ngrams or not key.startswith("model.ngram")}
+    return {**values, "train.initial_weights": source, "data.tokenizer": tokenizer}

@@ -1,0 +1,119 @@
+"""Conversion as a run: a pretrained model in, a trained indexer out, with checkpoints and events as in every run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_dense_models import make_dense
+from transformers import AutoModelForCausalLM
+
+from nsa_lab import NSAConfig, load_model
+from nsa_lab.config import ConfigError, RunConfig
+from nsa_lab.convert import convert_with_trained_indexers, describe_model, save_adapter
+from nsa_lab.data import Dataset, prepare
+from nsa_lab.runs import events, lifecycle
+from nsa_lab.train.attempt import run
+from nsa_lab.train.build import Builders
+
+ROOT = Path(__file__).parents[2]
+NSA = NSAConfig(l=8, d=8, l_sel=8, n_sel=4, sink_blocks=1, local_blocks=2)
+PLAIN: dict[str, Any] = {
+    "attention_bias": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    "vocab_size": 256,
+    "initializer_range": 0.05,
+    "num_hidden_layers": 2,
+}
+
+
+def make_sections(source: Path, dense: Any, **train: Any) -> dict[str, Any]:
+    model = describe_model(dense.config, NSA).model_dump(exclude={"nsa"})
+    model["branches"] = list(model["branches"])
+    model["silent"], model["indexer_order"] = [], list(model["indexer_order"])
+    return {
+        "name": "conversion",
+        "model": model,
+        "nsa": NSA.model_dump(),
+        "runtime": {"device": "cpu", "heartbeat_s": 60.0},
+        "data": {"source": "local", "path": str(source.parent / "texts"), "val_fraction": 0.3},
+        "train": {
+            "steps": 6,
+            "seq_len": 128,
+            "batch_size": 2,
+            "lr": 0.01,
+            "weight_decay": 0.0,
+            "eval_every": 3,
+            "save_every": 3,
+            "log_every": 1,
+            "initial_weights": str(source),
+            "trainable": "indexer",
+            **train,
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def builders(tmp_path_factory: pytest.TempPathFactory) -> Builders:
+    cache = tmp_path_factory.mktemp("shards")
+
+    def data(*arguments: Any) -> Dataset:
+        return prepare(*arguments, cache=cache)
+
+    return Builders(data=data)
+
+
+def make_pretrained(builders: Builders, config: RunConfig) -> Any:
+    """Return a dense model that has seen some of the run's text: preflight refuses a loss above ln V."""
+    dense = make_dense(**PLAIN)
+    dataset = builders.data(config.data, 256, 128, lambda progress: None, None)
+    tokens = torch.from_numpy(dataset.train.read(0, 16 * 64).astype("int64")).view(16, 64)
+    optimizer = torch.optim.Adam(dense.parameters(), lr=0.01)
+    for _ in range(20):
+        optimizer.zero_grad()
+        dense(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+    return dense
+
+
+@pytest.mark.slow
+def test_a_run_trains_only_the_indexer(builders: Builders, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for index in range(0, len(text), 400):
+        (tmp_path / "texts" / f"{index}.txt").write_text(text[index : index + 800], encoding="utf-8")
+    config = RunConfig.from_dict(make_sections(tmp_path / "dense", make_dense(**PLAIN)))
+    dense = make_pretrained(builders, config)
+    dense.save_pretrained(tmp_path / "dense")
+    run_dir = lifecycle.create_run(config, tmp_path)
+    assert run(run_dir, builders=builders) == 0
+    recorded = events.read_events(run_dir)
+    losses = [event["selection_loss"] for event in recorded if event["kind"] == "step"]
+    assert len(losses) == 6 and losses[-1] < losses[0]
+    assert {event["ok"] for event in recorded if event["kind"] == "preflight"} == {True}
+    trained = load_model(run_dir)
+    converted = convert_with_trained_indexers(AutoModelForCausalLM.from_pretrained(tmp_path / "dense"), trained)
+    before = dense.state_dict()
+    after = converted.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    tokens = torch.randint(256, (1, 60), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(converted(tokens).logits, trained(tokens), atol=1e-4, rtol=1e-4)
+    save_adapter(converted, tmp_path / "adapter", base_model=str(tmp_path / "dense"), dtype="float32")
+    torch.testing.assert_close(load_model(tmp_path / "adapter")(tokens).logits, trained(tokens), atol=1e-4, rtol=1e-4)
+    # A second run continues with everything: its source is the model that the first one trained on.
+    sections = make_sections(tmp_path / "dense", dense, trainable="all", steps=2, save_every=0, eval_every=0)
+    second = lifecycle.create_run(RunConfig.from_dict({**sections, "name": "second"}), tmp_path)
+    assert run(second, builders=builders) == 0
+
+
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    sections = make_sections(tmp_path, make_dense(**PLAIN))
+    without = {key: value for key, value in sections["model"].items() if not key.startswith("indexer_")}
+    without |= {"selection_loss": 0.0}
+    nsa = {**sections["nsa"], "scores": "mean_key"}
+    with pytest.raises(ConfigError, match=r"train\.trainable = indexer"):
+        RunConfig.from_dict({**sections, "model": without, "nsa": nsa})
+    with pytest.raises(ConfigError, match=r"runtime\.parallel"):
+        RunConfig.from_dict({**sections, "runtime": {"parallel": "fsdp"}})

@@ -1,0 +1,62 @@
+"""Settings of a conversion run that follow from its source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_run import make_config, write_checkpoint, write_run
+from safetensors.torch import save
+from tiny_dense_models import FEW, make_dense
+from transformers import PreTrainedTokenizerFast
+
+from nsa_lab import NSATransformer
+from nsa_lab.config import ConfigError, RunConfig
+from nsa_lab.convert import describe_source, load_initial_weights
+
+PLAIN: dict[str, Any] = {"attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+
+
+def save_tokenizer(folder: Path, n_tokens: int) -> None:
+    from tokenizers import Tokenizer, models
+
+    vocabulary = {"<|endoftext|>": 0, **{str(index): index for index in range(1, n_tokens)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|endoftext|>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(folder)
+
+
+def test_a_pretrained_model_gives_sizes_weights_and_tokenizer(tmp_path: Path) -> None:
+    dense = make_dense(**PLAIN)
+    dense.save_pretrained(tmp_path / "dense")
+    save_tokenizer(tmp_path / "dense", 97)
+    settings = describe_source(str(tmp_path / "dense"), tmp_path / "outputs")
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("name: x\nmodel: {branches: [sel], indexer_block: 1, selection_loss: 0.05}\nnsa: {n_sel: 4}\n")
+    config = RunConfig.from_yaml(preset, settings)
+    assert (config.model.dim, config.model.n_heads, config.model.rope_theta) == (48, 6, 500.0)
+    assert Path(config.data.tokenizer).read_bytes()
+    assert describe_source(str(tmp_path / "dense"), tmp_path / "outputs") == settings
+    model = NSATransformer(config.model_at(0), seed=0)
+    load_initial_weights(model, config.train.initial_weights or "")
+    assert torch.equal(model.blocks[1].mlp.down.weight, dense.model.layers[1].mlp.down_proj.weight)
+    save_tokenizer(tmp_path / "dense", 98)
+    with pytest.raises(ConfigError, match="at most 97 tokens, as the model embeds, got 98"):
+        describe_source(str(tmp_path / "dense"), tmp_path / "outputs")
+
+
+def test_a_dense_run_is_a_source(tmp_path: Path) -> None:
+    config = make_config(model__attention="dense")
+    run_dir = write_run(tmp_path, config=config)
+    dense = NSATransformer(config.model, seed=3)
+    write_checkpoint(run_dir, 3, save(dense.state_dict()))
+    settings = describe_source(str(run_dir), tmp_path)
+    sparse = {"attention": "nsa", "branches": ("sel",), "indexer_block": 1, "selection_loss": 0.05, "nsa": FEW}
+    own = {key.removeprefix("model."): value for key, value in settings.items() if key.startswith("model.")}
+    model = NSATransformer(config.model.model_copy(update={**own, **sparse}), seed=0)
+    load_initial_weights(model, settings["train.initial_weights"])
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in dense.state_dict().items())
+    with pytest.raises(ConfigError, match="expected a dense run"):
+        describe_source(str(write_run(tmp_path / "other")), tmp_path)

@@ -1,0 +1,190 @@
+"""Converted models on disk: whole models and adapters. Unsupported models are refused in one line."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from looping import looped
+from tiny_dense_models import ALL, FAMILIES, FEW, make_dense, make_tokens
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from nsa_lab import NSAConfig, load_model, sparsify
+from nsa_lab.config import ConfigError
+from nsa_lab.config.optional_deps import MissingPackage
+from nsa_lab.convert import check_tokenizer, load_adapter, load_dense, read_adapter_info, save_adapter
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_trained(family: str = "Llama", **options: Any) -> Any:
+    """Return a converted model whose indexer has other weights than a new one."""
+    model = sparsify(make_dense(family), FEW, **options)
+    for name, parameter in model.named_parameters():
+        if ".indexer." in name:
+            parameter.data.normal_(std=0.3, generator=torch.Generator().manual_seed(2))
+    return model
+
+
+@looped
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_whole_model_is_saved_and_loaded(family: str, tmp_path: Path) -> None:
+    model, tokens = make_trained(family, indexer_block=2, indexer_order=("pool", "rotate")), make_tokens()
+    model.save_pretrained(tmp_path)
+    for loaded in (type(model).from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)):
+        assert type(loaded) is type(model) and not loaded.training
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    torch.testing.assert_close(dense(tokens).logits, make_dense(family)(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_fresh_process_loads_a_whole_model(tmp_path: Path) -> None:
+    """`trust_remote_code=True` imports nsa_lab; without it, transformers does not load a dense model silently."""
+    model, tokens = make_trained(), make_tokens()
+    model.save_pretrained(tmp_path)
+    torch.save(model(tokens).logits, tmp_path / "logits.pt")
+    code = (
+        "import sys, torch, transformers\n"
+        "folder = sys.argv[1]\n"
+        "try: transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)\n"
+        "except ValueError: pass\n"
+        "else: sys.exit('loaded without nsa_lab')\n"
+        "model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)\n"
+        "tokens = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(0))\n"
+        "assert torch.equal(model(tokens).logits, torch.load(folder + '/logits.pt'))\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=ROOT, timeout=300)
+
+
+def test_an_adapter_is_saved_and_loaded(tmp_path: Path) -> None:
+    model, tokens = make_trained(indexer_keys="shared"), make_tokens()
+    info = save_adapter(model, tmp_path / "adapter", base_model="base", dtype="float32")
+    assert info == read_adapter_info(tmp_path / "adapter")
+    assert info.n_bytes < 1000 + 4 * sum(p.numel() for n, p in model.named_parameters() if ".indexer." in n)
+    loaded = load_adapter(make_dense(), tmp_path / "adapter")
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    make_dense().save_pretrained(tmp_path / "base")
+    loaded = load_model(tmp_path / "adapter", base=tmp_path / "base")
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    assert save_adapter(model, tmp_path / "half", base_model="base").n_bytes < 0.6 * info.n_bytes
+
+
+def test_an_adapter_of_another_model_or_with_damage_is_refused(tmp_path: Path) -> None:
+    save_adapter(make_trained(), tmp_path, base_model="base")
+    for family, options in (("Qwen3", {}), ("Llama", {"num_hidden_layers": 2}), ("Llama", {"rope_parameters": None})):
+        with pytest.raises(ConfigError, match="expected a model of the architecture of base"):
+            load_adapter(make_dense(family, **options), tmp_path)
+    path = tmp_path / "adapter.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match="another hash"):
+        load_adapter(make_dense(), tmp_path)
+    (tmp_path / "adapter.json").write_text('{"version": 1}')
+    with pytest.raises(ConfigError, match="base_model"):
+        read_adapter_info(tmp_path)
+    with pytest.raises(ConfigError, match=r"adapter\.json"):
+        read_adapter_info(tmp_path / "missing")
+
+
+def make_config(**values: Any) -> LlamaForCausalLM:
+    """Return a tiny Llama model whose configuration is then changed."""
+    model = make_dense()
+    for name, value in values.items():
+        setattr(model.config, name, value)
+    return model  # pyright: ignore[reportReturnType]
+
+
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (lambda: torch.nn.Linear(2, 2), {}, "expected a causal language model of transformers, got a Linear"),
+    (lambda: make_config(model_type="gpt2"), {}, "model_type = 'gpt2': expected one of llama"),
+    (lambda: make_config(model_type="gpt_oss"), {}, "sinks"),
+    (lambda: make_config(model_type="deepseek_v3", kv_lora_rank=8), {}, "multi-head latent attention"),
+    (lambda: make_config(model_type="gemma2", attn_logit_softcapping=50.0), {}, "attn_logit_softcapping = 50.0"),
+    (lambda: make_config(sliding_window=16), {}, "sliding_window = 16"),
+    (lambda: make_config(attention_dropout=0.1), {}, "attention_dropout = 0.1"),
+    (lambda: make_config(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), {}, "rope_type = 'dynamic'"),
+    (lambda: make_dense().model, {}, "LlamaModel is not supported"),
+    (lambda: sparsify(make_dense(), FEW), {}, "converted already|expected one of"),
+    (make_dense, {"config": {"n_sel": 4}}, "expected an NSAConfig, got a dict"),
+    (make_dense, {"config": NSAConfig(scores="compressed")}, "nsa.scores"),
+    (make_dense, {"indexer_width": 3}, "indexer_width = 3"),
+    (make_dense, {"indexer_block": 3}, "indexer_block = 3"),
+    (make_dense, {"indexer_blok": 1}, "indexer_blok"),
+    (make_dense, {"backend": "cuda"}, "backend = 'cuda'"),
+    (make_dense, {"config": FEW.model_copy(update={"scores": "mean_key"}), "indexer_block": 1}, "mean_key"),
+]
+
+
+@looped
+@pytest.mark.parametrize(("make", "options", "message"), REFUSED)
+def test_what_cannot_be_converted_is_refused_in_one_line(make: Any, options: dict[str, Any], message: str) -> None:
+    model = make()
+    before = copy.deepcopy(model)
+    with pytest.raises(ConfigError, match=message) as caught:
+        sparsify(model, **options)
+    assert "\n" not in str(caught.value)
+    assert type(model) is type(before) and model.state_dict().keys() == before.state_dict().keys()
+
+
+def test_calls_that_cannot_be_answered_are_refused() -> None:
+    model, tokens = sparsify(make_dense(), FEW), make_tokens()
+    with pytest.raises(NotImplementedError, match="output_attentions"):
+        model(tokens, output_attentions=True)
+    with pytest.raises(ValueError, match=r"masks \[T, T\]"):
+        model(tokens, attention_mask=torch.ones(2, 1, 50, 50))
+    with pytest.raises(NotImplementedError, match="cache_implementation"):
+        model.generate(tokens, cache_implementation="static", max_new_tokens=2)
+    with pytest.raises(TypeError, match="SparseCache"):
+        model(tokens, cache=__import__("transformers").DynamicCache())
+    cache = model(tokens, use_cache=True).cache
+    with pytest.raises(ValueError, match="expected 2 rows"):
+        model(tokens[:1], cache=cache)
+    model.set_attn_implementation("nsa_lab_dense")
+    with pytest.raises(NotImplementedError, match="no cache"):
+        model(tokens, use_cache=True)
+
+
+def test_sources_that_cannot_be_loaded_are_refused(tmp_path: Path) -> None:
+    for source, message in (("no-such-folder", "no such folder"), (tmp_path / "x.gguf", "no such file")):
+        with pytest.raises(ConfigError, match=message):
+            load_dense(source)
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(ConfigError, match="model_type = 'mamba'"):
+        load_dense(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="transformers cannot load it"):
+        load_dense(tmp_path)
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises((ConfigError, MissingPackage)):
+        load_dense(tmp_path / "bad.gguf")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused() -> None:
+    from tokenizers import Tokenizer, models
+
+    def make_tokenizer(n: int) -> PreTrainedTokenizerFast:
+        vocabulary = {str(index): index for index in range(n)}
+        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="0")))
+
+    check_tokenizer(make_tokenizer(97), make_dense())
+    with pytest.raises(ConfigError, match="at most 97 tokens, as the model embeds, got 98"):
+        check_tokenizer(make_tokenizer(98), make_dense())
+
+
+def test_the_class_of_a_family_needs_a_converted_configuration() -> None:
+    from nsa_lab.convert.models import SparseLlamaConfig, SparseLlamaForCausalLM
+
+    with pytest.raises(ConfigError, match="sparse_attention"):
+        SparseLlamaForCausalLM(SparseLlamaConfig(**LlamaConfig().to_dict() | {"num_hidden_layers": 1}))
+
+
+def test_a_text_of_at_most_n_sel_blocks_is_dense() -> None:
+    dense, tokens = make_dense(), make_tokens(1, 64)
+    torch.testing.assert_close(
+        sparsify(copy.deepcopy(dense), ALL)(tokens).logits, dense(tokens).logits, atol=1e-4, rtol=1e-4
+    )

@@ -1,0 +1,29 @@
+"""Mutants of nsa_lab/convert: one planted fault each."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+MUTANTS = [
+    Mutant("convert: documents are not separated", "convert.forward_pass", "        span=span,\n        layouts=", "        span=None,\n        layouts="),
+    Mutant("convert: padding stays before the tokens", "convert.forward_pass", "permutation = None if mask is None else", "permutation = None if mask is not None else"),
+    Mutant("convert: positions are not moved with the tokens", "convert.forward_pass", "permutation.apply(positions.expand(n_rows, -1))", "positions.expand(n_rows, -1)"),
+    Mutant("convert: columns are not moved back", "convert.forward_pass", "return permutation.restore(value) if", "return value if"),
+    Mutant("convert: layers without an indexer use the first blocks", "convert.forward_pass", "self.blocks[index - index % c.indexer_every, 0]", "self.blocks[0, 0]"),
+    Mutant("convert: dense attention in sparse passes", "convert.forward_pass", "        if self.is_dense:\n", "        if True:\n"),
+    Mutant("convert: another attention function keeps the hooks", "convert.forward_pass", "in (SPARSE, DENSE)", "is not None"),
+    Mutant("convert: micro-batches all have the full selection loss", "convert.forward_pass", "weighted * _compute_label_share(arguments) if", "weighted if"),
+    Mutant("convert: a loss of the logits does not train the indexer", "convert.forward_pass", "else AddedLoss.apply(first, weighted)", "else first"),
+    Mutant("convert: a cached chunk starts at the first token", "convert.cache", "start + min(begin, count)", "start"),
+    Mutant("convert: the cache is not advanced", "convert.cache", "self._tokens.advance(counts, width=max(counts))", "pass"),
+    Mutant("convert: RoPE tables of the smaller cache", "convert.cache", "tokens.grow(2 * n_tokens)\n            self._rotary.clear()", "tokens.grow(2 * n_tokens)"),
+    Mutant("convert: queries of the wrong heads", "convert.indexer", "[:, None] * c.heads_per_group", "[:, None]"),
+    Mutant("convert: the bias counts twice", "convert.indexer", "outputs[1:] - outputs[:1]", "outputs[1:]"),
+    Mutant("convert: the configuration is shared", "convert.models", "own_config = copy.deepcopy(dense.config)", "own_config = dense.config"),
+    Mutant("convert: an adapter of another architecture", "convert.adapter", "if info.base_hash != base_hash:", "if False:"),
+    Mutant("convert: damaged weights", "convert.adapter", "if hashlib.sha256(data).hexdigest() != info.sha256:", "if False:"),
+    Mutant("convert: gate and up are swapped", "convert.nsa_model", "[layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]", "[layer.mlp.up_proj.weight, layer.mlp.gate_proj.weight]"),
+    Mutant("convert: trained indexers are not copied", "convert.nsa_model", "own.indexer.load_state_dict(attention.indexer.state_dict())", "init_indexer(own, own.indexer)"),
+    Mutant("convert: sliding windows are converted", "convert.settings", "if getattr(dense, \"sliding_window\", None) is not None and has_window:", "if False:"),
+    Mutant("convert: the trunk is trained", "train.build", "parameter.requires_grad_(\".indexer.\" in name)", "pass"),
+]  # fmt: skip
