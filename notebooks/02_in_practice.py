@@ -26,7 +26,8 @@
 # * what NSA reads in a real text, with hand-made heads and in a trained model,
 # * why the mean of many keys hides a single relevant token, and why training does not correct this,
 # * the three changes that make the selection find facts: an indexer with its own loss, induction-initialized heads,
-#   normalized embeddings.
+#   normalized embeddings,
+# * how several GPUs share one text.
 #
 # **Prerequisites.** Notebook 01.
 #
@@ -47,7 +48,8 @@ import torch
 from torch import Tensor
 
 from nsa_lab import NSAttention, figures, load_model
-from nsa_lab.attention import reference, select_blocks, selection_loss
+from nsa_lab.attention import Span, nsa_attention, reference, select_blocks, selection_loss
+from nsa_lab.attention.context_parallel import ContextShard
 from nsa_lab.config import NSAConfig
 from nsa_lab.workbook import examples
 from nsa_lab.workbook.display import show_figure, show_folded
@@ -362,7 +364,57 @@ explore_query(
 # compressed keys show it only faintly. Where the window (green) overlaps a selected block, both branches read the same
 # tokens.
 #
-# ## 8 · Results
+# ## 8 · Several GPUs share one text
+#
+# A text that is too long for one GPU is divided among *ranks* (processes, one per GPU): *context parallelism*,
+# `runtime.context_parallel`. The text is cut into two chunks per rank, and rank $r$ of $N$ holds chunks $r$ and
+# $2N - 1 - r$, in zigzag order. Queries stay on their rank. Keys and values of all tokens are gathered, because a query
+# may select any block before it.
+#
+# The next cell computes the text of section 2 on four ranks, one after the other. Each rank computes its chunks with the
+# keys before them. The joined outputs equal the outputs of one process.
+
+# %%
+n_ranks, whole_text = 4, Span.full(length)
+shards = [ContextShard(whole_text, rank, n_ranks) for rank in range(n_ranks)]
+gates = torch.full((1, length, text.q.shape[2], 3), 1 / 3, dtype=torch.float64)
+joined = torch.zeros_like(text.q)  # here values are as wide as queries
+owner = torch.zeros(length, dtype=torch.int64)
+for shard in shards:
+    outputs: list[Tensor] = []
+    for piece in shard.pieces:
+        compressed, keys = piece.compressed_rows(whole_text, default_nsa), piece.key_rows
+        cached = (
+            text_k[:, compressed],
+            text_v[:, compressed],
+            *(x[:, keys] for x in (text.k_sel, text.v_sel, text.k_win, text.v_win)),
+        )
+        q_piece, gates_piece = (shard.take(x)[:, piece.query_rows] for x in (text.q, gates))
+        outputs.append(nsa_attention(q_piece, *cached, gates_piece, default_nsa, span=piece.span))
+    joined += shard.place(torch.cat(outputs, dim=1))
+    owner[torch.cat([torch.arange(part.start, part.stop) for part in shard.ranges])] = shard.rank
+inputs = text.q, text_k, text_v, text.k_sel, text.v_sel, text.k_win, text.v_win, gates
+check_equal("outputs of four ranks", joined, nsa_attention(*inputs, default_nsa))
+
+# Tokens that a query of group 1 reads, in selected blocks or in the window, by the rank that holds them.
+queries, keys = torch.arange(length)[:, None], torch.arange(length)
+is_selected = (text_blocks[0, :, 1, :, None] == torch.arange(-(-length // default_nsa.l_sel))).any(1)
+is_read = (is_selected[:, keys // default_nsa.l_sel] | (keys > queries - default_nsa.w)) & (keys <= queries)
+held = torch.nn.functional.one_hot(owner, n_ranks).double()
+n_reads = held.T @ is_read.double() @ held
+show_figure(figures.plot_context_shards(shards, n_reads / n_reads.sum(1, keepdim=True)))
+n_past = torch.bincount(owner, weights=torch.arange(1.0, length + 1))
+for name, counts in (("keys up to the queries", n_past), ("keys that NSA reads", n_reads.sum(1))):
+    print(f"{name}, relative to rank 0: {(counts / counts[0]).round(decimals=2).tolist()}")
+
+# %% [markdown]
+# **What to notice.** Left: a rank holds one early and one late chunk (rank 3: two adjacent ones), so all ranks have the
+# same number of keys up to their queries. In contiguous order, the last rank would have seven times as many as the first.
+# Right: every rank reads keys of all ranks, in nearly equal shares. It therefore gathers all keys. NSA itself reads fewer
+# keys on rank 0, because the first queries have few keys. A query reads at most 1,536 of them, so this difference
+# vanishes in long texts.
+#
+# ## 9 · Results
 #
 # With all three changes, NSA (79.8 M parameters) retrieves the facts at every length of its training, and at twice the
 # longest:

@@ -421,6 +421,12 @@ BENCH: dict[str, tuple[str, list[tuple[str, str, Callable[..., bool]]]]] = {
             ("layers", "--layers 5", lambda *_, layers, **__: layers == 5),
             ("backend", "--backend torch", lambda *_, backend, **__: backend == "torch"),
             ("picture", "--picture {folder}/p.png", lambda *_, picture, **__: picture.name == "p.png"),
+            (
+                "preset",
+                "--preset {params} --preset long_64k_dense",
+                lambda *_, model, baseline, **__: model.attention == "nsa" and baseline.attention == "dense",
+            ),
+            ("device", "", lambda *_, device, **__: device == "cpu"),
         ],
     ),
     "train": (

@@ -154,7 +154,7 @@ def compute_errors(
         errors.append((out[sequence] - exact).abs().max())
         plain_errors.append((_compute_reference(arguments, nsa, span) - exact).abs().max())
     # torch's max propagates NaN; Python's does not.
-    return torch.stack(errors).max().item(), _compute_limit(torch.stack(plain_errors).max().item())
+    return torch.stack(errors).max().item(), compute_limit(torch.stack(plain_errors).max().item())
 
 
 def _read_sequence(inputs: tuple[Tensor, Tensor, LayerCache, Tensor], b: int, nsa: NSAConfig) -> list[Tensor | None]:
@@ -170,7 +170,8 @@ def _read_sequence(inputs: tuple[Tensor, Tensor, LayerCache, Tensor], b: int, ns
     return [q[sequence], *cached, gates[sequence]]
 
 
-def _compute_limit(plain: float) -> float:
+def compute_limit(plain: float) -> float:
+    """Return the allowed error, given the error of plain torch in the same dtype."""
     # The definition computes float32 inputs in float64, with a negligible error; hence the additive term.
     return PARITY_FACTOR * plain + 8 * torch.finfo(torch.float32).eps
 
@@ -184,7 +185,7 @@ def _compute_reference(inputs: Sequence[Tensor | None], nsa: NSAConfig, span: Sp
 def _check_dense(by: str, attend: Callable[..., Tensor], inputs: tuple[Tensor, Tensor, Tensor]) -> Contender:
     q, k, v = (x[-1:] for x in inputs)
     exact = _compute_plain_dense(q.double(), k.double(), v.double())
-    limit = _compute_limit((_compute_plain_dense(q, k, v) - exact).abs().max().item())
+    limit = compute_limit((_compute_plain_dense(q, k, v) - exact).abs().max().item())
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:

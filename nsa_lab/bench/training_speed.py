@@ -10,7 +10,6 @@ import gc
 import itertools
 import statistics
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,9 +18,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from nsa_lab.attention.kernels.kernel_names import get_kernel_part
 from nsa_lab.bench.harness import Benchmark, Output, RowColumn, Setup, make_record, make_table
-from nsa_lab.bench.timing import measure_matmul_flops_per_s, record_kernels
+from nsa_lab.bench.step_breakdown import compute_breakdown
+from nsa_lab.bench.timing import measure_matmul_flops_per_s
 from nsa_lab.config import DataConfig, ModelConfig, NSAConfig, RunConfig, RuntimeConfig, TrainConfig
 from nsa_lab.data import Batch, prepare
 from nsa_lab.train.build import Builders, TrainContext, build_context
@@ -38,14 +37,6 @@ CPU_MODEL = ModelConfig(
     dim=64, n_layers=2, n_heads=4, n_kv_groups=2, d_k=16, d_v=16, nsa=NSAConfig(l=16, d=8, l_sel=16, n_sel=4, w=32)
 )
 KINDS = ("nsa", "dense")
-
-# Part of a step -> substrings of kernel names from other libraries; the first match counts.
-OTHER_KERNELS = {
-    "gemm": ("gemm", "nvjet", "cutlass", "splitk", "matmul", "xmma"),
-    "dense attention": ("flash", "fmha", "sdpa", "attention"),
-    "optimiser": ("adam", "multi_tensor", "foreach", "lpnorm"),
-    "copy": ("memcpy", "memset"),
-}
 
 
 @dataclass
@@ -184,16 +175,9 @@ class _TimedRun:
             self.peak_bytes,
             {part: choice.backend for part, choice in model.backends.items()},
             self.config.runtime.cuda_graph,
-            self._measure_breakdown() if self.parts.device.type == "cuda" else {},
+            compute_breakdown(self.step, self.parts.device),
             _compute_documents_per_row(self.loaded_batches),
         )
-
-    def _measure_breakdown(self, steps: int = 2) -> dict[str, float]:
-        """Return the share of a step's wall time per part, including `idle`."""
-        kernels = record_kernels(lambda: [self.step() for _ in range(steps)], self.parts.device)
-        time_by_part = _sum_time_by_part((classify_kernel(name), start, end) for name, start, end in kernels)
-        total = sum(time_by_part.values())
-        return {part: us / total for part, us in sorted(time_by_part.items(), key=lambda item: -item[1])}
 
 
 def make_bench_config(
@@ -233,28 +217,6 @@ def _move_to_device(batch: Batch, device: torch.device) -> Batch:
     inputs, targets, weights = (x if x is None else x.to(device) for x in batch[:3])
     assert inputs is not None and targets is not None, "a batch has both"
     return Batch(inputs, targets, weights, batch.documents)
-
-
-def classify_kernel(kernel: str) -> str:
-    """Return the part of a step that a kernel belongs to, by its name only: a replayed graph has no operators."""
-    return get_kernel_part(kernel) or next(
-        (part for part, words in OTHER_KERNELS.items() if any(word in kernel.lower() for word in words)), "elementwise"
-    )
-
-
-def _sum_time_by_part(kernels: Iterable[tuple[str, float, float]]) -> dict[str, float]:
-    """Return the time per part, given (part, start, end) of each kernel.
-
-    Concurrent kernels share their time. Time without a kernel is `idle`.
-    """
-    edges = sorted((time, change, part) for part, *ends in kernels for time, change in zip(ends, (1, -1), strict=True))
-    time_by_part, running = defaultdict[str, float](float, idle=0.0), Counter[str]()
-    for (start, change, part), (end, *_) in itertools.pairwise(edges):
-        running[part] += change
-        active = running if running.total() else {"idle": 1}
-        for active_part, count in active.items():
-            time_by_part[active_part] += (end - start) * count / sum(active.values())
-    return dict(time_by_part)
 
 
 Line = tuple[dict[str, Any], dict[str, Any]]

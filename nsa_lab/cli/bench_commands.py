@@ -131,16 +131,48 @@ def bench_decode(
         list[int] | None, typer.Option(min=512, help="Context length in tokens (repeatable) [default: 4096 to 131072]")
     ] = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Batch size (repeatable) [default: 1]")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Number of layers [default: 2; on a GPU 12]")] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Number of layers [default: 2; on a GPU 12; with --preset all]")
+    ] = None,
     backend: Annotated[
         str | None, typer.Option(help="Backend of cached attention: torch or triton [default: torch; on a GPU triton]")
     ] = None,
     picture: Picture = None,
+    preset: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--preset",
+            metavar="NAME",
+            help="Preset or YAML file whose model is timed instead; given twice, the second is the dense baseline "
+            "[default: the same model with dense attention]",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="cuda|cpu", help="Device [default: cuda; without a GPU cpu]")
+    ] = None,
 ) -> None:
-    """Benchmark decode time per token by context length. Times NSA and dense attention after a parity check."""
+    """Benchmark decode time per token by context length.
+
+    Times NSA and dense attention after a parity check, with the bytes that a step reads and a sequence caches.
+    """
+    if len(preset or []) > 2:
+        raise typer.BadParameter(
+            f"expected a model and its baseline, got {len(preset or [])} presets", param_hint="--preset"
+        )
+    models = [resolve.load_config(name, []).model for name in preset or []]
+    device = _resolve_device(device) if device else None
     from nsa_lab.bench.decode_speed import run_decode_bench
 
-    run_decode_bench(length, json_file, batches=batch or (1,), layers=layers, backend=backend, picture=picture)
+    run_decode_bench(
+        length,
+        json_file,
+        batches=batch or (1,),
+        layers=layers,
+        backend=backend,
+        device=device,
+        **dict(zip(("model", "baseline"), models, strict=False)),
+        picture=picture,
+    )
 
 
 @app.command("train")

@@ -15,6 +15,7 @@ from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.runs.resolve import find_params_file
 
 SMOKE = RunConfig.from_yaml(find_params_file("smoke")).model
+DENSE = RunConfig.from_yaml(find_params_file("long_64k_dense")).model
 WIDE = Shape(64, 1, 8, 2, 48, 16)
 
 
@@ -45,12 +46,46 @@ WIDE = Shape(64, 1, 8, 2, 48, 16)
         (
             "decode_speed.run_decode_bench",
             "decode --length 600 --length 700 --batch 2 --batch 3 --layers 5 --backend torch --json {json}",
-            (([600, 700], "{json}"), {"batches": [2, 3], "layers": 5, "backend": "torch", "picture": None}),
+            (
+                ([600, 700], "{json}"),
+                {"batches": [2, 3], "layers": 5, "backend": "torch", "device": None, "picture": None},
+            ),
         ),
         (
             "decode_speed.run_decode_bench",
             "decode --picture {picture}",
-            ((None, None), {"batches": (1,), "layers": None, "backend": None, "picture": "{picture}"}),
+            ((None, None), {"batches": (1,), "layers": None, "backend": None, "device": None, "picture": "{picture}"}),
+        ),
+        (
+            "decode_speed.run_decode_bench",
+            "decode --preset smoke --device cpu",
+            (
+                (None, None),
+                {
+                    "batches": (1,),
+                    "layers": None,
+                    "backend": None,
+                    "device": "cpu",
+                    "model": SMOKE,
+                    "picture": None,
+                },
+            ),
+        ),
+        (
+            "decode_speed.run_decode_bench",
+            "decode --preset smoke --preset long_64k_dense",
+            (
+                (None, None),
+                {
+                    "batches": (1,),
+                    "layers": None,
+                    "backend": None,
+                    "device": None,
+                    "model": SMOKE,
+                    "baseline": DENSE,
+                    "picture": None,
+                },
+            ),
         ),
         (
             "training_speed.run_train_bench",
@@ -99,5 +134,10 @@ def test_gpu_benchmarks_stop_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_
         result = CliRunner().invoke(app, ["bench", *command.split()])
         assert isinstance(result.exception, ConfigError) and "--device cpu" in str(result.exception), command
         assert not result.output
-    result = CliRunner().invoke(app, ["bench", "trainer", "--device", "tpu"])
-    assert "expected cuda or cpu" in str(result.exception)
+    for command in ("trainer", "decode"):
+        result = CliRunner().invoke(app, ["bench", command, "--device", "tpu"])
+        assert "expected cuda or cpu" in str(result.exception)
+    result = CliRunner().invoke(app, ["bench", "decode", "--device", "cuda"])
+    assert isinstance(result.exception, ConfigError) and "no CUDA device" in str(result.exception)
+    result = CliRunner().invoke(app, ["bench", "decode", *3 * ["--preset", "smoke"]])
+    assert result.exit_code == 2 and "got 3 presets" in result.output

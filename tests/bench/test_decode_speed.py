@@ -9,11 +9,16 @@ import pytest
 import torch
 from rich.console import Console
 from torch.nn.attention import SDPBackend
+from typer.testing import CliRunner
 
-from nsa_lab.bench import decode_attention, decode_speed
+from nsa_lab.attention.key_storage import decode_keys
+from nsa_lab.bench import decode_attention, decode_parity, decode_speed
 from nsa_lab.bench.harness import PARITY_FAILED
-from nsa_lab.config import ModelConfig, NSAConfig
+from nsa_lab.cli import app
+from nsa_lab.config import ConfigError, ModelConfig, NSAConfig, RunConfig
 from nsa_lab.inference import kv_cache_size
+from nsa_lab.inference.cache import attention_cache
+from nsa_lab.model import NSATransformer
 
 CONFIG = ModelConfig(dim=24, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, nsa=NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=13))
 
@@ -38,6 +43,7 @@ def test_both_levels_are_checked_timed_compared_and_recorded(tmp_path):
         assert row.of_shortest == row.ms / by_place[level, batch, 97, by].ms
         one = CONFIG.model_copy(update={"n_layers": 1, "attention": by})
         assert row.read_bytes == batch * kv_cache_size.compute_read_bytes(one, tokens, 4)
+        assert row.read_of_dense == row.read_bytes / by_place[level, batch, tokens, "dense"].read_bytes
     assert (tmp_path / "bench.png").stat().st_size > 0
 
 
@@ -161,3 +167,123 @@ def test_the_error_is_that_of_the_worst_sequence():
     out[0] += 1.0
     error, limit = decode_attention.compute_errors(out, inputs, step.nsa, range(3))
     assert error > 0.9 > limit
+
+
+INDEXER = {"selection_loss": 0.05, "indexer_block": 4, "indexer_keys": "shared"}
+FORMS = {
+    "all branches": {},
+    "selected only, fp8 index keys": {"branches": ("sel",), "indexer_dtype": "fp8", "indexer_every": 2, **INDEXER},
+    "shared keys, MXFP4 index keys": {"branches": ("sel", "win"), "shared_kv": True, "indexer_dtype": "mxfp4", **INDEXER},
+    "n-grams, shifted keys": {"branches": ("sel",), "matching_heads": 1, "ngrams": 3, "ngram_rows": 64, **INDEXER},
+}
+
+
+def make_form(name):
+    return ModelConfig.model_validate({**CONFIG.model_dump(), "n_layers": 3, **FORMS[name]})
+
+
+def run_preset(tmp_path, model, *words):
+    """Run `bench decode --preset` on a CPU; return its result and its record, if there is one."""
+    preset, file = tmp_path / "form.yaml", tmp_path / "decode.json"
+    preset.write_text(RunConfig(name="form", model=model).to_yaml())
+    command = [
+        "bench",
+        "decode",
+        "--device",
+        "cpu",
+        "--preset",
+        str(preset),
+        "--length",
+        "600",
+        "--json",
+        str(file),
+        *words,
+    ]
+    result = CliRunner().invoke(app, command)
+    return result, json.loads(file.read_text()) if file.exists() else None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_a_preset_is_timed_with_its_planned_bytes(form, tmp_path):
+    model = make_form(form)
+    result, record = run_preset(tmp_path, model, "--batch", "2")
+    assert result.exit_code == 0, result.output
+    nsa, dense = record["rows"]
+    configs = {"nsa": model, "dense": model.model_copy(update={"attention": "dense"})}
+    for row in (nsa, dense):
+        config = configs[row["by"]]
+        assert row["ms"] > 0 and row["level"] == "model, 3 layers" and record["parity"][row["by"]]["passed"]
+        assert row["read_bytes"] == 2 * kv_cache_size.compute_read_bytes(config, 600, 4)
+        assert row["cached_bytes"] == kv_cache_size.compute_sequence_bytes(config, 600, 4)
+        assert row["read_of_dense"] == row["read_bytes"] / dense["read_bytes"]
+        assert row["cached_of_dense"] == row["cached_bytes"] / dense["cached_bytes"]
+    assert nsa["of_dense"] == nsa["ms"] / dense["ms"]
+    assert record["model"] == json.loads(model.model_dump_json()) and record["baseline"]["attention"] == "dense"
+    assert "cached/dense" in result.output and f"{nsa['cached_of_dense']:.3f}" in result.output
+
+
+@pytest.mark.slow
+def test_the_second_preset_is_the_baseline(tmp_path):
+    baseline = tmp_path / "baseline.yaml"
+    wide = make_form("all branches").model_copy(update={"attention": "dense", "mlp_hidden": 40, "n_layers": 1})
+    baseline.write_text(RunConfig(name="baseline", model=wide).to_yaml())
+    result, record = run_preset(tmp_path, make_form("all branches"), "--preset", str(baseline))
+    assert result.exit_code == 0 and record["baseline"]["mlp_hidden"] == 40, result.output
+    assert {row["level"] for row in record["rows"]} == {"model, 3 and 1 layers"}
+
+
+def test_a_pair_is_sparse_and_dense():
+    sparse = make_form("all branches")
+    dense = sparse.model_copy(update={"attention": "dense"})
+    pair = decode_speed.make_pair(sparse, layers=2)
+    assert [(kind, config.attention, config.n_layers) for kind, config in pair.items()] == [
+        ("nsa", "nsa", 2),
+        ("dense", "dense", 2),
+    ]
+    with pytest.raises(ConfigError, match=r"got model\.attention = dense"):
+        decode_speed.make_pair(dense)
+    with pytest.raises(ConfigError, match=r"expected a baseline with model\.attention = dense, got nsa"):
+        decode_speed.make_pair(sparse, sparse)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_decode_steps_of_a_model_pass_parity(form):
+    for dtype in (torch.float32, torch.bfloat16):
+        model = decode_speed.build_models({"nsa": make_form(form)}, dtype, "cpu")["nsa"]
+        found = decode_parity.check_model_parity(model, "torch")
+        assert found["passed"] and found["error"] > 0, (dtype, found)
+        assert dtype == torch.bfloat16 or found["limit"] < 1e-5
+
+
+@pytest.mark.slow
+def test_a_model_that_fails_parity_gets_no_speed(tmp_path, monkeypatch):
+    honest = attention_cache.attend_and_select
+
+    def with_fault(add_fault):
+        def attend(*given, **options):
+            attended, blocks = honest(*given, **options)
+            add_fault(attended)
+            return attended, blocks
+
+        monkeypatch.setattr(attention_cache, "attend_and_select", attend)
+        return run_preset(tmp_path, make_form("selected only, fp8 index keys"))
+
+    for fault in (lambda x: x[0].add_(1e-3), lambda x: x[1].add_(1e-3), lambda x: x[2].mul_(float("nan"))):
+        result, record = with_fault(fault)
+        nsa, dense = record["rows"]
+        assert nsa["ms"] is None and not record["parity"]["nsa"]["passed"], record["parity"]
+        assert dense["ms"] > 0 and PARITY_FAILED[:13] in result.output
+
+
+def test_random_caches_hold_finite_index_keys():
+    for dtype in ("fp8", "mxfp4"):
+        model = make_form("all branches")
+        config = ModelConfig.model_validate({**model.model_dump(), **INDEXER, "branches": ("sel",), "indexer_dtype": dtype})
+        decoder = decode_speed._make_full_decoder(NSATransformer(config, seed=0), 97, 2, "torch")
+        stored = [x for x in decoder.cache.tensors() if x.dtype.itemsize == 1]
+        assert len(stored) == config.n_layers
+        for keys in stored:
+            decoded = decode_keys(keys, config.index_width, torch.float32)
+            assert decoded.isfinite().all() and decoded.std() > 0.5

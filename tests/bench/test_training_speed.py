@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from torch.profiler import profiler
 from typer.testing import CliRunner
 
-from nsa_lab.bench import loss_curves, timing, training_speed
+from nsa_lab.bench import loss_curves, step_breakdown, timing, training_speed
 from nsa_lab.bench.attention_rows import parse_training_shape
 from nsa_lab.cli import app
 from nsa_lab.config import ModelConfig, NSAConfig, RunConfig
@@ -58,6 +58,18 @@ def test_the_model_of_a_preset_is_measured(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "omit --preset" in result.output
 
 
+@pytest.mark.slow
+def test_every_form_of_sparse_attention_is_measured() -> None:
+    indexer = {"selection_loss": 0.05, "indexer_block": 4, "indexer_keys": "shared", "indexer_every": 2}
+    for form in (
+        {"branches": ("sel",), "indexer_dtype": "fp8", **indexer},
+        {"branches": ("sel", "win"), "shared_kv": True, "indexer_dtype": "mxfp4", **indexer},
+    ):
+        model = ModelConfig.model_validate({**SMALL.model_dump(), **form})
+        (row,) = training_speed.run_train_bench(((64, 2),), steps=1, model=model)["rows"]
+        assert row["ratio"] > 0 and row["nsa"]["flops_6n"] > 0, form
+
+
 def test_plot_has_one_line_per_model_and_batch_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
@@ -96,13 +108,13 @@ def test_unusable_shapes_are_rejected() -> None:
     ],
 )
 def test_kernels_are_classified_by_name(kernel: str, part: str) -> None:
-    assert training_speed.classify_kernel(kernel) == part
+    assert step_breakdown.classify_kernel(kernel) == part
 
 
 def test_concurrent_kernels_share_time_and_gaps_are_idle() -> None:
     kernels = [("gemm", 0.0, 4.0), ("selected", 2.0, 6.0), ("gemm", 5.0, 6.0), ("copy", 8.0, 9.0)]
     expected = {"gemm": 2 + 1 + 0.5, "selected": 1 + 1 + 0.5, "idle": 2.0, "copy": 1.0}
-    assert training_speed._sum_time_by_part(reversed(kernels)) == pytest.approx(expected)
+    assert step_breakdown._sum_time_by_part(reversed(kernels)) == pytest.approx(expected)
 
 
 def test_profiling_a_step_does_not_warn_of_dropped_events(monkeypatch: pytest.MonkeyPatch) -> None:

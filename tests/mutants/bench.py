@@ -85,4 +85,29 @@ MUTANTS = [
         "torch.stack(errors).max()",
         "torch.stack(errors).nan_to_num().max()",
     ),
+    Mutant(
+        "bench decode: NaN logits of a model pass",
+        "bench.decode_parity",
+        "if not pair[0] <= pair[1]",
+        "if pair[0] > pair[1]",
+    ),
+    Mutant(
+        "bench decode: the limit grows with the error",
+        "bench.decode_parity",
+        "_compute_relative_errors(plain, exact)",
+        "_compute_relative_errors(decoded, exact)",
+    ),
+    Mutant("bench decode: a model that fails parity is timed", "bench.decode_speed", "if kind not in failed", ""),
+    Mutant(
+        "bench decode: index keys of few bits stay 0",
+        "bench.decode_speed",
+        "if cached.dtype.itemsize == 1:",
+        "if not cached.dtype.itemsize:",
+    ),
+    Mutant(
+        "bench decode: share of the bytes read as that of the bytes cached",
+        "bench.decode_speed",
+        "row.cached_bytes / baseline.cached_bytes",
+        "row.read_bytes / baseline.read_bytes",
+    ),
 ]

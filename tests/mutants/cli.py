@@ -8,8 +8,8 @@ MUTANTS = [
     Mutant(
         "bench: --layers is ignored",
         "cli.bench_commands",
-        "layers=layers, backend=backend",
-        "layers=None, backend=backend",
+        "layers=layers,",
+        "layers=None,",
     ),
     Mutant(
         "report: --record is ignored",

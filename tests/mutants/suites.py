@@ -207,6 +207,13 @@ OTHERS = {
     ],
     "health.matched_pair": ["tests/health/test_verdicts.py", "tests/health/test_paired_difference.py"],
     "bench.decode_attention": cases("bench/test_decode_speed.py", "nan_gets_no_speed"),
+    "bench.decode_parity": cases("bench/test_decode_speed.py", "a_model_that_fails_parity_gets_no_speed"),
+    "bench.decode_speed": cases(
+        "bench/test_decode_speed.py",
+        "a_preset_is_timed_with_its_planned_bytes",
+        "a_model_that_fails_parity_gets_no_speed",
+        "random_caches_hold_finite_index_keys",
+    ),
     "inference.hf.inputs": cases("inference/test_hf.py", "invalid_masks_and_positions_are_rejected"),
     "inference.hf.exporting": cases(
         "inference/test_hf.py",

@@ -15,7 +15,7 @@ from nbval.plugin import IPyNbCell
 
 PICTURES = {
     "01_branches": 8,
-    "02_in_practice": 4,
+    "02_in_practice": 5,
     "03_kernel_parity": 3,
     "07_does_selection_find": 4,
     "08_decoding": 3,
