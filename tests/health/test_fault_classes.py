@@ -404,7 +404,7 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
     ("a text that is no longer recorded", RECENT, set_fields("eval", 0.5, text=None), "evaluated text", "changes at step"),
     (
         "fewer windows of an unrecorded text",
-        RESUMED,
+        RECENT,
         set_fields("eval", 0.5, windows=8),
         "evaluated text",
         "changes at step",
