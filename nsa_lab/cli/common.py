@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from nsa_lab.runs import directory, lifecycle
+from nsa_lab.runs.text_output import make_printable
 
 ConfigName = Annotated[
     str, typer.Argument(metavar="NAME", help="Preset (a file in params/ without .yaml) or path of a YAML file")
@@ -25,6 +29,14 @@ Outputs = Annotated[
     Path | None, typer.Option("--outputs", metavar="DIR", help="Folder of the run directories [default: outputs/]")
 ]
 Ranks = Annotated[int, typer.Option("--ranks", min=1, help="Number of processes on this host, one per device")]
+
+
+class PlainConsole(Console):
+    """A console of rich that shows the control characters of a text as escapes."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=make_printable(segment.text))
 
 
 def get_exit_code(run_dir: Path, problem: str | None = None) -> int:
@@ -47,7 +59,8 @@ def check_output_file(file: Path | None) -> Path | None:
 def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
     """Print plain text in the encoding of the stream. `typer.echo` would write UTF-8 to a stream that is ASCII."""
     stream = sys.stderr if err else sys.stdout
-    stream.write(f"{text}\n" if nl else str(text))
+    shown = str(text) if nl is False else f"{make_printable(str(text))}\n"
+    stream.write(shown)
     stream.flush()
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
-from nsa_lab.cli.common import Outputs, Run, echo, get_exit_code
+from nsa_lab.cli.common import Outputs, PlainConsole, Run, echo, get_exit_code
 from nsa_lab.config import ConfigError
 from nsa_lab.runs import directory, lifecycle, resolve
 from nsa_lab.runs.directory import RunDirectoryError
@@ -46,7 +45,7 @@ def status(
         )
         echo(dump_json(summary))
         return
-    console = Console()
+    console = PlainConsole()
     if run:
         table, advice = status_table.build_run_table(resolve.find_run(run, folder))
         console.print(table)
@@ -66,7 +65,7 @@ def follow(run: Run, outputs: Outputs = None) -> None:
     from nsa_lab.runs.live_view import watch
 
     try:
-        watch(run_dir, lambda: not lifecycle.is_alive(run_dir), Console())
+        watch(run_dir, lambda: not lifecycle.is_alive(run_dir), PlainConsole())
     except KeyboardInterrupt:
         echo(f"the trainer continues; nsa-lab stop {run_dir.name} stops it")
         return
@@ -85,7 +84,7 @@ def health(
 
     Recorded runs and runs in folders without write permission are only shown.
     """
-    folder, console = resolve.get_outputs_dir(outputs), Console()
+    folder, console = resolve.get_outputs_dir(outputs), PlainConsole()
     # Before numpy is imported, so that a wrong name is refused at once.
     run_dirs = [resolve.find_run(run, folder) for run in runs]
     from nsa_lab.health import examine

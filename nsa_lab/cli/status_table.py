@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from nsa_lab.config import ConfigError, RunConfig
-from nsa_lab.config.errors import describe_os_error
+from nsa_lab.config import RunConfig
 from nsa_lab.health.next_actions import list_advice
 from nsa_lab.health.verdict_file import read_verdict
 from nsa_lab.runs import directory, lifecycle, resolve
-from nsa_lab.runs.directory import RunDirectoryError
+from nsa_lab.runs.directory import READ_ERRORS, RunDirectoryError, describe_read_error
 from nsa_lab.runs.events import get_eval_events, get_step_events, read_last_events
 from nsa_lab.runs.history import History, collect_facts, compute_median_speeds
 from nsa_lab.runs.summary import format_facts
@@ -26,12 +25,6 @@ from nsa_lab.runs.tables import Table, TableColumn
 COLUMNS_WIDTH = 38  # of the columns after the run's id, without the speed
 SPEED_WIDTH = 11
 SPEED_READINGS = 8  # whose median is the speed of a run without a verdict
-MAX_PROBLEM = 300  # characters
-# Errors that a damaged or foreign file can cause. One run must not hide the others.
-READ_ERRORS = (
-    *(RunDirectoryError, ConfigError, OSError, ValueError, TypeError, LookupError, ArithmeticError),
-    *(RecursionError, MemoryError),
-)
 
 
 def summarize_run(run_dir: Path) -> dict[str, Any]:
@@ -60,7 +53,7 @@ def summarize_runs(folder: Path, *, recorded: bool = False) -> list[dict[str, An
         try:
             summaries.append(summarize_run(run_dir))
         except READ_ERRORS as error:
-            summaries.append({"run": run_dir.name, "folder": str(run_dir), "problem": format_problem(error)})
+            summaries.append({"run": run_dir.name, "folder": str(run_dir), "problem": describe_read_error(error)})
     return summaries
 
 
@@ -96,19 +89,12 @@ def render_runs(folder: Path, width: int, *, recorded: bool = False) -> tuple[li
             rows.append([run_dir.name, *_format_row(run_dir, show_speed)])
         except READ_ERRORS as error:
             rows.append([run_dir.name, "?", *[""] * (len(names) - 2)])
-            problems.append(Text(f"{run_dir.name}: {format_problem(error)}", style="yellow", overflow="fold"))
+            problems.append(Text(f"{run_dir.name}: {describe_read_error(error)}", style="yellow", overflow="fold"))
     lines: list[Any] = [Table(columns, rows)] if rows else [Text(f"no runs in {folder}; start one with nsa-lab run smoke")]
     if not recorded and (count := len(list_runs(folder, recorded=True))):
         lines.append(f"{count} recorded runs; list them with nsa-lab status --recorded")
     needed = sum(max(map(len, column)) + 2 for column in zip(names, *rows, strict=True))
     return [*lines, *problems], max(needed, width)
-
-
-def format_problem(error: Exception) -> str:
-    """Return why a run cannot be read, in one line of bounded length."""
-    text = describe_os_error(error) if isinstance(error, OSError) else None
-    text = text or " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= MAX_PROBLEM else f"{text[: MAX_PROBLEM - 3]}..."
 
 
 def _format_row(run_dir: Path, show_speed: bool) -> list[str]:

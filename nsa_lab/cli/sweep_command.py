@@ -11,10 +11,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
-from nsa_lab.cli.common import Outputs, echo
+from nsa_lab.cli.common import Outputs, PlainConsole, echo
 from nsa_lab.config import ConfigError, RunConfig, UsageError
 from nsa_lab.config.optional_deps import MissingPackage
 from nsa_lab.runs import directory, resolve
@@ -114,7 +113,7 @@ def _check_variants(config_by_variant: dict[str, RunConfig]) -> tuple[list[str],
 def _show_plan(sweep: Sweep) -> None:
     from nsa_lab.runs.summary import format_steps
 
-    console = Console()
+    console = PlainConsole()
     console.width = max(console.width, MIN_TABLE_WIDTH)
     run_states = sweep.get_run_states()
     rows = [
@@ -153,7 +152,7 @@ def _show_results(sweep: Sweep, as_json: bool) -> None:
     if as_json:
         echo(dump_json(_build_json(sweep, results)))
         return
-    console = Console()
+    console = PlainConsole()
     console.width = max(console.width, MIN_TABLE_WIDTH)
     columns = ("variant", "runs", "bits per byte", "minus baseline", "repeat std", "parameters", "training", "tokens")
     rows = [

@@ -10,9 +10,8 @@ from types import ModuleType
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from nsa_lab.cli.common import ConfigName, Outputs, Overrides, Ranks, Run, echo, get_exit_code
+from nsa_lab.cli.common import ConfigName, Outputs, Overrides, PlainConsole, Ranks, Run, echo, get_exit_code
 from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.config.optional_deps import MissingPackage, require
 from nsa_lab.runs import directory, lifecycle, resolve
@@ -49,7 +48,7 @@ def run(
         runner = _import_notebook_runner()
     else:
         raise ConfigError("nsa-lab run: give either the NAME of a params file, for example smoke, or --into RUN")
-    console = Console(stderr=True)
+    console = PlainConsole(stderr=True)
     console.print(f"{source.stem} on {run_dir}", highlight=False, soft_wrap=True)
     problem = runner.execute_notebook(source, run_dir, console)
     runner.write_run_report(run_dir, problem, console)

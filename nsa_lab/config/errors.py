@@ -39,6 +39,8 @@ def describe_os_error(error: OSError) -> str | None:
     """
     if isinstance(error, FileNotFoundError) and not has_working_dir():
         return "the working directory was deleted; change to another folder"
+    if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"a file or the output: {os.strerror(error.errno).lower()}; {_REMEDIES[error.errno]}"
     if error.filename is None or error.errno not in _REMEDIES:
         return None
     return f"{os.fsdecode(error.filename)}: {os.strerror(error.errno).lower()}; {_REMEDIES[error.errno]}"

@@ -21,6 +21,7 @@ from nsa_lab.data.errors import DataError
 FORMAT = 1
 SPLITS = ("train", "validation")
 MANIFEST = "manifest.json"
+TOKEN_DTYPES = ("|u1", "<u2", "<u4")
 # Hashing two gigabytes takes seconds. Above this size, only file sizes are checked at startup, and hashes on request.
 MAX_BYTES_HASHED_AT_OPEN = 2 << 30
 
@@ -102,13 +103,30 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     manifest: dict[str, Any] = {}
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        # A FIFO would block the reader.
+        manifest = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         is_intact = manifest["format"] == FORMAT and manifest["identity"] == compute_content_identity(manifest)
-    except (OSError, ValueError, KeyError, TypeError):
+        is_intact = is_intact and _is_consistent(manifest)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         is_intact = False
     if not is_intact:
         raise DataError(f"{path}: damaged or of another format version; delete the folder {folder} to build it again")
     return manifest
+
+
+def _is_consistent(manifest: dict[str, Any]) -> bool:
+    """Return whether the sizes agree with each other and every shard is a file of the folder itself."""
+    width = np.dtype(manifest["dtype"]).itemsize
+    if manifest["dtype"] not in TOKEN_DTYPES or not isinstance(manifest["source"], dict):
+        return False
+    for split in SPLITS:
+        own = manifest["splits"][split]
+        if own["tokens"] != sum(shard["tokens"] for shard in own["shards"]):
+            return False
+        for shard in own["shards"]:
+            if Path(shard["file"]).name != shard["file"] or shard["bytes"] != shard["tokens"] * width:
+                return False
+    return True
 
 
 def compute_content_identity(manifest: dict[str, Any]) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from nsa_lab.config.errors import shorten
 from nsa_lab.health.verdict import Limits, Verdict
+from nsa_lab.runs.checkpoint_files import get_checkpoint_path
 from nsa_lab.runs.event_schema import AttemptEvent
 from nsa_lab.runs.history import History, find_stages
 
@@ -32,6 +36,10 @@ def check_attempts_agree(history: History, limits: Limits) -> Verdict:
                 shown = " and ".join(str(value)[:16] for value in values)
                 text = f"attempts {first['attempt']} and {other['attempt']} differ in {subject}: {shown}"
                 return Verdict(name, False, 1, 0, text)
+        folder, from_step = other.get("checkpoint"), other.get("from_step") or 0
+        if folder is not None and Path(folder).name != get_checkpoint_path(Path(), from_step).name:
+            text = f"attempt {other['attempt']} continues at step {from_step:,}, but from {shorten(folder)}"
+            return Verdict(name, False, 1, 0, text)
         difference, limit = other.get("probe_difference"), limits.probe_difference
         if difference is not None and difference > limit:
             text = f"attempt {other['attempt']} computes other logits for the probe: {difference:.3g} of the largest"
@@ -39,10 +47,11 @@ def check_attempts_agree(history: History, limits: Limits) -> Verdict:
     versions = [_get_versions(event) for event in history.first_events]
     changed = {package for own in versions for package in own if own[package] != versions[0].get(package, own[package])}
     text = f"{len(others) + 1} attempts with the same code, text and model"
-    if changed:
-        return Verdict(
-            name, False, len(changed), 0, f"{text}, but other versions of {', '.join(sorted(changed))}"
-        ).to_warning()
+    notes = [f"other versions of {', '.join(sorted(changed))}"] if changed else []
+    if len({json.dumps(_get_backends(event), sort_keys=True) for event in history.first_events}) > 1:
+        notes.append("other backends")
+    if notes:
+        return Verdict(name, False, len(notes), 0, f"{text}, but {' and '.join(notes)}").to_warning()
     return Verdict(name, True, 0, 0, text)
 
 
@@ -51,6 +60,7 @@ FACTS: dict[str, Any] = {
     "text": lambda event: event.get("data_identity"),
     "parameters": lambda event: event.get("params"),
     "steps": lambda event: event.get("steps"),
+    "work per token": lambda event: event.get("flops_per_token"),
 }
 """What two attempts must share -> its value in their first events; None if it was not recorded."""
 
@@ -60,18 +70,23 @@ def _get_versions(event: AttemptEvent) -> dict[str, Any]:
     return {package: versions[package] for package in COMPARED_PACKAGES if package in versions}
 
 
+def _get_backends(event: AttemptEvent) -> dict[str, Any]:
+    """Return part of attention -> backend."""
+    return {part: choice.get("backend") for part, choice in (event.get("backend") or {}).items()}
+
+
 def check_evaluated_text(history: History, limits: Limits) -> Verdict:
     """Check that all evaluations of a stage are of the same text and the same number of windows.
 
     `train.eval_batches` may change when a run is resumed. Losses before and after cannot be compared, which is a warning.
     """
     name, evaluations = "evaluated text", history.evaluations
-    recorded = evaluations.select(evaluations.has("text"))
+    recorded = evaluations.select(evaluations.has("text") | evaluations.has("windows"))
     if len(recorded) < 2:
         return Verdict(name, None, None, 0, "fewer than two evaluations record their text")
     stages = find_stages(recorded.ints("step"), history.config.train)
     lengths = np.array([stage.seq_len for stage in history.config.train.plan])[stages]
-    sizes = list(zip(recorded.values("text"), recorded.values("windows"), recorded.values("seq_len"), strict=True))
+    sizes = list(zip(*(recorded.values(field) for field in ("text", "windows", "seq_len")), strict=True))
     steps, attempts = recorded.ints("step"), recorded.ints("attempt")
     for index in range(len(recorded)):
         if sizes[index][2] not in (None, lengths[index]):
@@ -86,4 +101,6 @@ def check_evaluated_text(history: History, limits: Limits) -> Verdict:
             if not is_setting:
                 return verdict
             warning = verdict.to_warning()
+    if not warning and not recorded.has("text").any():
+        return Verdict(name, None, None, 0, "fewer than two evaluations record their text")
     return warning or Verdict(name, True, 0, 0, f"the same in all {len(recorded)} evaluations of a length")

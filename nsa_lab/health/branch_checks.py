@@ -57,7 +57,8 @@ def check_gates_moved(history: History, limits: Limits) -> Verdict | None:
             f"gate never changed in {format_layers(frozen)}",
         )
     is_equal = (readings[:, 1:] == readings[:, :-1]).all(axis=0)
-    for stuck, subject in ((is_equal, "gates bitwise equal"), (update == 0, "gate weights unchanged")):
+    is_unchanged = update <= limits.gate_update_least * update.max(axis=0) if len(update) else update == 0
+    for stuck, subject in ((is_equal, "gates bitwise equal"), (is_unchanged, "gate weights unchanged")):
         streak = _compute_longest_streak(stuck)
         if (streak >= limits.gate_constant_readings).any():
             text = (
@@ -201,12 +202,14 @@ def _find_output_problems(values: np.ndarray, limits: Limits) -> list[tuple[Any,
     own, others = (np.maximum(np.median(values, axis=axis, keepdims=True), 1e-30) for axis in (0, 1))
     smallest = np.minimum(values / own, values / others)
     largest = np.maximum(values / own, values / others)
+    faded = values / np.maximum(np.maximum.accumulate(values), 1e-30)
     return [
         (values == 0, 0.0, 0.0, "is 0"),
         (values < limits.branch_least, float(values.min()), limits.branch_least, "vanishes"),
         (smallest < 1 / limits.branch_range, float(smallest.min()), 1 / limits.branch_range, "vanishes"),
         (largest > limits.branch_range, float(largest.max()), limits.branch_range, "explodes"),
         (values > 1 / limits.branch_least, float(values.max()), 1 / limits.branch_least, "explodes"),
+        (faded < limits.branch_fade, float(faded.min()), limits.branch_fade, "fades"),
     ]
 
 

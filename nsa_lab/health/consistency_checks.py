@@ -6,6 +6,7 @@ wrote it, is wrong.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from nsa_lab.config import BRANCHES
 from nsa_lab.health.log_integrity import find_longest_constant
 from nsa_lab.health.verdict import LIMITS, Limits, Verdict
 from nsa_lab.runs import directory
+from nsa_lab.runs.event_schema import EndEvent
 from nsa_lab.runs.event_table import NUMBERS, Events
 from nsa_lab.runs.history import History, find_stages
 
@@ -217,6 +219,27 @@ def _check_selected_keys(history: History) -> Problem | None:
     )
 
 
+def _check_durations(history: History) -> Problem | None:
+    """The duration of an evaluation or a save is at most the time since the start of its attempt."""
+    events = history.events_of_kind("eval", "checkpoint", "compile")
+    if not len(events):
+        return None
+    times, attempts = history.events.numbers("t"), history.events.ints("attempt")
+    starts = {attempt: float(np.nanmin(times[attempts == attempt])) for attempt in np.unique(attempts).tolist()}
+    elapsed = events.numbers("t") - np.array([starts[attempt] for attempt in events.ints("attempt").tolist()])
+    is_wrong = events.numbers("seconds") > elapsed + LIMITS.clock_back_s
+    return Problem(events.ints("step")[is_wrong], "an evaluation or a save takes longer than its attempt")
+
+
+def _check_checkpoint_sizes(history: History) -> Problem | None:
+    """All checkpoints of a run have the same tensors, and at least two bytes per parameter."""
+    saved = history.events_of_kind("checkpoint")
+    sizes = saved.numbers("bytes")
+    n_parameters = max((event.get("params") or 0 for event in history.first_events), default=0)
+    least = max(2.0 * n_parameters, 0.5 * float(np.median(sizes))) if len(sizes) else 0.0
+    return Problem(saved.ints("step")[sizes < least], f"a checkpoint is smaller than {least:,.0f} bytes")
+
+
 RELATIONS: tuple[Callable[[History], Problem | None], ...] = (
     _check_gate_shares,
     _check_gate_entropy,
@@ -230,6 +253,8 @@ RELATIONS: tuple[Callable[[History], Problem | None], ...] = (
     _check_gradient_sum,
     _check_window_losses,
     _check_selected_keys,
+    _check_durations,
+    _check_checkpoint_sizes,
 )
 
 
@@ -309,29 +334,28 @@ def check_layers_differ(history: History, limits: Limits) -> Verdict:
     if n_layers < 2 or not readings:
         return Verdict("layers differ", None, None, 0, "one layer" if n_layers < 2 else "no layer statistics were recorded")
     columns = np.concatenate(readings)
-    first_with: dict[bytes, int] = {}
-    for layer in range(n_layers):
-        first = first_with.setdefault(np.ascontiguousarray(columns[:, layer]).tobytes(), layer)
-        if first != layer:
-            text = f"layers {first} and {layer} are bitwise equal in all {len(columns):,} statistics"
+    # Equal layers have equal sums, so they are neighbors in this order.
+    order = np.argsort(columns.sum(axis=0), kind="stable")
+    for first, second in itertools.pairwise(order.tolist()):
+        if np.allclose(columns[:, first], columns[:, second], rtol=limits.layers_equal, atol=0, equal_nan=True):
+            text = f"layers {min(first, second)} and {max(first, second)} are equal in all {len(columns):,} statistics"
             return Verdict("layers differ", False, 1, 0, text)
-    if problem := _find_equal_statistic(history, n_layers):
+    if problem := _find_equal_statistic(history, n_layers, limits):
         return Verdict("layers differ", False, 1, 0, problem)
     return Verdict("layers differ", True, 0, 0, f"{n_layers} layers, no two with equal statistics")
 
 
-def _find_equal_statistic(history: History, n_layers: int) -> str | None:
-    """Return a text on two layers of which one statistic is bitwise equal in most readings; None if there are none."""
+def _find_equal_statistic(history: History, n_layers: int, limits: Limits) -> str | None:
+    """Return a text on two layers of which one statistic is equal in most readings; None if there are none."""
     for name in DISTINCT_STATISTICS:
         _, values = history.layer_series(name)
         if len(values) < MIN_EQUAL_READINGS or values.shape[1] != n_layers:
             continue
         for layer in np.flatnonzero(np.ptp(values, axis=0) > 0).tolist():
-            share = (values[:, :layer] == values[:, layer : layer + 1]).mean(axis=0)
+            is_equal = np.isclose(values[:, :layer], values[:, layer : layer + 1], rtol=limits.layers_equal, atol=0)
+            share = is_equal.mean(axis=0)
             if layer and share.max() > 0.5:
-                return (
-                    f"{name} of layers {share.argmax()} and {layer} is bitwise equal in {share.max():.0%} of the readings"
-                )
+                return f"{name} of layers {share.argmax()} and {layer} is equal in {share.max():.0%} of the readings"
     return None
 
 
@@ -344,6 +368,8 @@ def check_status_agrees(history: History, limits: Limits) -> Verdict:
     if history.is_alive or not endings:
         return Verdict(name, None, None, 0, "no attempt has ended" if not endings else "a trainer is at work")
     ending = endings[-1]
+    if problem := _find_late_event(history, ending):
+        return Verdict(name, False, 1, 0, problem)
     recorded_status = ending.get("status") or (directory.HALTED if ending["kind"] == "halt" else directory.DONE)
     recorded = {"status": recorded_status, "attempt": attempt, "step": ending["step"], "tokens": ending.get("tokens")}
     recorded["exit_code"] = ending.get("exit_code")
@@ -356,3 +382,15 @@ def check_status_agrees(history: History, limits: Limits) -> Verdict:
     if different:
         return Verdict(name, False, len(different), 0, f"status.json and the last event disagree: {'; '.join(different)}")
     return Verdict(name, True, 0, 0, f"status.json and the last event: {recorded_status} at step {ending['step']:,}")
+
+
+def _find_late_event(history: History, ending: EndEvent) -> str | None:
+    """Return a text on an attempt that ended in two ways, or trained on after its end; None if it did neither."""
+    attempt = ending["attempt"]
+    own = history.events.select(history.events.ints("attempt") == attempt)
+    kinds = {event["kind"] for event in own.of_kind("end", "halt")}
+    if len(kinds) > 1:
+        return f"attempt {attempt} has both ended and halted"
+    last = int(np.flatnonzero(own.is_kind(ending["kind"])).max())
+    late = own.select(np.arange(len(own)) > last).of_kind("step", "eval")
+    return f"attempt {attempt} records step {late[-1]['step']:,} after its end" if late else None

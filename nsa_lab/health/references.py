@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from nsa_lab.config import ConfigError, RunConfig
+from nsa_lab.config import RunConfig
 from nsa_lab.health.matched_pair import check_same_training
 from nsa_lab.health.verdict import Limits
 from nsa_lab.runs import directory, resolve
@@ -55,20 +55,27 @@ def find_references(history: History) -> list[Reference]:
 
 
 def _list_comparable_runs(history: History) -> list[History]:
-    """Return finished runs in the same folder with the same length and evaluated text, newest first."""
+    """Return finished runs in the same folder with the same length and evaluated text, newest first.
+
+    Unreadable runs are left out; they are reported elsewhere.
+    """
     run_dirs = resolve.list_run_dirs(history.run_dir.resolve().parent)
-    runs = [
-        History.read(run) for run in reversed(run_dirs) if run.name != history.run and _is_comparable(run, history.config)
-    ]
-    return [run for run in runs if run.evaluations and not have_different_eval_texts((history, run))]
+    comparable: list[History] = []
+    for run_dir in reversed(run_dirs):
+        if run_dir.name == history.run:
+            continue
+        try:
+            run = History.read(run_dir) if _is_comparable(run_dir, history.config) else None
+            if run and run.evaluations and not have_different_eval_texts((history, run)):
+                comparable.append(run)
+        except directory.READ_ERRORS:
+            continue
+    return comparable
 
 
 def _is_comparable(run_dir: Path, config: RunConfig) -> bool:
-    """Return True if the run is DONE with the same steps and data source. Unreadable runs are reported elsewhere."""
-    try:
-        other = RunConfig.from_yaml(run_dir / directory.CONFIG)
-    except ConfigError:
-        return False
+    """Return True if the run is DONE with the same steps and data source. Raises an error of `directory.READ_ERRORS`."""
+    other = RunConfig.from_yaml(run_dir / directory.CONFIG)
     is_done = directory.read_status(run_dir).get("status") == directory.DONE
     return is_done and (other.train.steps, other.data.source) == (config.train.steps, config.data.source)
 

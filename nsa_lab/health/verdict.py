@@ -67,6 +67,7 @@ class Limits:
     memory_trend_late: float = 0.1  # the same trend over the second half of an attempt (0.04 measured)
     heartbeats: float = 0.5  # minimum fraction of the heartbeats expected in the duration of the last attempt
     clock_back_s: float = 60.0  # tolerance for clocks of two hosts, or a corrected clock
+    layers_equal: float = 1e-6  # relative difference of two layers in every statistic that counts as none
     gate_min_change: float = 0.002  # minimum change of a layer's branch shares or entropy that counts as movement
     gate_even: float = 0.05  # a layer is unspecialized if its branch shares never differ from 1/3 by more than this
     gate_pinned: float = 1e-4  # an entropy this close to ln 3 in every reading means a gate of zeros
@@ -75,6 +76,8 @@ class Limits:
     gate_entropy_failed: float = 0.10  # the same; below it the layer is lost
     gate_share_failed: float = 0.01  # the same for shares
     gate_saturation_failed: float = 0.70  # the same for saturation
+    gate_update_least: float = 1e-6  # minimum change of the gate weights / the largest of the layer (1e-4 measured)
+    branch_fade: float = 0.05  # minimum RMS of a branch's output / the highest before it in the layer (0.27 measured)
     branch_least: float = 1e-3  # minimum RMS of a branch's output (0.17 measured)
     branch_range: float = (
         100.0  # maximum deviation of it from the median of the layer, and of all layers (74 and 48 measured)

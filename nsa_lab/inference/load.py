@@ -50,6 +50,11 @@ def load_model(
     weights = _read_weights(folder, device)
     if mismatch := checkpoint_files.describe_mismatch(folder, weights, model.state_dict()):
         raise NoCheckpoint(mismatch)
+    for name, weight in weights.items():
+        if not weight.is_floating_point():
+            raise NoCheckpoint(
+                f"{folder}: {name}: expected weights of a float type, got {weight.dtype}; use another checkpoint"
+            )
     model.load_state_dict(weights, strict=True)
     return model.to(dtype).eval()
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+MIN_TEMPERATURE = 1e-30  # a smaller divisor is 0 in float32; the result is the same
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -47,7 +49,7 @@ class Sampling:
             floor = logits.topk(self.top_k).values[-1]
             logits = logits.masked_fill(logits < floor, float("-inf"))
         # Subtract the maximum first, so that a small temperature does not overflow.
-        p = ((logits - logits.max()) / self.temperature).softmax(-1)
+        p = ((logits - logits.max()) / max(self.temperature, MIN_TEMPERATURE)).softmax(-1)
         if self.top_p is not None and self.top_p < 1:
             p = _apply_top_p(p, self.top_p)
         return p

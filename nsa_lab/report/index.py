@@ -16,7 +16,7 @@ from nsa_lab.health.verdict_file import read_verdict
 from nsa_lab.report.sanitize import POLICY
 from nsa_lab.runs import directory, resolve
 from nsa_lab.runs.atomic_io import write_text
-from nsa_lab.runs.directory import RunDirectoryError
+from nsa_lab.runs.directory import READ_ERRORS, describe_read_error
 from nsa_lab.runs.history import History, collect_facts
 from nsa_lab.runs.summary import format_duration, format_settings, format_speed
 
@@ -40,14 +40,18 @@ def _summarize_run(run_dir: Path) -> dict[str, Any]:
     page = run_dir / "report.html"
     row = {"run": run_dir.name, "link": f"{run_dir.name}/{page.name}" if page.is_file() else None}
     try:
-        history = History.read(run_dir)
-        run_facts = collect_facts(history)
-    except (RunDirectoryError, ValueError) as error:
-        return row | {"problem": " ".join(str(error).split())[:300]}
+        return row | _collect_columns(run_dir)
+    except READ_ERRORS as error:
+        return row | {"problem": describe_read_error(error)}
+
+
+def _collect_columns(run_dir: Path) -> dict[str, Any]:
+    history = History.read(run_dir)
+    run_facts = collect_facts(history)
     first, last = run_facts.first_validation_bpb, run_facts.last_validation_bpb
     state = history.state
     verdict = read_verdict(history) or {}
-    return row | {
+    return {
         "state": state,
         "verdict": verdict.get("headline", "not checked yet").partition(":")[0],
         "verdict_class": "open"

@@ -16,6 +16,8 @@ import threading
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from nsa_lab.runs.text_output import make_printable
+
 logger = logging.getLogger("nsa_lab.runs")
 
 MAX_FILE_BYTES = 1 << 27  # of a file that is read as a whole
@@ -24,7 +26,7 @@ MAX_FILE_BYTES = 1 << 27  # of a file that is read as a whole
 @functools.lru_cache(maxsize=1024)
 def warn_once(text: str) -> None:
     """Log a warning, once per text, so that a reader that polls every second does not repeat it."""
-    logger.warning("%s", text)
+    logger.warning("%s", make_printable(text))
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -93,7 +95,8 @@ def remove_path(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` in UTF-8, atomically as `write_bytes`."""
-    write_bytes(path, text.encode())
+    # A lone surrogate, from a damaged value or a file name that is not UTF-8, cannot be encoded. JSON reads the escape.
+    write_bytes(path, text.encode(errors="backslashreplace"))
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -122,7 +122,9 @@ def find_problems(checkpoint: Path, *, check_hashes: bool = True) -> list[str]:
         return [f"{MANIFEST} does not match its own digest"]
     # Results depend on the step of the weights: each training stage has its own rope_theta.
     step = manifest.get("step")
-    if isinstance(step, int) and checkpoint.name != get_checkpoint_path(checkpoint.parent, step).name:
+    if type(step) is not int:
+        return [f"{MANIFEST} has no step"]
+    if checkpoint.name != get_checkpoint_path(checkpoint.parent, step).name:
         return [
             f"{MANIFEST} is that of step {step}: rename the folder to {get_checkpoint_path(checkpoint.parent, step).name}"
         ]
@@ -164,11 +166,14 @@ def _get_manifest_files(manifest: Mapping[str, Any]) -> list[tuple[str, Mapping[
 
 
 def _find_file_problem(path: Path, entry: Mapping[str, Any], check_hashes: bool) -> str | None:
-    if not path.is_file():
-        return f"{path.name} is missing"
-    size = path.stat().st_size
-    if size != entry["size"]:
-        return f"{path.name} has {size} bytes, its manifest records {entry['size']}"
-    if not check_hashes or read_manifest_entry(path)["sha256"] == entry["sha256"]:
-        return None
+    try:
+        if not path.is_file():
+            return f"{path.name} is missing"
+        size = path.stat().st_size
+        if size != entry["size"]:
+            return f"{path.name} has {size} bytes, its manifest records {entry['size']}"
+        if not check_hashes or read_manifest_entry(path)["sha256"] == entry["sha256"]:
+            return None
+    except OSError as error:
+        return f"{path.name:.100} cannot be read ({error.strerror})"
     return f"{path.name} does not match its sha256"

@@ -19,7 +19,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nsa_lab.config import UsageError
+from nsa_lab.config import ConfigError, UsageError
+from nsa_lab.config.errors import describe_os_error
 from nsa_lab.runs.atomic_io import is_disk_full, open_regular, overwrite_json, read_json, warn_once, write_json
 
 RUNNING, DONE, HALTED, PREEMPTED = "RUNNING", "DONE", "HALTED", "PREEMPTED"
@@ -44,6 +45,21 @@ MAX_INT = 2**63 - 1
 
 class RunDirectoryError(UsageError, RuntimeError):
     """Raised if a run directory is missing, invalid, of another run, or in use. The message states the remedy."""
+
+
+MAX_PROBLEM = 300  # characters
+# Errors that a damaged or foreign file can cause. One run must not hide the others.
+READ_ERRORS = (
+    *(RunDirectoryError, ConfigError, OSError, ValueError, TypeError, LookupError, ArithmeticError),
+    *(RecursionError, MemoryError),
+)
+
+
+def describe_read_error(error: BaseException) -> str:
+    """Return why a run cannot be read, in one line of bounded length."""
+    text = (describe_os_error(error) or error.strerror) if isinstance(error, OSError) else None
+    text = text or " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= MAX_PROBLEM else f"{text[: MAX_PROBLEM - 3]}..."
 
 
 def is_recorded(run_dir: Path) -> bool:

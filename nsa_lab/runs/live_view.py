@@ -194,7 +194,7 @@ def _print_lines(view: RunView, tail: Tail, is_finished: Callable[[], bool], con
 
 def format_note(event: Event) -> str:
     """Return one line about an event that is not a reading."""
-    kind, prefix = event["kind"], f"{time.strftime('%H:%M:%S', time.localtime(event['t']))}  step {event['step']:,}"
+    kind, prefix = event["kind"], f"{format_time(event['t'])}  step {event['step']:,}"
     format_text = {
         "guard": lambda: f"{event.get('rule')}: {event.get('text', event.get('action'))}",
         "stall": lambda: f"stall in {event.get('phase')} after {event.get('phase_age_s')} s",
@@ -203,6 +203,14 @@ def format_note(event: Event) -> str:
         "signal": lambda: f"{event.get('signal')} while in {event.get('phase')}: {event.get('action')}",
     }.get(kind, lambda: " ".join(filter(None, (kind, event.get("reason")))))
     return f"{prefix}  {' '.join(format_text().split())}"
+
+
+def format_time(seconds: float) -> str:
+    """Return the local time of day; a dash for a time that the clock cannot have."""
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(seconds))
+    except (ValueError, OverflowError, OSError):
+        return "–"
 
 
 def format_clock(seconds: float | None) -> str:

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from typing import Any
 
 from nsa_lab.runs.directory import LOCK, RunDirectoryError
 
+MAX_SIGNATURE = 1 << 16  # bytes
 ANOTHER_TRAINER = "{folder}: another trainer is using this run ({owner}); attach to it or stop it first"
 
 
@@ -40,7 +42,8 @@ def take_lock(run_dir: Path) -> int | None:
     Raises `RunDirectoryError` if this user may not write to the run.
     """
     try:
-        descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # The file is emptied, so it must not be a link to another one.
+        descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     except OSError as error:
         reason = (error.strerror or "").lower()
         raise RunDirectoryError(
@@ -53,10 +56,22 @@ def take_lock(run_dir: Path) -> int | None:
             # `lock_owner` briefly takes a shared lock; retry.
             time.sleep(0.01)
             continue
+        if not _is_lock_file(descriptor):
+            os.close(descriptor)
+            raise RunDirectoryError(f"{run_dir / LOCK}: expected the lock of a trainer, got another file; move it away")
         os.ftruncate(descriptor, 0)
         return descriptor
     os.close(descriptor)
     return None
+
+
+def _is_lock_file(descriptor: int) -> bool:
+    """Return whether an open file is empty or was written by `sign_lock`; a hard link can lead to any other file."""
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return False
+    text = os.pread(descriptor, MAX_SIGNATURE + 1, 0)
+    # After a power failure, the content may be missing.
+    return len(text) <= MAX_SIGNATURE and (not text.strip(b"\0") or (text.startswith(b"{") and b'"pid"' in text))
 
 
 def sign_lock(descriptor: int, pid: int, ranks: Sequence[int] = ()) -> None:
@@ -83,7 +98,7 @@ def lock_owner(run_dir: str | Path) -> dict[str, Any] | None:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return None
     except BlockingIOError:
-        text = os.pread(descriptor, 1 << 16, 0)
+        text = os.pread(descriptor, MAX_SIGNATURE, 0)
     finally:
         os.close(descriptor)
     try:

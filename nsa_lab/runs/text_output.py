@@ -15,6 +15,15 @@ REPLACEMENTS = {
 }  # fmt: skip
 
 
+# Control characters except tab and line feed: a recorded value must not move the cursor or change the terminal.
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
+
+def make_printable(text: str) -> str:
+    """Return text with control characters as escapes, such as `\\x1b`."""
+    return text.translate(_CONTROL)
+
+
 def allow_any_text() -> None:
     """Make stdout and stderr accept every text, whatever their encoding."""
     codecs.register_error(ERROR_HANDLER, _replace)

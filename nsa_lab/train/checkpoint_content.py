@@ -35,6 +35,7 @@ _STATE_TYPES: dict[str, type] = {
     **dict.fromkeys(("data_identity", "device"), str),
     **dict.fromkeys(("step", "threads", "ranks"), int),
 }
+_WEIGHT_TYPE = "F32"  # of the weights that are trained, at every precision
 _FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -89,8 +90,8 @@ def _check_state(path: Path) -> None:
 
 def _check_weights(path: Path) -> None:
     for name, (dtype, shape) in _read_header(path).items():
-        if dtype not in _FLOAT_TYPES or 0 in shape:
-            raise ContentError(f"{name}: expected weights of a float type, got {dtype} {shape}")
+        if dtype != _WEIGHT_TYPE or 0 in shape:
+            raise ContentError(f"{name}: expected weights of type {_WEIGHT_TYPE}, got {dtype} {shape}")
 
 
 def _read_header(path: Path) -> dict[str, tuple[str, list[int]]]:
@@ -113,7 +114,11 @@ def _check_optimizer(path: Path) -> None:
     for name, moments in _get_mapping(content, "moments").items():
         for key, moment in _get_mapping(content["moments"], name).items():
             # Names that the weights do not have are those of another model, which `describe_mismatch` explains.
-            if not isinstance(moment, Tensor) or (moment.ndim and list(moment.shape) != shapes.get(name, [*moment.shape])):
+            if (
+                not isinstance(moment, Tensor)
+                or not moment.is_floating_point()
+                or (moment.ndim and list(moment.shape) != shapes.get(name, [*moment.shape]))
+            ):
                 raise ContentError(f"{name}.{key}: expected a moment of shape {shapes.get(name)}, got {moment!r:.60}")
         if not moments:
             raise ContentError(f"{name} has no moments")

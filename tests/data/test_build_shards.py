@@ -597,3 +597,26 @@ def test_progress_reports_rate_and_remaining_time(monkeypatch: pytest.MonkeyPatc
     fields = told.take_report()
     assert fields["bytes_per_s"] == 100_000 and fields["left_s"] == 30.0
     assert format_fill_progress(fields) == "filling: 200 documents, 2.0 MB, 0.1 MB/s, 30 s left"
+
+
+def test_signed_manifest_that_lies_is_refused(tmp_path: Path) -> None:
+    from nsa_lab.data.shards import MANIFEST, compute_content_identity
+
+    for number in range(6):
+        (tmp_path / f"{number}.txt").write_text(f"document {number} " * 400)
+    data = DataConfig(source="local", path=str(tmp_path), val_fraction=0.3)
+    prepare(data, 256, 32, cache=tmp_path / "cache")
+    path = next((tmp_path / "cache").glob(f"*/{MANIFEST}"))
+    intact = path.read_text()
+    lies = [{"dtype": dtype} for dtype in ("O", "<u4", "<f2", 7)] + [{"source": None}]
+    lies += [{"file": "../other.bin"}, {"file": None}, {"bytes": None}, {"bytes": 1}, {"tokens": 10**9}]
+    for lie in lies:
+        manifest = json.loads(intact)
+        target = manifest if lie.keys() & manifest.keys() else manifest["splits"]["train"]["shards"][0]
+        target.update(lie)
+        path.write_text(json.dumps({**manifest, "identity": compute_content_identity(manifest)}))
+        with pytest.raises(DataError, match="damaged"):
+            prepare(data, 256, 32, cache=tmp_path / "cache")
+    path.write_text("[" * 200_000)
+    with pytest.raises(DataError, match="damaged"):
+        prepare(data, 256, 32, cache=tmp_path / "cache")

@@ -228,6 +228,33 @@ def break_shares(event: Event) -> None:
         event["gate_share_cmp"] = [value + 0.05 for value in event["gate_share_cmp"]]
 
 
+def copy_layer_nearly(events: list[Event]) -> None:
+    for event in select(events, "step", -1, 1):
+        for values in event.values():
+            if isinstance(values, list) and len(values) > 1:
+                values[1] = values[0] * (1 + 1e-8 * event["step"] / 10_500)
+
+
+def add_halt(events: list[Event]) -> None:
+    events.insert(-1, {**events[-1], "kind": "halt", "status": "HALTED", "exit_code": 3, "reason": "a spike"})
+
+
+def end_early(events: list[Event]) -> None:
+    events.insert(-40, {**events.pop(), "t": events[-40]["t"]})
+
+
+def fade(name: str, layer: int) -> Edit:
+    """Return an edit that lets a statistic of a layer fall to a hundredth, evenly over the run."""
+
+    def edit(events: list[Event]) -> None:
+        end = max(event["step"] for event in events)
+        for event in select(events, "step", -1, 1):
+            if name in event:
+                event[name][layer] *= 100 ** (-event["step"] / end)
+
+    return edit
+
+
 # Class, record, edit, the check that must fail, part of its text.
 EDITS: list[tuple[str, str, Edit, str, str]] = [
     ("equal speeds", RECENT, freeze("step", "tokens_per_s", "dt_s"), "repeated values", "is bitwise equal in"),
@@ -373,6 +400,41 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
         "layers differ",
         "gate_entropy of layers 2 and 3",
     ),
+    ("nearly equal layers", RECENT, copy_layer_nearly, "layers differ", "layers 0 and 1"),
+    ("a text that is no longer recorded", RECENT, set_fields("eval", 0.5, text=None), "evaluated text", "changes at step"),
+    (
+        "fewer windows of an unrecorded text",
+        RECENT,
+        set_fields("eval", 0.5, windows=8),
+        "evaluated text",
+        "changes at step",
+    ),
+    (
+        "another checkpoint",
+        RESUMED,
+        set_fields("resume", checkpoint="step-00005000"),
+        "attempts agree",
+        "but from step-000",
+    ),
+    (
+        "other work",
+        RESUMED,
+        set_fields("resume", flops_per_token={"nsa": 1.0}),
+        "attempts agree",
+        "differ in work per token",
+    ),
+    ("a halt before the end", RECENT, add_halt, "status agrees", "both ended and halted"),
+    ("steps after the end", RECENT, end_early, "status agrees", "after its end"),
+    ("a branch that fades", RECENT, fade("norm_cmp", layer=2), "branch outputs", "fades in layer 2"),
+    ("gate weights that hardly change", RECENT, scale(1e-8, "gate_update", last=1.0), "gates moved", "weights unchanged"),
+    (
+        "a small checkpoint",
+        RECENT,
+        set_fields("checkpoint", 0.9, bytes=1000),
+        "consistent numbers",
+        "checkpoint is smaller",
+    ),
+    ("a long evaluation", RECENT, set_fields("eval", 0.5, seconds=1e5), "consistent numbers", "takes longer than"),
     ("noise", RECENT, add_entropies(1.0, 0.95), "learned structure", "or the text is noise"),
 ]
 

@@ -91,3 +91,9 @@ def test_non_finite_logits_raise(value: float, temperature: float) -> None:
 def test_top_k_of_all_but_one_token_excludes_the_least_likely() -> None:
     logits = torch.tensor([0.0, 2.0, -1.0, 1.0])
     assert Sampling(1.0, top_k=3).compute_probabilities(logits).gt(0).tolist() == [True, True, False, True]
+
+
+def test_tiny_temperatures_select_the_most_likely_token() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0])
+    for temperature in (5e-324, 1e-300, 1e-45, 1e-38, 1e-6):
+        assert Sampling(temperature).compute_probabilities(logits).tolist() == [0.0, 1.0, 0.0], temperature

@@ -15,8 +15,11 @@ from typer.testing import CliRunner
 from nsa_lab import cli
 from nsa_lab.cli import status_table
 from nsa_lab.config import ConfigError
+from nsa_lab.health.references import find_references
 from nsa_lab.health.verdict_file import write_verdict
+from nsa_lab.report.index import write_index
 from nsa_lab.runs import directory, events
+from nsa_lab.runs.atomic_io import write_text
 from nsa_lab.runs.history import History
 
 Break = Callable[[Path], None]
@@ -201,3 +204,37 @@ def test_numbers_from_the_end_of_a_record_equal_those_of_all(tmp_path: Path) -> 
             patch.setattr(events, "TAIL_BYTES", size)
             assert list(events._read_lines_backwards(tmp_path / "lines", 1000)) == [b"c", b"b" * 3, b"a" * 30]
             assert list(events._read_lines_backwards(tmp_path / "lines", 6)) == [b"c", b"b" * 3]
+
+
+def test_report_of_a_good_run_beside_bad_ones(tmp_path: Path) -> None:
+    """Neither the references of a run nor the index of runs depend on a run that cannot be read."""
+    good = fake_run.write_run(tmp_path)
+    for number, name in enumerate((directory.EVENTS, directory.STATUS)):
+        bad = tmp_path / f"bad-20260101T00000{number}Z-aaaa"
+        shutil.copytree(good, bad)
+        put_fifo(name)(bad)
+    late = tmp_path / "late-20260101T000009Z-aaaa"
+    shutil.copytree(good, late)
+    lines = (good / directory.EVENTS).read_text().splitlines()
+    (late / directory.EVENTS).write_text("".join(json.dumps({**json.loads(line), "t": 1e300}) + "\n" for line in lines))
+    find_references(History.read(good))
+    page = write_index(tmp_path).read_text()
+    assert all(run_dir.name in page for run_dir in tmp_path.iterdir() if run_dir.is_dir())
+    assert "expected a regular file" in page
+
+
+def test_values_do_not_control_the_terminal(tmp_path: Path) -> None:
+    run_dir = fake_run.write_run(tmp_path)
+    status = json.loads((run_dir / directory.STATUS).read_text())
+    (run_dir / directory.STATUS).write_text(json.dumps({**status, "status": "HALTED", "reason": "\x1b[2J\x9b"}))
+    for command in ("status", "health"):
+        result = CliRunner().invoke(cli.app, [command, str(run_dir), "--outputs", str(tmp_path)])
+        assert result.exception is None or isinstance(result.exception, SystemExit), command
+        assert "\x1b" not in result.output and "\x9b" not in result.output and "\\x1b[2J" in result.output, command
+
+
+def test_lone_surrogates_can_be_written(tmp_path: Path) -> None:
+    """They come from damaged values and from names of files that are not UTF-8."""
+    path = tmp_path / directory.VERDICT
+    write_text(path, json.dumps({"reason": "\ud800 \udcff"}, ensure_ascii=False))
+    assert json.loads(path.read_text()) == {"reason": "\ud800 \udcff"}

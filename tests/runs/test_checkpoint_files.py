@@ -117,3 +117,18 @@ def test_mismatch_names_missing_weights_and_shapes(tmp_path: Path) -> None:
     assert message and "a has shape [2, 3], the model needs [3, 2]" in message and "config.yaml" in message
     message = checkpoint_files.describe_mismatch(tmp_path, saved, {"a": torch.ones(2, 3)})
     assert message and "it has b" in message
+
+
+def test_signed_manifests_that_cannot_be_used(tmp_path: Path) -> None:
+    from nsa_lab.runs.checkpoint_files import compute_digest, find_problems, make_manifest_entry
+
+    folder = tmp_path / "step-00000010"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    files = {"model.safetensors": make_manifest_entry(b"weights")}
+    entry = files["model.safetensors"]
+    bad = [{"files": files}, *({"step": step, "files": files} for step in ("10", True, None, 10.0))]
+    bad += [{"step": 10, "files": {**files, name: entry}} for name in ("a" * 5000, "a\0b", "..", "\ud800", "")]
+    for index, manifest in enumerate([{"step": 10, "files": files}, *bad]):
+        (folder / "MANIFEST.json").write_text(json.dumps({**manifest, "digest": compute_digest(manifest)}))
+        assert bool(find_problems(folder)) == (index > 0), manifest

@@ -142,3 +142,23 @@ def test_two_callers_at_once_share_one_run(
     for descriptor in locks:
         os.close(descriptor)
     assert len(results) == 4 and len(set(results)) == 1 and len(locks) == 1
+
+
+def test_lock_that_leads_to_another_file_is_not_emptied(tmp_path: Path) -> None:
+    from nsa_lab.runs.directory import LOCK, RunDirectoryError
+    from nsa_lab.runs.lock import take_lock
+
+    other = tmp_path / "other.txt"
+    other.write_text("not a lock")
+    for put in (lambda path: path.symlink_to(other), lambda path: path.hardlink_to(other), os.mkfifo):
+        path = tmp_path / LOCK
+        put(path)
+        with pytest.raises(RunDirectoryError):
+            take_lock(tmp_path)
+        assert other.read_text() == "not a lock"
+        path.unlink()
+    for content in (b"", bytes(40), b'{"pid": 7, "started": "1"}'):
+        (tmp_path / LOCK).write_bytes(content)
+        descriptor = take_lock(tmp_path)
+        assert descriptor is not None
+        os.close(descriptor)
