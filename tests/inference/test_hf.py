@@ -188,12 +188,20 @@ def test_packed_documents_equal_single_documents(model: hf.NSALabForCausalLM) ->
             {"position_ids": torch.tensor([[0, 0, 1]]), "attention_mask": torch.tensor([[1, 1, 0]])},
             "without padding and cache",
         ),
+        (
+            {"position_ids": torch.tensor([[0, 1, 2]]), "attention_mask": torch.tensor([[1, 0, 1]])},
+            "count up by one",
+        ),
         ({"position_ids": torch.tensor([[0, 1]])}, r"the shape of input_ids, \(1, 3\), got \(1, 2\)"),
         ({"seq_idx": torch.tensor([[0, 0, 1]])}, "seq_idx: not supported alone; separate documents with position_ids="),
         ({"attention_mask": torch.tensor([[0, 1]])}, r"expected \[B, T\] as input_ids \(1, 3\)"),
         ({"attention_mask": torch.ones(2, 3)}, r"got \(2, 3\)"),
         ({"attention_mask": torch.ones(1, 1, 3, 3)}, r"masks \[T, T\] are not supported"),
         ({"attention_mask": torch.tensor([[-1e9, 0.0, 0.0]])}, "1 for a token and 0 for padding"),
+        (
+            {"input_ids": torch.ones(1, 0, dtype=torch.int64)},
+            "input_ids: expected .* begin an empty text with the separator",
+        ),
         ({"attention_mask": torch.zeros(1, 3), "use_cache": True}, "attention_mask: expected a token in at least one row"),
     ],
 )
@@ -201,7 +209,60 @@ def test_invalid_masks_and_positions_are_rejected(
     model: hf.NSALabForCausalLM, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        model(torch.tensor([[1, 2, 3]]), **arguments)
+        model(**{"input_ids": torch.tensor([[1, 2, 3]]), **arguments})
+
+
+def test_positions_continue_those_of_the_cached_tokens() -> None:
+    """They start anywhere. Others would be ignored, so they are refused; so is a mask of tokens that are cached already."""
+    model = make_model().eval()
+    tokens, mask = sample_bytes(2, 9), torch.ones(2, 9, dtype=torch.int64)
+    mask[1, :3] = 0
+    columns = torch.arange(9).expand(2, -1)
+    full = model(tokens, attention_mask=mask).logits
+    for given in ("count", "columns", "only later"):
+        positions = {"count": (mask.cumsum(1) - 1).clamp_min(0), "columns": columns + 7, "only later": columns}[given]
+        first = None if given == "only later" else positions[:, :5]
+        cache = model(tokens[:, :5], attention_mask=mask[:, :5], position_ids=first, use_cache=True).cache
+        for start, end in ((5, 6), (6, 8)):
+            logits = model(tokens[:, start:end], position_ids=positions[:, start:end], past_key_values=cache).logits
+            torch.testing.assert_close(logits, full[:, start:end])
+        for wrong in (positions[:, 8:] + 1, positions[:, 8:] * 0, positions[:, 7:8]):
+            with pytest.raises(ValueError, match=r"position_ids: expected .* cached tokens of row 0, got .* a new cache"):
+                model(tokens[:, 8:], position_ids=wrong, past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        logits = model(tokens[[1, 0], 8:], position_ids=positions[[1, 0], 8:], past_key_values=cache).logits
+        torch.testing.assert_close(logits, full[[1, 0], 8:])
+    cache.reset()
+    model(tokens, position_ids=columns, past_key_values=cache)
+
+
+def test_arguments_that_contradict_the_architecture_are_rejected(tmp_path: Path) -> None:
+    """They would have no effect on the model."""
+    architecture = tiny_config().model_dump()
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_key_value_heads", "head_dim", "intermediate_size"):
+        with pytest.raises(ValueError, match=rf"{name} = 1: expected \d+, as in the architecture"):
+            hf.NSALabConfig(architecture, **{name: 1})
+    with pytest.raises(ValueError, match=r"branches= belongs to the architecture; use architecture="):
+        hf.NSALabConfig(branches=["sel"])
+    hf.NSALabForCausalLM(hf.NSALabConfig(architecture)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="num_hidden_layers = 1: expected 2"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=1)
+
+
+@pytest.mark.parametrize("how", ["configuration", "by hand", "untied"])
+def test_tied_embedding_is_saved(how: str, tmp_path: Path) -> None:
+    """The head has the weights of the embedding as configured, and also after loading if they were tied by hand."""
+    config = hf.NSALabConfig(tiny_config().model_dump(), tie_word_embeddings=how != "by hand")
+    model = hf.NSALabForCausalLM(config).eval()
+    if how == "by hand":
+        model.model.head.weight = model.model.embedding.weight
+    if how == "untied":
+        model.model.head.weight = torch.nn.Parameter(model.model.head.weight + 1)
+    model.save_pretrained(tmp_path)
+    loaded = hf.NSALabForCausalLM.from_pretrained(tmp_path)
+    tokens = torch.randint(0, 37, (1, 20), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
+    assert (loaded.model.head.weight is loaded.model.embedding.weight) == (how != "untied")
 
 
 def test_other_outputs_and_vocabulary_sizes_are_rejected(model: hf.NSALabForCausalLM) -> None:
@@ -376,6 +437,22 @@ def test_requested_step_is_exported_with_the_settings_of_its_stage(tmp_path: Pat
         )
     first = transformers.AutoModelForCausalLM.from_pretrained(hf.export(run_dir, tmp_path / "again", step=100))
     assert torch.equal(first.model.head.weight, states[100]["head.weight"]), "the newest checkpoint is another one"
+
+
+def test_labels_that_padding_predicts_are_ignored() -> None:
+    """The first token of a row has a label, and the column before it is padding, whose logits are undefined."""
+    model, tokens = make_model().eval(), sample_bytes(3, 20)
+    mask = torch.ones_like(tokens)
+    mask[0, :6] = mask[1, 15:] = mask[2, 8] = 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    losses = []
+    for row, kept, row_labels in zip(tokens, mask.bool(), labels, strict=True):
+        targets = torch.cat([row_labels[1:].masked_fill(~kept[:-1], -100), row_labels.new_tensor([-100])])[kept]
+        losses.append(torch.nn.functional.cross_entropy(model(row[kept][None]).logits[0], targets, reduction="none"))
+    expected = (torch.cat(losses).sum() / (13 + 14 + 17)).float()  # as transformers computes it
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    for arguments in ({"labels": labels}, {"shift_labels": shifted}, {"labels": labels, "num_items_in_batch": 44}):
+        torch.testing.assert_close(model(tokens, attention_mask=mask, **arguments).loss, expected)
 
 
 def sample_bytes(*shape: int, seed: int = 0) -> Tensor:
