@@ -188,10 +188,6 @@ def test_packed_documents_equal_single_documents(model: hf.NSALabForCausalLM) ->
             {"position_ids": torch.tensor([[0, 0, 1]]), "attention_mask": torch.tensor([[1, 1, 0]])},
             "without padding and cache",
         ),
-        (
-            {"position_ids": torch.tensor([[0, 1, 2]]), "attention_mask": torch.tensor([[1, 0, 1]])},
-            "count up by one",
-        ),
         ({"position_ids": torch.tensor([[0, 1]])}, r"the shape of input_ids, \(1, 3\), got \(1, 2\)"),
         ({"seq_idx": torch.tensor([[0, 0, 1]])}, "seq_idx: not supported alone; separate documents with position_ids="),
         ({"attention_mask": torch.tensor([[0, 1]])}, r"expected \[B, T\] as input_ids \(1, 3\)"),

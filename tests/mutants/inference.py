@@ -357,12 +357,6 @@ MUTANTS = [
         "is_padding = attention_mask[:, -logits.shape[1] :] == 2",
     ),
     Mutant(
-        "hf: positions may jump over a hole of the mask",
-        "inference.hf.inputs",
-        "counts_up |= permutation.is_padding[:, 1:]",
-        "counts_up |= permutation.is_padding.any(1, keepdim=True)",
-    ),
-    Mutant(
         "hf: positions of cached calls are not compared",
         "inference.hf.cache",
         "if start and counts[row] and first not in allowed:",

@@ -38,7 +38,7 @@ class NSALabCache(TransformersCache):
     def check_positions(self, positions: Tensor, permutation: PaddingPermutation | None) -> None:
         """Raise ValueError unless `positions` [1 or B, n] of new columns continue the cached tokens in every row.
 
-        They start anywhere, because RoPE depends only on distances. If earlier calls gave none, padding may count or not.
+        They start anywhere, because RoPE depends only on distances. Padding may count or not.
         """
         if permutation is not None:
             positions = permutation.apply(positions.expand(len(permutation.counts), -1))
@@ -46,14 +46,14 @@ class NSALabCache(TransformersCache):
         counts = permutation.counts if permutation else [1] * len(starts)
         for row, position in enumerate(positions[:, 0].expand(len(starts)).tolist()):
             first, start = position - starts[row], starts[row]
-            known = self._first_positions.get(row)
-            allowed = range(self._n_columns - start + 1) if known is None else (known,)
+            known = self._first_positions.get(row, 0)
+            allowed = range(known, known + self._n_columns - start + 1)
             if start and counts[row] and first not in allowed:
                 raise ValueError(
                     f"position_ids: expected {start + allowed[0]} after the {start} cached tokens of row {row}, got "
                     f"{position}; omit them, or use a new cache for another text or mask"
                 )
-            if counts[row]:
+            if counts[row] and not start:
                 self._first_positions[row] = first
 
     def append(

@@ -33,9 +33,7 @@ def slice_mask(mask: Tensor, n_rows: int, n_columns: int) -> Tensor | None:
     return None if is_unpadded else mask
 
 
-def build_layout(
-    inputs: Tensor, permutation: PaddingPermutation | None, use_cache: bool, arguments: Mapping[str, Any]
-) -> Span | None:
+def build_layout(inputs: Tensor, mask: Tensor | None, use_cache: bool, arguments: Mapping[str, Any]) -> Span | None:
     """Return the layout given by `position_ids` in `arguments`: packed documents, or None for one text per row.
 
     Positions that count up by one may start anywhere: RoPE depends only on distances. Raises ValueError for other
@@ -56,20 +54,16 @@ def build_layout(
             "position_ids: not supported by torch.export and torch.compile of the whole model, because documents are found "
             "from their values; omit them for one text per row, or compile the blocks (torch.compile of each Block)"
         )
-    if n_columns == 1:
-        return None
     positions = positions.expand(n_rows, -1)
-    if permutation is not None:
-        positions = permutation.apply(positions)
     counts_up = positions.diff(dim=1).eq(1)
-    if permutation is not None:
-        counts_up |= permutation.is_padding[:, 1:]
+    if mask is not None:
+        counts_up |= ~(mask[:, 1:].bool() & mask[:, :-1].bool())
     if bool(counts_up.all()):
         return None
     is_zero = positions.eq(0)
     if (
         n_rows > 1
-        or permutation is not None
+        or mask is not None
         or use_cache
         or not (bool(is_zero[0, 0]) and bool((counts_up | is_zero[:, 1:]).all()))
     ):
@@ -88,11 +82,6 @@ class PaddingPermutation:
         self._mask = mask.bool()
         self._indices = self._mask.logical_not().byte().argsort(dim=1, stable=True)
         self._inverse = self._indices.argsort(dim=1)
-
-    @cached_property
-    def is_padding(self) -> Tensor:
-        """Padding of each row after `apply`, bool [B, T]."""
-        return self._mask.logical_not().gather(1, self._indices)
 
     @cached_property
     def counts(self) -> list[int]:

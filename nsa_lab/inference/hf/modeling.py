@@ -219,7 +219,7 @@ class NSALabModel(SavedWithImport, PreTrainedModel):
         n_rows, n_columns = inputs.shape[:2]
         mask = None if arguments["attention_mask"] is None else slice_mask(arguments["attention_mask"], n_rows, n_columns)
         permutation = None if mask is None else PaddingPermutation(mask)
-        span = build_layout(inputs, permutation, cache is not None or use_cache, arguments)
+        span = build_layout(inputs, mask, cache is not None or use_cache, arguments)
         if permutation is not None:
             inputs = permutation.apply(inputs)
         tokens, embeddings = (inputs, None) if embeddings is None else (None, inputs)
