@@ -208,30 +208,6 @@ def test_invalid_masks_and_positions_are_rejected(
         model(**{"input_ids": torch.tensor([[1, 2, 3]]), **arguments})
 
 
-def test_positions_continue_those_of_the_cached_tokens() -> None:
-    """They start anywhere. Others would be ignored, so they are refused; so is a mask of tokens that are cached already."""
-    model = make_model().eval()
-    tokens, mask = sample_bytes(2, 9), torch.ones(2, 9, dtype=torch.int64)
-    mask[1, :3] = 0
-    columns = torch.arange(9).expand(2, -1)
-    full = model(tokens, attention_mask=mask).logits
-    for given in ("count", "columns", "only later"):
-        positions = {"count": (mask.cumsum(1) - 1).clamp_min(0), "columns": columns + 7, "only later": columns}[given]
-        first = None if given == "only later" else positions[:, :5]
-        cache = model(tokens[:, :5], attention_mask=mask[:, :5], position_ids=first, use_cache=True).cache
-        for start, end in ((5, 6), (6, 8)):
-            logits = model(tokens[:, start:end], position_ids=positions[:, start:end], past_key_values=cache).logits
-            torch.testing.assert_close(logits, full[:, start:end])
-        for wrong in (positions[:, 8:] + 1, positions[:, 8:] * 0, positions[:, 7:8]):
-            with pytest.raises(ValueError, match=r"position_ids: expected .* cached tokens of row 0, got .* a new cache"):
-                model(tokens[:, 8:], position_ids=wrong, past_key_values=cache)
-        cache.reorder_cache(torch.tensor([1, 0]))
-        logits = model(tokens[[1, 0], 8:], position_ids=positions[[1, 0], 8:], past_key_values=cache).logits
-        torch.testing.assert_close(logits, full[[1, 0], 8:])
-    cache.reset()
-    model(tokens, position_ids=columns, past_key_values=cache)
-
-
 def test_arguments_that_contradict_the_architecture_are_rejected(tmp_path: Path) -> None:
     """They would have no effect on the model."""
     architecture = tiny_config().model_dump()

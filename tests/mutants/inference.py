@@ -357,18 +357,6 @@ MUTANTS = [
         "is_padding = attention_mask[:, -logits.shape[1] :] == 2",
     ),
     Mutant(
-        "hf: positions of cached calls are not compared",
-        "inference.hf.cache",
-        "if start and counts[row] and first not in allowed:",
-        "if False:",
-    ),
-    Mutant(
-        "hf: first positions are not reordered",
-        "inference.hf.cache",
-        "self._first_positions = {new: firsts[old] for new, old in enumerate(rows) if old in firsts}",
-        "",
-    ),
-    Mutant(
         "hf: sizes that contradict the architecture are accepted",
         "inference.hf.configuration",
         "if getattr(self, name) != value:",

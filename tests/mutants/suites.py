@@ -205,11 +205,7 @@ OTHERS = {
     ],
     "health.matched_pair": ["tests/health/test_verdicts.py", "tests/health/test_paired_difference.py"],
     "bench.decode_attention": cases("bench/test_decode_speed.py", "nan_gets_no_speed"),
-    "inference.hf.inputs": cases(
-        "inference/test_hf.py",
-        "invalid_masks_and_positions_are_rejected",
-        "positions_continue_those_of_the_cached_tokens",
-    ),
+    "inference.hf.inputs": cases("inference/test_hf.py", "invalid_masks_and_positions_are_rejected"),
     "inference.hf.exporting": cases(
         "inference/test_hf.py",
         "requested_step_is_exported_with_the_settings_of_its_stage",
@@ -228,9 +224,7 @@ OTHERS = {
         "labels_that_padding_predicts_are_ignored",
         "tied_embedding_is_saved",
     ),
-    "inference.hf.cache": cases(
-        "inference/test_hf.py", "cropped_cache_continues", "positions_continue_those_of_the_cached_tokens"
-    ),
+    "inference.hf.cache": cases("inference/test_hf.py", "cropped_cache_continues"),
     "inference.hf.configuration": cases(
         "inference/test_hf.py",
         "model_saved_without_a_tokenizer_can_be_imported",

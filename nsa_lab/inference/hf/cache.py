@@ -24,7 +24,6 @@ class NSALabCache(TransformersCache):
         super().__init__(layers=[])
         self._model, self._n_columns = model, 0
         self._n_last_columns = 0  # columns at the end without padding
-        self._first_positions: dict[int, int] = {}  # position of the first token of a row, if positions were given
         self.decoder: Decoder | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NSALabCache:
@@ -34,27 +33,6 @@ class NSALabCache(TransformersCache):
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
-
-    def check_positions(self, positions: Tensor, permutation: PaddingPermutation | None) -> None:
-        """Raise ValueError unless `positions` [1 or B, n] of new columns continue the cached tokens in every row.
-
-        They start anywhere, because RoPE depends only on distances. Padding may count or not.
-        """
-        if permutation is not None:
-            positions = permutation.apply(positions.expand(len(permutation.counts), -1))
-        starts = self.decoder.cache.starts if self.decoder else (0,) * len(positions)
-        counts = permutation.counts if permutation else [1] * len(starts)
-        for row, position in enumerate(positions[:, 0].expand(len(starts)).tolist()):
-            first, start = position - starts[row], starts[row]
-            known = self._first_positions.get(row, 0)
-            allowed = range(known, known + self._n_columns - start + 1)
-            if start and counts[row] and first not in allowed:
-                raise ValueError(
-                    f"position_ids: expected {start + allowed[0]} after the {start} cached tokens of row {row}, got "
-                    f"{position}; omit them, or use a new cache for another text or mask"
-                )
-            if counts[row] and not start:
-                self._first_positions[row] = first
 
     def append(
         self,
@@ -98,14 +76,10 @@ class NSALabCache(TransformersCache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.decoder is not None:
-            rows = beam_idx.tolist()
-            self.decoder.cache.reorder(rows)
-            firsts = self._first_positions
-            self._first_positions = {new: firsts[old] for new, old in enumerate(rows) if old in firsts}
+            self.decoder.cache.reorder(beam_idx.tolist())
 
     def reset(self) -> None:
         self.decoder, self._n_columns, self._n_last_columns = None, 0, 0
-        self._first_positions.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last columns: -n removes n, and n (before transformers 5.24) keeps the first n.

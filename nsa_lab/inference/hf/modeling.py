@@ -226,8 +226,6 @@ class NSALabModel(SavedWithImport, PreTrainedModel):
         with_hidden = self._get_flag(arguments["output_hidden_states"], "output_hidden_states")
         if cache is None and use_cache:
             cache = NSALabCache(self.model)
-        if cache is not None and arguments["position_ids"] is not None:
-            cache.check_positions(arguments["position_ids"], permutation)
         # Padding moves columns: with a mask, the requested ones are selected after the order is restored.
         early_columns = columns if cache is None and permutation is None and not with_hidden else None
         hidden_states: tuple[Tensor, ...] = ()
