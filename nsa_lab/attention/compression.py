@@ -122,7 +122,8 @@ class BlockMap(nn.Module):
 
     def forward(self, blocks: Tensor) -> Tensor:
         tokens = blocks.transpose(-1, -2) + self.position.to(blocks.dtype)
-        rows = tokens.flatten(-2).flatten(0, -2)  # quantized layers take at most three dimensions
+        # Quantized layers take at most three dimensions; adapters that differ by row need the batch as the first.
+        rows = tokens.flatten(-2).flatten(1, -2)
         return self.map(rows).view(blocks.shape[:-1])
 
 

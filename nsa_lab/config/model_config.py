@@ -224,11 +224,16 @@ class ModelConfig(Section):
         if "sel" in self.branches:
             self._check_scores()
             return self
-        for key in ("indexer_block", "selection_loss"):
-            if getattr(self, key):
+        selecting = {
+            "model.indexer_block": self.indexer_block,
+            "model.selection_loss": self.selection_loss,
+            "nsa.scores": self.nsa.scores,
+        }
+        for key, value in selecting.items():
+            if value:
                 raise ValueError(
-                    f"model.{key} = {getattr(self, key)}: it selects blocks for the branch sel, and model.branches = "
-                    f"{list(self.branches)}; remove it, or add sel"
+                    f"{key} = {value}: it selects blocks for the branch sel, and model.branches = {list(self.branches)}; "
+                    "remove it, or add sel"
                 )
         return self
 

@@ -64,6 +64,10 @@ class Decoder:
         self._decode_graph: DecodeGraph | None = None
         self._snapshot: WeightSnapshot | None = None  # of the weights that the graph reads
 
+    def __getstate__(self) -> dict[str, object]:
+        # A captured graph writes to the cache that it was captured for: a copy captures its own.
+        return {**self.__dict__, "_decode_graph": None, "_snapshot": None}
+
     def grow(self, capacity: int) -> None:
         """Increase the capacity to `capacity` tokens per sequence. The cache is copied."""
         self.cache.grow(capacity)

@@ -32,8 +32,10 @@ _PARAMETERS: dict[type[nn.Module], set[str]] = {
     **{cls: set() for cls in (nn.SiLU, nn.Sequential, nn.ModuleList, Indexer, MLP, NgramEmbedding)},
     **{cls: set() for cls in (SparseAttention, DenseAttention, Block, NSATransformer)},
 }
-# Their forward methods at import: the fused path does not know a method that replaces one of them.
-_FORWARD_METHODS: dict[type[nn.Module], Callable[..., Any]] = {cls: cls.forward for cls in _PARAMETERS}
+# Their own methods at import: the fused path does not know a method that replaces one of them.
+_METHODS: dict[type[nn.Module], dict[str, Callable[..., Any]]] = {
+    cls: {name: method for name, method in vars(cls).items() if callable(method)} for cls in _PARAMETERS
+}
 
 
 def is_plain(module: nn.Module, like: Tensor) -> bool:
@@ -66,6 +68,7 @@ class WeightSnapshot:
         self._children_by_name = [module._modules for module in self._modules if module._modules]
         self._weights_by_name = [module._parameters for module in self._modules if module._parameters]
         self._classes, self._n_attributes = self._get_classes(), self._count_attributes()
+        self._unique_classes = {*self._classes}
         self._children, self._weights = self._get_children(), self._get_weights()
         self._addresses = self._get_addresses()
 
@@ -78,6 +81,7 @@ class WeightSnapshot:
             and not torch.is_autocast_enabled(self._device_type)
             and not any(self._hooks)
             and self._get_classes() == self._classes
+            and all(map(_has_own_methods, self._unique_classes))
             and self._count_attributes() == self._n_attributes
             and len(children) == len(self._children)
             and all(map(is_, children, self._children))
@@ -105,7 +109,7 @@ class WeightSnapshot:
 def _is_plain_module(module: nn.Module, like: Tensor) -> bool:
     """Return `is_plain` of one module without its submodules."""
     cls = type(module)
-    if cls not in _PARAMETERS or cls.forward is not _FORWARD_METHODS[cls]:
+    if cls not in _PARAMETERS or not _has_own_methods(cls):
         return False
     if module._forward_hooks or module._forward_pre_hooks or not _get_method_names(cls).isdisjoint(module.__dict__):
         return False
@@ -117,6 +121,11 @@ def _is_plain_module(module: nn.Module, like: Tensor) -> bool:
     return weights.keys() == _PARAMETERS[cls] and all(
         weight is None or _is_plain_weight(weight, like) for weight in weights.values()
     )
+
+
+def _has_own_methods(cls: type[nn.Module]) -> bool:
+    """Return True if no method of a class in `_PARAMETERS` was replaced."""
+    return all(map(is_, map(vars(cls).get, _METHODS[cls]), _METHODS[cls].values()))
 
 
 def _is_plain_weight(weight: nn.Parameter, like: Tensor) -> bool:

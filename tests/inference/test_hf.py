@@ -194,6 +194,10 @@ def test_packed_documents_equal_single_documents(model: hf.NSALabForCausalLM) ->
         ({"attention_mask": torch.ones(2, 3)}, r"got \(2, 3\)"),
         ({"attention_mask": torch.ones(1, 1, 3, 3)}, r"masks \[T, T\] are not supported"),
         ({"attention_mask": torch.tensor([[-1e9, 0.0, 0.0]])}, "1 for a token and 0 for padding"),
+        (
+            {"input_ids": torch.ones(1, 0, dtype=torch.int64)},
+            "input_ids: expected .* begin an empty text with the separator",
+        ),
         ({"attention_mask": torch.zeros(1, 3), "use_cache": True}, "attention_mask: expected a token in at least one row"),
     ],
 )
@@ -201,7 +205,36 @@ def test_invalid_masks_and_positions_are_rejected(
     model: hf.NSALabForCausalLM, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        model(torch.tensor([[1, 2, 3]]), **arguments)
+        model(**{"input_ids": torch.tensor([[1, 2, 3]]), **arguments})
+
+
+def test_arguments_that_contradict_the_architecture_are_rejected(tmp_path: Path) -> None:
+    """They would have no effect on the model."""
+    architecture = tiny_config().model_dump()
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_key_value_heads", "head_dim", "intermediate_size"):
+        with pytest.raises(ValueError, match=rf"{name} = 1: expected \d+, as in the architecture"):
+            hf.NSALabConfig(architecture, **{name: 1})
+    with pytest.raises(ValueError, match=r"branches= belongs to the architecture; use architecture="):
+        hf.NSALabConfig(branches=["sel"])
+    hf.NSALabForCausalLM(hf.NSALabConfig(architecture)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="num_hidden_layers = 1: expected 2"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=1)
+
+
+@pytest.mark.parametrize("how", ["configuration", "by hand", "untied"])
+def test_tied_embedding_is_saved(how: str, tmp_path: Path) -> None:
+    """The head has the weights of the embedding as configured, and also after loading if they were tied by hand."""
+    config = hf.NSALabConfig(tiny_config().model_dump(), tie_word_embeddings=how != "by hand")
+    model = hf.NSALabForCausalLM(config).eval()
+    if how == "by hand":
+        model.model.head.weight = model.model.embedding.weight
+    if how == "untied":
+        model.model.head.weight = torch.nn.Parameter(model.model.head.weight + 1)
+    model.save_pretrained(tmp_path)
+    loaded = hf.NSALabForCausalLM.from_pretrained(tmp_path)
+    tokens = torch.randint(0, 37, (1, 20), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
+    assert (loaded.model.head.weight is loaded.model.embedding.weight) == (how != "untied")
 
 
 def test_other_outputs_and_vocabulary_sizes_are_rejected(model: hf.NSALabForCausalLM) -> None:
@@ -376,6 +409,22 @@ def test_requested_step_is_exported_with_the_settings_of_its_stage(tmp_path: Pat
         )
     first = transformers.AutoModelForCausalLM.from_pretrained(hf.export(run_dir, tmp_path / "again", step=100))
     assert torch.equal(first.model.head.weight, states[100]["head.weight"]), "the newest checkpoint is another one"
+
+
+def test_labels_that_padding_predicts_are_ignored() -> None:
+    """The first token of a row has a label, and the column before it is padding, whose logits are undefined."""
+    model, tokens = make_model().eval(), sample_bytes(3, 20)
+    mask = torch.ones_like(tokens)
+    mask[0, :6] = mask[1, 15:] = mask[2, 8] = 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    losses = []
+    for row, kept, row_labels in zip(tokens, mask.bool(), labels, strict=True):
+        targets = torch.cat([row_labels[1:].masked_fill(~kept[:-1], -100), row_labels.new_tensor([-100])])[kept]
+        losses.append(torch.nn.functional.cross_entropy(model(row[kept][None]).logits[0], targets, reduction="none"))
+    expected = (torch.cat(losses).sum() / (13 + 14 + 17)).float()  # as transformers computes it
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    for arguments in ({"labels": labels}, {"shift_labels": shifted}, {"labels": labels, "num_items_in_batch": 44}):
+        torch.testing.assert_close(model(tokens, attention_mask=mask, **arguments).loss, expected)
 
 
 def sample_bytes(*shape: int, seed: int = 0) -> Tensor:

@@ -288,6 +288,47 @@ def test_change_between_steps_takes_effect(graph: list[object]) -> None:
     assert len(set(graphs)) == (5 if graph else 1)
 
 
+def test_method_replaced_on_its_class(graph: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused kernels and a graph do not know it, whether it comes before or after the first steps."""
+    model, tokens = build_model(tiny_config(**NSA_MODEL)), sample_tokens(1, 34)
+    decoder = Decoder(model, 40)
+    decoder.append(tokens[:, :30])
+    decoder.append(tokens[:, 30:31])
+    attention = model.blocks[0].attention
+    activate_gates = type(attention).activate_gates
+    monkeypatch.setattr(type(attention), "activate_gates", lambda self, logits: 0.5 * activate_gates(self, logits))
+    assert not is_plain(attention, attention.out.weight) and is_plain(model.norm, model.norm.weight)
+    decoder.append(tokens[:, 31:32])
+    assert decoder._decode_graph is None
+    check_steps_equal_forward(model)
+
+
+def test_copied_decoder_continues_from_the_same_tokens(graph: list[object]) -> None:
+    """A captured graph writes to the cache that it was captured for: a copy does not replay it."""
+    model, tokens = build_model(tiny_config(**NSA_MODEL)), sample_tokens(1, 34)
+    full, other = model(tokens), tokens.flip(1)
+    decoder = Decoder(model, 40)
+    decoder.append(tokens[:, :29])
+    decoder.append(tokens[:, 29:30])
+    copied = copy.deepcopy(decoder, {id(model): model})
+    for position in range(30, 34):
+        decoder.append(other[:, position : position + 1])
+        logits = copied.append(tokens[:, position : position + 1])
+        torch.testing.assert_close(logits, full[:, position : position + 1], rtol=0, atol=1e-10)
+
+
+def test_linear_layers_get_the_batch_as_first_dimension() -> None:
+    """Adapters that differ between the rows of a batch need it."""
+    model, tokens, rows = build_model(tiny_config(**NSA_MODEL)), sample_tokens(2, 40), set[int]()
+    for name in list_linears(model):
+        model.get_submodule(name).register_forward_pre_hook(lambda module, inputs: rows.add(len(inputs[0])))
+    decoder = Decoder(model, 40, batch=2)
+    model(tokens)
+    decoder.append(tokens[:, :30])
+    decoder.append(tokens[:, 30:])
+    assert rows == {2}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [{"selection_loss": 0.1, "indexer_block": 2}, {"attention": "dense"}])
 def test_changed_module_with_kernels(variant: dict, monkeypatch: pytest.MonkeyPatch) -> None:

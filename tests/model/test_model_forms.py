@@ -226,6 +226,10 @@ SELECTED = {"branches": ["sel"], "indexer_block": 4, "selection_loss": 0.1}
         ({"nsa": NSAConfig(scores="indexer")}, "there is no indexer; set model.indexer_block: 4"),
         ({**SELECTED, "nsa": NSAConfig(scores="mean_key")}, "the indexer would not be used; set nsa.scores: indexer"),
         ({**SELECTED, "branches": ["cmp", "win"]}, "model.indexer_block = 4: it selects blocks for the branch sel"),
+        (
+            {"branches": ["win"], "nsa": {"scores": "mean_key"}},
+            "nsa.scores = mean_key: it selects blocks for the branch sel",
+        ),
         ({"branches": ["win"], "selection_loss": 0.1}, "model.selection_loss = 0.1: it selects .*; remove it, or add sel"),
         (
             {"branches": ["cmp", "sel"], "silent": ["win"]},

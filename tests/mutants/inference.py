@@ -350,4 +350,40 @@ MUTANTS = [
         "sum(reads[branch] for branch in c.branches)",
         "sum(reads.values())",
     ),
+    Mutant(
+        "hf: a label that padding predicts counts",
+        "inference.hf.modeling",
+        "is_padding = attention_mask[:, -logits.shape[1] :] == 0",
+        "is_padding = attention_mask[:, -logits.shape[1] :] == 2",
+    ),
+    Mutant(
+        "hf: sizes that contradict the architecture are accepted",
+        "inference.hf.configuration",
+        "if getattr(self, name) != value:",
+        "if False:",
+    ),
+    Mutant(
+        "hf: a head tied by hand is lost",
+        "inference.hf.modeling",
+        "self.config.tie_word_embeddings = head is not None and head is embedding",
+        "pass",
+    ),
+    Mutant(
+        "decoding: a copied decoder replays the graph of the original",
+        "inference.decode",
+        'return {**self.__dict__, "_decode_graph": None, "_snapshot": None}',
+        "return {**self.__dict__}",
+    ),
+    Mutant(
+        "decoding: a method replaced on its class is not noticed",
+        "inference.plain_weights",
+        "return all(map(is_, map(vars(cls).get, _METHODS[cls]), _METHODS[cls].values()))",
+        "return cls.forward is _METHODS[cls].get('forward', cls.forward)",
+    ),
+    Mutant(
+        "compression: rows of all sequences are one dimension",
+        "attention.compression",
+        "rows = tokens.flatten(-2).flatten(1, -2)",
+        "rows = tokens.flatten(-2).flatten(0, -2)",
+    ),
 ]

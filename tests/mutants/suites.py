@@ -130,6 +130,7 @@ SUITES = {
     "attention.compression": [
         *attention_tests("packed_compression", "layout", "definition"),
         "tests/model/test_model_forms.py",
+        *cases("inference/test_module_calls.py", "linear_layers_get_the_batch_as_first_dimension"),
     ],
     "attention.key_storage": ["tests/attention/test_key_storage.py"],
     "attention.segment_ops": attention_tests("packed_compression", "layout"),
@@ -230,9 +231,15 @@ OTHERS = {
         "missing_weights_are_those_of_a_new_model",
         "settings_of_gradient_checkpointing_have_an_effect",
         "calls_return_a_cache_as_configured",
+        "labels_that_padding_predicts_are_ignored",
+        "tied_embedding_is_saved",
     ),
     "inference.hf.cache": cases("inference/test_hf.py", "cropped_cache_continues"),
-    "inference.hf.configuration": cases("inference/test_hf.py", "model_saved_without_a_tokenizer_can_be_imported"),
+    "inference.hf.configuration": cases(
+        "inference/test_hf.py",
+        "model_saved_without_a_tokenizer_can_be_imported",
+        "arguments_that_contradict_the_architecture_are_rejected",
+    ),
     "bench.harness": ["tests/bench/test_harness.py"],
     "bench.attention_speed": ["tests/bench/test_harness.py", "tests/bench/test_attention_speed.py"],
     "bench.attention_parity": ["tests/bench/test_attention_speed.py"],
@@ -322,6 +329,11 @@ OTHERS = {
         for part in ("decode", "fused_linear", "kv_cache_size", "decode_graph")
     },
     "inference.plain_weights": ["tests/inference/test_module_calls.py"],
+    "inference.decode": [
+        "tests/inference/test_decode.py",
+        "tests/model/test_model_forms.py",
+        *cases("inference/test_module_calls.py", "copied_decoder_continues_from_the_same_tokens[graph]"),
+    ],
     **{
         f"inference.cache.{part}": ["tests/inference/test_decode.py", "tests/model/test_model_forms.py"]
         for part in ("compressed_cache", "attention_cache", "model_cache", "cache_step", "cached_pass", "storage")

@@ -39,9 +39,13 @@ class SavedWithImport:
 class NSALabConfig(SavedWithImport, PreTrainedConfig):
     """Configuration. `architecture`: a `ModelConfig` as a mapping, including `nsa`; `backend`: as in `NSATransformer`.
 
+    Attributes such as `hidden_size` and `num_hidden_layers` repeat the architecture.
+
     `max_position_embeddings`: the longest sequence in training. Longer inputs are accepted; evaluation harnesses cut
     prompts to it. None: unknown. The ids of special tokens equal the tokenizer's. `use_cache`: whether a call of the model
     returns a cache by default; `generate` uses one in any case.
+
+    Raises ConfigError for an invalid architecture, ValueError for arguments that contradict it or belong to it.
     """
 
     model_type = "nsa_lab"
@@ -59,16 +63,30 @@ class NSALabConfig(SavedWithImport, PreTrainedConfig):
         **kwargs: Any,
     ) -> None:
         config = ModelConfig(**(architecture or {}))
+        sizes = _get_sizes(config)
+        misplaced = [name for name in kwargs if name in ModelConfig.model_fields and name not in sizes]
+        if misplaced:
+            raise ValueError(
+                f"NSALabConfig: {misplaced[0]}= belongs to the architecture; use architecture={{{misplaced[0]!r}: ...}}"
+            )
         self.architecture, self.backend = config.model_dump(), backend
-        self.vocab_size, self.hidden_size = config.vocab_size, config.dim
-        self.num_hidden_layers, self.num_attention_heads = config.n_layers, config.n_heads
-        self.num_key_value_heads, self.head_dim = config.n_kv_groups, config.d_k
-        self.intermediate_size = config.hidden_width
+        for name, value in sizes.items():
+            setattr(self, name, value)
         if max_position_embeddings is not None:
             self.max_position_embeddings = max_position_embeddings
         self.use_cache = use_cache
         self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
         super().__init__(**{"tie_word_embeddings": False, **kwargs})
+        self.check_sizes()
+
+    def check_sizes(self) -> None:
+        """Raise ValueError for an attribute that differs from the architecture, which it would not change."""
+        for name, value in _get_sizes(ModelConfig(**self.architecture)).items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"NSALabConfig: {name} = {getattr(self, name)!r}: expected {value}, as in the architecture; build "
+                    "an NSALabConfig with another architecture="
+                )
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         """Save the configuration, and the file with which `trust_remote_code=True` imports nsa_lab."""
@@ -76,3 +94,16 @@ class NSALabConfig(SavedWithImport, PreTrainedConfig):
         os.makedirs(save_directory, exist_ok=True)
         write_remote_code(save_directory)
         return super().save_pretrained(save_directory, *args, **kwargs)
+
+
+def _get_sizes(config: ModelConfig) -> dict[str, int]:
+    """Return the attributes under which `transformers` and other packages look for the sizes of a model."""
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_groups,
+        "head_dim": config.d_k,
+        "intermediate_size": config.hidden_width,
+    }

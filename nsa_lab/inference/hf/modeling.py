@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
@@ -62,6 +63,7 @@ class NSALabModel(SavedWithImport, PreTrainedModel):
 
     def __init__(self, config: NSALabConfig, transformer: NSATransformer | None = None) -> None:
         super().__init__(config)
+        config.check_sizes()  # `from_pretrained` sets attributes after the configuration was checked
         if transformer is None:
             # from_pretrained builds the model on the meta device, where no backend can be resolved yet.
             device = torch.empty(0).device
@@ -202,6 +204,11 @@ class NSALabModel(SavedWithImport, PreTrainedModel):
             raise ValueError(
                 f"{type(self).__name__}.forward: expected either input_ids= or inputs_embeds=, got both or neither"
             )
+        if tokens is not None and 0 in tokens.shape:
+            raise ValueError(
+                f"input_ids: expected int64 [B, T], B and T at least 1, got {tuple(tokens.shape)}; begin an empty text "
+                "with the separator token"
+            )
         if self._get_flag(arguments["output_attentions"], "output_attentions"):
             raise NotImplementedError(
                 f"{type(self).__name__}.forward: attention weights are not an output, because no kernel computes their "
@@ -285,6 +292,8 @@ class NSALabModel(SavedWithImport, PreTrainedModel):
 class NSALabForCausalLM(NSALabModel, GenerationMixin):
     """`NSATransformer` as a causal language model of `transformers`; `self.model` is the `NSATransformer`."""
 
+    # With `tie_word_embeddings` in the configuration, the head has the weights of the embedding.
+    _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}  # noqa: RUF012 - as transformers declares it
     accepts_loss_kwargs = True  # num_items_in_batch: the loss of a Trainer does not depend on its micro-batches
 
     def __init__(self, config: NSALabConfig, transformer: NSATransformer | None = None) -> None:
@@ -322,6 +331,12 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
             view = NSALabModel(cast(NSALabConfig, self.config), self.model)
             object.__setattr__(self, "_base_model", view)
         return view
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Save the model. The configuration records whether the head has the weights of the embedding."""
+        head, embedding = (getattr(module, "weight", None) for module in (self.model.head, self.model.embedding))
+        self.config.tie_word_embeddings = head is not None and head is embedding
+        super().save_pretrained(*args, **kwargs)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.model.head
@@ -364,8 +379,9 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
         cache, past_key_values: a cache from an earlier call, under either name. The output uses the name of the installed
             `transformers` version.
         labels: int64 [B, T], shifted inside; shift_labels (by name only): int64 [B, T], already shifted, which are used if
-            both are passed. -100 is ignored. The loss is the mean NLL over labels; in training, plus the selection loss of
-            an indexer (`aux_loss`) times its weight in the configuration.
+            both are passed. -100 is ignored, and so is every label that a column of padding predicts. The loss is the mean
+            NLL over labels; in training, plus the selection loss of an indexer (`aux_loss`) times its weight in the
+            configuration.
         num_items_in_batch: number of labels in all micro-batches of an optimizer step, by which the loss is then divided.
         output_hidden_states: return the inputs of all blocks and the normalized output of the last block.
         logits_to_keep: number of columns at the end (0: all), or an index of columns.
@@ -399,6 +415,12 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
         outputs = self._run(arguments, output="logits", columns=None if has_labels else columns)
         logits, loss, aux_loss = outputs.result, None, self._selection_loss
         if has_labels:
+            if shift_labels is None:
+                shift_labels = pad(cast(Tensor, labels)[:, 1:], (0, 1), value=IGNORED_LABEL)
+            if attention_mask is not None:
+                # Logits of padding are undefined, also those before the first token of a row.
+                is_padding = attention_mask[:, -logits.shape[1] :] == 0
+                shift_labels = shift_labels.masked_fill(is_padding.to(shift_labels.device), IGNORED_LABEL)
             loss = self._compute_loss(logits, labels, shift_labels, num_items_in_batch)
             logits = logits if columns is None else logits[:, columns]
         elif aux_loss is not None:
@@ -415,7 +437,7 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
         self,
         logits: Tensor,
         labels: Tensor | None,
-        shift_labels: Tensor | None,
+        shift_labels: Tensor,
         num_items_in_batch: Tensor | int | None,
     ) -> Tensor:
         """Return the mean NLL over labels plus the weighted selection loss, 0-d."""
@@ -431,8 +453,7 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
         weighted = self.model.auxiliary_loss().to(loss.device)
         if num_items_in_batch is not None:
             # The losses of all micro-batches are added: weight each by its share of the labels.
-            counted = shift_labels if shift_labels is not None else labels[:, 1:]  # pyright: ignore[reportOptionalSubscript]
-            weighted = weighted * (counted != IGNORED_LABEL).sum() / num_items_in_batch
+            weighted = weighted * (shift_labels != IGNORED_LABEL).sum() / num_items_in_batch
         return loss + weighted
 
 
