@@ -22,6 +22,7 @@ import torch
 
 from nsa_lab.config import ConfigError, ModelConfig, RecallConfig, RunConfig
 from nsa_lab.data import Dataset, TokenStore, prepare
+from nsa_lab.data.recall import RULER_TASKS
 from nsa_lab.evaluate.ablations import list_ablations, run_ablations
 from nsa_lab.evaluate.block_selectors import measure_selection_quality
 from nsa_lab.evaluate.document_loss import measure_document_loss
@@ -106,7 +107,8 @@ def evaluate_run(
     out: folder of evaluation.json; default: the run directory. Required for a bundled model, whose evaluation is fixed.
     step: checkpoint; default: the newest.
     lengths: of the retrieval sequences; default: the lengths of the run's stages, and twice the longest.
-    tasks: names in `TASKS` and `NEEDLE_FORMS`. texts: paths by name, for `measure_text_loss` at the run's longest length.
+    tasks: names in `TASKS`, `NEEDLE_FORMS` and `RULER_TASKS`.
+    texts: paths by name, for `measure_text_loss` at the run's longest length.
         An interrupted evaluation can be continued with other lengths, tasks and texts; all other arguments must be equal.
     depths, per_depth, generated_per_depth: as in `evaluate_retrieval`. per_depth_at: replaces per_depth at these lengths.
     windows: of `measure_loss_by_position`, and rows of `measure_document_loss`, at the run's longest length.
@@ -187,7 +189,7 @@ def _count_tokens(
     longest = config.train.longest_stage.seq_len
     n_sequences = {n: len(settings.depths) * settings.per_depth_at.get(n, settings.per_depth) for n in lengths}
     retrieval = sum(
-        n_sequences[length] * length
+        n_sequences[length] * length * (2 if task in RULER_TASKS else 1)  # also the prompts of generated answers
         for task, length in itertools.product(tasks, lengths)
         if not explain_misfit(task, length, settings.recall, settings.text)
     )
