@@ -15,12 +15,14 @@ import numpy as np
 from nsa_lab.config import RecallConfig
 from nsa_lab.data import DataError
 from nsa_lab.data.recall import (
+    HELD_OUT_WORDINGS,
     RULER_TASKS,
     RetrievalTask,
     RulerTask,
     make_multi_key_task,
     make_multi_query_task,
     make_needle_task,
+    make_updated_task,
 )
 from nsa_lab.evaluate.scoring import score_generated, score_recall, score_teacher_forced, stack_samples
 from nsa_lab.model import NSATransformer
@@ -44,16 +46,24 @@ def _vary_needle(**changes: Any) -> Task:
     return make_task
 
 
-# Forms of needles that a run with default settings has not been trained on.
+def _reword(number: int) -> Task:
+    """Return the needle task in one of the wordings that no run is trained on."""
+    statement, question = HELD_OUT_WORDINGS[number]
+    return _vary_needle(wordings="single", statement=statement, question=question)
+
+
+# Forms of needles that a run with default settings has not been trained on. Also with several wordings and mixed values,
+# these are held out: `other_words`, `more_words`, `capitals`.
 NEEDLE_FORMS: dict[str, Task] = {
     "five_digits": _vary_needle(values="digits", value_length=5),
     "twelve_digits": _vary_needle(values="digits", value_length=12),
     "letters": _vary_needle(values="letters"),
     "hex": _vary_needle(values="hex"),
     "codes": _vary_needle(names="codes"),
-    "other_words": _vary_needle(
-        statement="\nNote that the {name} opens with {value}.\n", question="\nWhat does the {name} open with? "
-    ),
+    "other_words": _reword(0),
+    "more_words": _reword(1),
+    "capitals": _vary_needle(values="capitals"),
+    "updated": make_updated_task,
 }
 # The order is part of the seed of every sample.
 ALL_TASKS: dict[str, Task] = TASKS | NEEDLE_FORMS | RULER_TASKS

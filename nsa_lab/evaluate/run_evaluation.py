@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from nsa_lab.config import ConfigError, ModelConfig, RecallConfig, RunConfig
+from nsa_lab.config.run_config import DEFAULTS_OF_ADDED_KEYS
 from nsa_lab.data import Dataset, TokenStore, prepare
 from nsa_lab.data.recall import RULER_TASKS
 from nsa_lab.evaluate.ablations import list_ablations, run_ablations
@@ -141,7 +142,7 @@ def evaluate_run(
         "config_hash": config.hash(),
         "data_identity": dataset.identity,
         "text_tokens": len(text),
-        "recall": {key: getattr(config.data, key) for key in RecallConfig.model_fields},
+        "recall": _describe_facts(config),
         "code": get_code_identity(),
         "versions": get_versions(),
         "device": torch.cuda.get_device_name(target_device) if target_device.type == "cuda" else "cpu",
@@ -174,6 +175,12 @@ def evaluate_run(
     write_evaluation(output_folder, results)
     parts.delete()
     return results
+
+
+def _describe_facts(config: RunConfig) -> dict[str, Any]:
+    """Return the settings of facts, without added keys at their defaults, so that older evaluations have equal settings."""
+    added, values = DEFAULTS_OF_ADDED_KEYS["data"], {key: getattr(config.data, key) for key in RecallConfig.model_fields}
+    return {key: value for key, value in values.items() if key not in added or value != added[key]}
 
 
 def _count_tokens(

@@ -12,7 +12,17 @@ from nsa_lab.runs.atomic_io import read_json, write_json
 
 # Names of the retrieval tasks in `nsa_lab.evaluate`, for the command line, which does not import torch to check them.
 TASK_NAMES = ("needle", "multi_key", "multi_query")
-NEEDLE_FORM_NAMES = ("five_digits", "twelve_digits", "letters", "hex", "codes", "other_words")
+NEEDLE_FORM_NAMES = (
+    "five_digits",
+    "twelve_digits",
+    "letters",
+    "hex",
+    "codes",
+    "other_words",
+    "more_words",
+    "capitals",
+    "updated",
+)
 RULER_NAMES = (
     "niah_single_1",
     "niah_single_2",

@@ -116,7 +116,7 @@ def test_settings_are_the_published_ones() -> None:
         assert {*Counter(words).values()} == frequencies and list(Counter(Counter(words).values()).values()).count(10) == 1
 
 
-def test_needles_stand_at_their_depth_on_lines_of_their_own() -> None:
+def test_the_first_answer_is_at_the_depth_on_a_line_of_its_own() -> None:
     for task, declared in RULER_TASKS.items():
         for depth in (0.0, 0.3, 0.9) if declared.has_depth else ():
             prompt, references = split_prompt(make_sample(task, 20_000, 2, depth))
@@ -170,6 +170,21 @@ def test_an_oracle_scores_100_and_random_answers_score_0(monkeypatch: pytest.Mon
                 n_first = 2 * (n_right > 0) if declared.has_depth else None
                 assert cell.right_at_depth == n_first
                 assert get_depth_counts(vars(cell)) == (None if n_first is None else (n_first, 2))
+
+
+def test_only_the_first_answer_counts_at_the_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer_one(place: int) -> Callable[..., list[Tensor]]:
+        def answer(model: NSATransformer, prompts: list[Tensor], *, max_new_tokens: int) -> list[Tensor]:
+            answers = [solve_needles(bytes(prompt.tolist()).decode("latin-1"))[place] for prompt in prompts]
+            return [torch.tensor(list(text.encode())) for text in answers]
+
+        return answer
+
+    for place, n_first in ((0, 3), (3, 0)):
+        monkeypatch.setattr(importlib.import_module("nsa_lab.evaluate.scoring"), "generate", answer_one(place))
+        options = {"tasks": ["niah_multiquery"], "depths": (0.5,), "per_depth": 3}
+        (cell,) = evaluate_retrieval(make_model(), TEXT, [1200], **options)
+        assert (cell.right, cell.answers, cell.right_at_depth) == (3, 12, n_first)
 
 
 def test_recall_is_the_share_of_references_in_the_generated_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,6 +197,39 @@ MUTANTS = [
         "7 * counts.sum() - 3",
         "6 * counts.sum() - 3",
     ),
+    Mutant(
+        "recall: the replaced value comes after the new one",
+        "data.recall.needle_insertion",
+        "Insertion(depth * rng.random(), fact.replaced)",
+        "Insertion(1 - depth * rng.random(), fact.replaced)",
+    ),
+    Mutant(
+        "recall: an update keeps the value",
+        "data.recall.facts",
+        "while value == fact.value.decode():",
+        "while value is None:",
+    ),
+    Mutant(
+        "recall: all facts are updated",
+        "data.recall.facts",
+        "if rng.random() >= recall.updates:",
+        "if rng.random() >= 1.0:",
+    ),
+    Mutant(
+        "recall: one wording of questions",
+        "data.recall.facts",
+        "questions[rng.integers(len(questions))]",
+        "questions[0 * rng.integers(len(questions))]",
+    ),
+    Mutant(
+        "recall: bytes of a replaced statement are not counted",
+        "data.recall.facts",
+        "len(fact.replaced) + len(fact.statement)",
+        "len(fact.statement)",
+    ),
+    Mutant(
+        "recall: mixed values without hex", "data.recall.facts", '("digits", "letters", "hex")', '("digits", "letters")'
+    ),
     Mutant("stages: all with one seed", "data.stage_batches", "if index == 0:", "if index >= 0:"),
     Mutant(
         "recall: two facts with one value",

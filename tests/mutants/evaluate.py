@@ -127,4 +127,5 @@ MUTANTS = [
     Mutant(
         "RULER: the prompt holds the first answer", "evaluate.scoring", "sample.answers[0, 0]]", "sample.answers[0, -1]]"
     ),
+    Mutant("retrieval: held-out words keep the run's wordings", "evaluate.retrieval", 'wordings="single", ', ""),
 ]

@@ -4,12 +4,19 @@
 text. `retrieval_tasks` and `ruler_tasks` build the sequences that evaluate a trained model.
 """
 
-from nsa_lab.data.recall.facts import Fact, compute_max_fact_bytes, sample_facts
+from nsa_lab.data.recall.facts import HELD_OUT_WORDINGS, Fact, compute_max_fact_bytes, sample_facts
 from nsa_lab.data.recall.needle_insertion import insert_in_share, insert_per_document, make_inserter
-from nsa_lab.data.recall.retrieval_tasks import RetrievalTask, make_multi_key_task, make_multi_query_task, make_needle_task
+from nsa_lab.data.recall.retrieval_tasks import (
+    RetrievalTask,
+    make_multi_key_task,
+    make_multi_query_task,
+    make_needle_task,
+    make_updated_task,
+)
 from nsa_lab.data.recall.ruler_tasks import RULER_TASKS, RulerTask
 
 __all__ = [
+    "HELD_OUT_WORDINGS",
     "RULER_TASKS",
     "Fact",
     "RetrievalTask",
@@ -21,5 +28,6 @@ __all__ = [
     "make_multi_key_task",
     "make_multi_query_task",
     "make_needle_task",
+    "make_updated_task",
     "sample_facts",
 ]
