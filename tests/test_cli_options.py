@@ -21,10 +21,10 @@ import typer
 from fake_run import write_run
 
 from nsa_lab import cli
-from nsa_lab.evaluate import NEEDLE_FORMS, TASKS
+from nsa_lab.evaluate import NEEDLE_FORMS, RULER_TASKS, TASKS
 from nsa_lab.inference import Sampling
 from nsa_lab.runs import lifecycle
-from nsa_lab.runs.evaluation import NEEDLE_FORM_NAMES, TASK_NAMES
+from nsa_lab.runs.evaluation import NEEDLE_FORM_NAMES, RULER_NAMES, TASK_NAMES
 
 torch.set_num_threads(1)
 
@@ -374,6 +374,7 @@ for name, options, check in (
         lambda run, lengths, per_depth_at, **_: lengths == [600, 700] and per_depth_at == {700: 3},
     ),
     ("task", "--task hex --task needle", lambda run, tasks, **_: tasks == ["hex", "needle"]),
+    ("ruler", "--ruler --task hex", lambda run, tasks, **_: tasks == ["hex", *RULER_NAMES]),
     ("text", "--text a={text_file}", lambda run, texts, **_: list(texts) == ["a"]),
     ("per_depth", "--per-depth 3", lambda run, per_depth, **_: per_depth == 3),
     ("windows", "--windows 5", lambda run, windows, **_: windows == 5),
@@ -584,3 +585,4 @@ def test_global_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 def test_task_names_of_the_command_line_are_those_of_the_evaluation() -> None:
     assert list(TASKS) == list(TASK_NAMES) and list(NEEDLE_FORMS) == list(NEEDLE_FORM_NAMES)
+    assert list(RULER_TASKS) == list(RULER_NAMES)

@@ -35,7 +35,7 @@ REJECTED = {
     ("runtime.backend", "triton"): "the kernels take head widths",
     ("runtime.cuda_graph", True): "runtime.cuda_graph = True needs runtime.device: cuda",
 }
-N_RUNS = 6
+N_RUNS = 8
 TESTED_ELSEWHERE = {
     ("data.source", "fineweb_edu"): "tests/data/test_fineweb_edu.py",
     ("data.source", "local"): "tests/data/test_sources.py",
@@ -79,8 +79,8 @@ def make_config(number: int) -> tuple[dict[str, Any], RunConfig]:
     Together the runs use all values. The last run is dense, because NSA keys need the others. Every other run inserts
     facts, so their keys change half as often. Muon alternates with sharding, because they are incompatible.
     """
-    turns = {"model.attention": number // (N_RUNS - 1), "data.names": number // 2, "data.distance": number // 2}
-    turns["train.optimizer"] = number + 1
+    turns = dict.fromkeys(("data.names", "data.distance", "data.values", "data.wordings"), number // 2)
+    turns |= {"model.attention": number // (N_RUNS - 1), "train.optimizer": number + 1}
     options_of_run = {key: values[turns.get(key, number) % len(values)] for key, values in list_usable_values().items()}
     sections = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in SECTIONS.items()}
     for key, value in options_of_run.items():

@@ -11,7 +11,7 @@ import typer
 from nsa_lab.cli.common import Model, Outputs, Run, check_output_file, echo
 from nsa_lab.config import ConfigError
 from nsa_lab.runs import resolve
-from nsa_lab.runs.evaluation import NEEDLE_FORM_NAMES, TASK_NAMES
+from nsa_lab.runs.evaluation import NEEDLE_FORM_NAMES, RULER_NAMES, TASK_NAMES
 from nsa_lab.runs.model_files import check_evaluable, check_new_folder, find_checkpoint, read_final_evaluation
 
 app = typer.Typer()
@@ -138,6 +138,9 @@ def evaluate(
         list[str] | None,
         typer.Option(metavar="NAME", help=TASK_HELP),
     ] = None,
+    ruler: Annotated[
+        bool, typer.Option("--ruler", help=f"Add the tasks of RULER that need no download: {', '.join(RULER_NAMES)}")
+    ] = False,
     text: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=PATH", help="Named documents to measure the loss on: txt, jsonl, parquet (repeatable)"),
@@ -170,8 +173,8 @@ def evaluate(
     counts, texts = dict(map(_parse_length, length or ())), dict(map(_parse_named_path, text or ()))
     known = [*TASK_NAMES, *NEEDLE_FORM_NAMES]
     for name in task or ():
-        if name not in (*known, "all"):
-            raise ConfigError(f"--task {name}: unknown task; available: {', '.join(known)}, all")
+        if name not in (*known, *RULER_NAMES, "all"):
+            raise ConfigError(f"--task {name}: unknown task; available: {', '.join([*known, *RULER_NAMES])}, all")
     for path in texts.values():
         LocalSource(path, label="text")
     check_evaluable(run_dir, out, step)
@@ -182,6 +185,7 @@ def evaluate(
     from nsa_lab.runs.evaluation import EVALUATION
 
     tasks = known if "all" in (task or []) else task or list(TASK_NAMES)
+    tasks = list(dict.fromkeys([*tasks, *(RULER_NAMES if ruler else ())]))
     evaluate_run(
         run_dir,
         out=out,

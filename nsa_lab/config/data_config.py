@@ -21,13 +21,23 @@ class RecallConfig(Section):
     names: Literal["words", "codes"] = Field(
         default="words", description="recall: name of a fact; words: as in 'amber anchor', codes: as in 'kq-417'"
     )
-    values: Literal["digits", "letters", "hex"] = Field(default="digits", description="recall: characters of a value")
+    values: Literal["digits", "letters", "hex", "mixed"] = Field(
+        default="digits", description="recall: characters of a value; mixed: digits, letters or hex, drawn for each fact"
+    )
     value_length: int = Field(default=7, ge=1, le=MAX_COUNT, description="recall: number of characters of a value")
     statement: str = Field(
         default="\nThe secret number of the {name} is {value}.\n", description="recall: template of a fact"
     )
     question: str = Field(
         default="\nQ: What is the secret number of the {name}? A: ", description="recall: template of a question"
+    )
+    wordings: Literal["single", "several"] = Field(
+        default="single",
+        description="recall: single: data.statement and data.question; several: these or one of four other wordings, drawn "
+        "for each fact and for its question",
+    )
+    updates: float = Field(
+        default=0.0, ge=0, le=1, description="recall: fraction of facts with an earlier statement of another value"
     )
     distance: Literal["uniform", "log"] = Field(
         default="uniform", description="recall: distribution of the distance from fact to question; log: log-uniform"

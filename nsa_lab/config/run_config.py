@@ -192,7 +192,7 @@ DEFAULTS_OF_ADDED_KEYS: dict[str, dict[str, Any]] = {
         "initial_weights": None,
         "trainable": "all",
     },
-    "data": {"documents": "cross", "packing": "stream", "min_document_bytes": 0},
+    "data": {"documents": "cross", "packing": "stream", "min_document_bytes": 0, "wordings": "single", "updates": 0.0},
 }
 
 

@@ -6,6 +6,7 @@ Each part also works directly on a model, on a CPU too: `evaluate_retrieval`, `m
 `measure_document_loss`, `measure_text_loss`, `run_ablations`, `measure_selection_quality`, `measure_selection_benefit`.
 """
 
+from nsa_lab.data.recall import RULER_TASKS
 from nsa_lab.evaluate.ablations import ABLATIONS, Ablation, forward_with_ablation, list_ablations, run_ablations
 from nsa_lab.evaluate.block_selectors import compute_block_mass, measure_selection_quality
 from nsa_lab.evaluate.document_loss import measure_document_loss
@@ -18,6 +19,7 @@ from nsa_lab.evaluate.selection_benefit import SelectionBenefit, measure_selecti
 __all__ = [
     "ABLATIONS",
     "NEEDLE_FORMS",
+    "RULER_TASKS",
     "TASKS",
     "Ablation",
     "SelectionBenefit",

@@ -14,8 +14,17 @@ import numpy as np
 
 from nsa_lab.config import RecallConfig
 from nsa_lab.data import DataError
-from nsa_lab.data.recall import RetrievalTask, make_multi_key_task, make_multi_query_task, make_needle_task
-from nsa_lab.evaluate.scoring import score_generated, score_teacher_forced, stack_samples
+from nsa_lab.data.recall import (
+    HELD_OUT_WORDINGS,
+    RULER_TASKS,
+    RetrievalTask,
+    RulerTask,
+    make_multi_key_task,
+    make_multi_query_task,
+    make_needle_task,
+    make_updated_task,
+)
+from nsa_lab.evaluate.scoring import score_generated, score_recall, score_teacher_forced, stack_samples
 from nsa_lab.model import NSATransformer
 
 Task = Callable[[int, float, RecallConfig, np.random.Generator, np.ndarray], RetrievalTask]
@@ -37,19 +46,27 @@ def _vary_needle(**changes: Any) -> Task:
     return make_task
 
 
-# Forms of needles that a run with default settings has not been trained on.
+def _reword(number: int) -> Task:
+    """Return the needle task in one of the wordings that no run is trained on."""
+    statement, question = HELD_OUT_WORDINGS[number]
+    return _vary_needle(wordings="single", statement=statement, question=question)
+
+
+# Forms of needles that a run with default settings has not been trained on. Also with several wordings and mixed values,
+# these are held out: `other_words`, `more_words`, `capitals`.
 NEEDLE_FORMS: dict[str, Task] = {
     "five_digits": _vary_needle(values="digits", value_length=5),
     "twelve_digits": _vary_needle(values="digits", value_length=12),
     "letters": _vary_needle(values="letters"),
     "hex": _vary_needle(values="hex"),
     "codes": _vary_needle(names="codes"),
-    "other_words": _vary_needle(
-        statement="\nNote that the {name} opens with {value}.\n", question="\nWhat does the {name} open with? "
-    ),
+    "other_words": _reword(0),
+    "more_words": _reword(1),
+    "capitals": _vary_needle(values="capitals"),
+    "updated": make_updated_task,
 }
 # The order is part of the seed of every sample.
-ALL_TASKS = TASKS | NEEDLE_FORMS
+ALL_TASKS: dict[str, Task] = TASKS | NEEDLE_FORMS | RULER_TASKS
 DEPTHS = tuple(depth / 10 for depth in range(10))
 
 
@@ -64,6 +81,10 @@ class RetrievalCell:
     from the fraction of the entire sequence by at most 0.16 at 2,048 bytes, 0.05 at 8,192 and 0.02 at 32,768 (single
     needle: 0.04, 0.01, 0.01). Facts of other questions are anywhere. `right_at_depth` of `sequences` answer the first
     question correctly.
+
+    RULER's tasks: `right` of `answers` references occur in the generated text, as published; `written_right` and `written`
+    are the same numbers. `tokens_right` of `tokens` and `loss` are teacher-forced. `depth` is a fraction of the haystack;
+    in `vt`, `cwe` and `fwe` it only numbers samples, and `right_at_depth` is None.
     """
 
     task: str
@@ -74,7 +95,7 @@ class RetrievalCell:
     right: int
     tokens: int
     tokens_right: int
-    right_at_depth: int
+    right_at_depth: int | None
     loss: float
     written: int
     written_right: int
@@ -95,9 +116,9 @@ def evaluate_retrieval(
 ) -> Iterator[RetrievalCell]:
     """Evaluate retrieval of a byte model and yield each `RetrievalCell` as soon as it is complete.
 
-    text: int64 bytes that the model was not trained on; facts are inserted into it. tasks: names in `TASKS`, or in
-    `NEEDLE_FORMS`, which state and question the fact in another form than `recall`. generated_per_depth: number of the
-    `per_depth` samples whose answers are also generated.
+    text: int64 bytes that the model was not trained on; facts are inserted into it. tasks: names in `TASKS`, in
+    `NEEDLE_FORMS`, which state and question the fact in another form than `recall`, or in `RULER_TASKS`.
+    generated_per_depth: number of the `per_depth` samples whose answers are also generated; of RULER's tasks all are.
 
     Raises `DataError` if a task does not fit in a length, or if the text is shorter than a length.
     """
@@ -154,17 +175,24 @@ def _score_cell(
         first_correct.append(scores[0][:, 0].all(-1).cpu().numpy())
         losses.append(scores[1].flatten().cpu().numpy())
     is_correct = np.concatenate(correct_by_batch)
-    generated = score_generated(model, samples[:n_generated]) if n_generated else []
+    declared = ALL_TASKS[task]
+    if isinstance(declared, RulerTask):
+        is_recalled = score_recall(model, samples, declared.answer_bytes)
+        n_first = int(is_recalled[:, 0].sum()) if declared.has_depth else None
+        generated, n_right = is_recalled.flatten().tolist(), int(is_recalled.sum())
+    else:
+        n_first, n_right = int(np.concatenate(first_correct).sum()), int(is_correct.all(-1).sum())
+        generated = score_generated(model, samples[:n_generated]) if n_generated else []
     return RetrievalCell(
         task=task,
         length=length,
         depth=depth,
         sequences=len(samples),
         answers=len(is_correct),
-        right=int(is_correct.all(-1).sum()),
+        right=n_right,
         tokens=is_correct.size,
         tokens_right=int(is_correct.sum()),
-        right_at_depth=int(np.concatenate(first_correct).sum()),
+        right_at_depth=n_first,
         loss=float(np.concatenate(losses).mean()),
         written=len(generated),
         written_right=sum(generated),

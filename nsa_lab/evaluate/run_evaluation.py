@@ -21,7 +21,9 @@ import numpy as np
 import torch
 
 from nsa_lab.config import ConfigError, ModelConfig, RecallConfig, RunConfig
+from nsa_lab.config.run_config import DEFAULTS_OF_ADDED_KEYS
 from nsa_lab.data import Dataset, TokenStore, prepare
+from nsa_lab.data.recall import RULER_TASKS
 from nsa_lab.evaluate.ablations import list_ablations, run_ablations
 from nsa_lab.evaluate.block_selectors import measure_selection_quality
 from nsa_lab.evaluate.document_loss import measure_document_loss
@@ -106,7 +108,8 @@ def evaluate_run(
     out: folder of evaluation.json; default: the run directory. Required for a bundled model, whose evaluation is fixed.
     step: checkpoint; default: the newest.
     lengths: of the retrieval sequences; default: the lengths of the run's stages, and twice the longest.
-    tasks: names in `TASKS` and `NEEDLE_FORMS`. texts: paths by name, for `measure_text_loss` at the run's longest length.
+    tasks: names in `TASKS`, `NEEDLE_FORMS` and `RULER_TASKS`.
+    texts: paths by name, for `measure_text_loss` at the run's longest length.
         An interrupted evaluation can be continued with other lengths, tasks and texts; all other arguments must be equal.
     depths, per_depth, generated_per_depth: as in `evaluate_retrieval`. per_depth_at: replaces per_depth at these lengths.
     windows: of `measure_loss_by_position`, and rows of `measure_document_loss`, at the run's longest length.
@@ -139,7 +142,7 @@ def evaluate_run(
         "config_hash": config.hash(),
         "data_identity": dataset.identity,
         "text_tokens": len(text),
-        "recall": {key: getattr(config.data, key) for key in RecallConfig.model_fields},
+        "recall": _describe_facts(config),
         "code": get_code_identity(),
         "versions": get_versions(),
         "device": torch.cuda.get_device_name(target_device) if target_device.type == "cuda" else "cpu",
@@ -174,6 +177,12 @@ def evaluate_run(
     return results
 
 
+def _describe_facts(config: RunConfig) -> dict[str, Any]:
+    """Return the settings of facts, without added keys at their defaults, so that older evaluations have equal settings."""
+    added, values = DEFAULTS_OF_ADDED_KEYS["data"], {key: getattr(config.data, key) for key in RecallConfig.model_fields}
+    return {key: value for key, value in values.items() if key not in added or value != added[key]}
+
+
 def _count_tokens(
     settings: _RetrievalSettings,
     config: RunConfig,
@@ -187,7 +196,7 @@ def _count_tokens(
     longest = config.train.longest_stage.seq_len
     n_sequences = {n: len(settings.depths) * settings.per_depth_at.get(n, settings.per_depth) for n in lengths}
     retrieval = sum(
-        n_sequences[length] * length
+        n_sequences[length] * length * (2 if task in RULER_TASKS else 1)  # also the prompts of generated answers
         for task, length in itertools.product(tasks, lengths)
         if not explain_misfit(task, length, settings.recall, settings.text)
     )

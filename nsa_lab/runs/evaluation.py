@@ -12,7 +12,30 @@ from nsa_lab.runs.atomic_io import read_json, write_json
 
 # Names of the retrieval tasks in `nsa_lab.evaluate`, for the command line, which does not import torch to check them.
 TASK_NAMES = ("needle", "multi_key", "multi_query")
-NEEDLE_FORM_NAMES = ("five_digits", "twelve_digits", "letters", "hex", "codes", "other_words")
+NEEDLE_FORM_NAMES = (
+    "five_digits",
+    "twelve_digits",
+    "letters",
+    "hex",
+    "codes",
+    "other_words",
+    "more_words",
+    "capitals",
+    "updated",
+)
+RULER_NAMES = (
+    "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+    "niah_multivalue",
+    "niah_multiquery",
+    "vt",
+    "cwe",
+    "fwe",
+)
 EVALUATION = "evaluation.json"
 UNFINISHED = "evaluation.unfinished.json"
 VERSION = 1
@@ -59,9 +82,10 @@ def read_evaluation(run_dir: Path) -> dict[str, Any] | None:
 def get_depth_counts(cell: dict[str, Any]) -> tuple[int, int] | None:
     """Return (number of facts found, number of facts) at the depth of a cell of `retrieval`.
 
-    None if a sequence has several questions and an older version of the evaluation did not count the first one separately.
+    None if a sequence has several answers and none belongs to the depth (a task without depths, or an older version of the
+    evaluation, which did not count the first one separately).
     """
-    if "right_at_depth" in cell:
+    if cell.get("right_at_depth") is not None:
         return cell["right_at_depth"], cell["sequences"]
     return (cell["right"], cell["answers"]) if cell["answers"] == cell["sequences"] else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 
 import numpy as np
@@ -14,14 +15,16 @@ from looping import looped
 from nsa_lab.config import ConfigError, DataConfig, RecallConfig, TrainConfig
 from nsa_lab.data import Batches, StagedBatches, TokenStore, check
 from nsa_lab.data.recall import (
+    compute_max_fact_bytes,
     insert_in_share,
     make_inserter,
     make_multi_key_task,
     make_multi_query_task,
     make_needle_task,
+    make_updated_task,
     sample_facts,
 )
-from nsa_lab.data.recall.facts import ADJECTIVES, NOUNS
+from nsa_lab.data.recall.facts import ADJECTIVES, ALPHABETS, HELD_OUT_WORDINGS, NOUNS, QUESTIONS, STATEMENTS
 
 TEXT = np.random.default_rng(0).integers(0x80, 0xFF, 40_000)  # no byte of it occurs in a fact
 STATEMENT = re.compile(rb"\nThe secret number of the (.+?) is (.+?)\.\n")
@@ -225,3 +228,99 @@ def test_recall_reads_its_path_or_stdlib(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("some text")
     assert check(DataConfig(source="recall", path=str(tmp_path)))["source"] == "local"
     assert check(DataConfig(source="recall"))["source"] == "stdlib"
+
+
+VARIED = RecallConfig(wordings="several", values="mixed", updates=0.5, distractors=0.3, bytes_per_fact=600)
+
+
+def match_template(template: str, **fields: str) -> re.Pattern[bytes]:
+    pattern = re.escape(template)
+    for name, expression in fields.items():
+        pattern = pattern.replace(re.escape(f"{{{name}}}"), f"(?P<{name}>{expression})")
+    return re.compile(pattern.encode())
+
+
+def find_facts(templates: list[str], content: bytes, **fields: str) -> list[tuple[int, str, dict[str, str]]]:
+    """Return (position, template, fields) of each occurrence, in order."""
+    found = [
+        (match.start(), template, {name: text.decode() for name, text in match.groupdict().items()})
+        for template in templates
+        for match in match_template(template, **fields).finditer(content)
+    ]
+    return sorted(found, key=lambda item: item[0])
+
+
+def test_text_of_older_configurations_is_unchanged() -> None:
+    digest = hashlib.sha256()
+    codes = RecallConfig(distractors=0.5, questions_together=2, names="codes", values="hex", distance="log")
+    for recall in (RecallConfig(), codes):
+        for sequence in range(3):
+            for part in make_inserter(recall, 4000, 7)(TEXT[:4001], sequence):
+                digest.update(part.tobytes())
+        for make in (make_needle_task, make_multi_key_task, make_multi_query_task):
+            digest.update(make(3000, 0.3, recall, np.random.default_rng(5), TEXT).tokens.tobytes())
+    assert digest.hexdigest()[:16] == "b1512d355b5c94cc"
+
+
+def test_several_wordings_alphabets_and_updates() -> None:
+    """The answer is the last value that was stated before the question, in any wording."""
+    recall, updated, n_facts = VARIED, 0, 0
+    seen: dict[str, set[str]] = {"statement": set(), "question": set()}
+    alphabets = {name: re.compile(f"[{letters}]{{7}}") for name, letters in ALPHABETS.items() if name != "capitals"}
+    used: set[str] = set()
+    for sequence in range(40):
+        tokens, weights = make_inserter(recall, 4000, 3)(TEXT[:4001], sequence)
+        content = as_bytes(tokens)
+        assert len(tokens) == len(weights) == 4001
+        facts = find_facts([recall.statement, *STATEMENTS], content, name="[a-z]+ [a-z]+", value="[0-9a-z]{7}")
+        questions = find_facts(
+            [f"{text}{{value}}\n" for text in (recall.question, *QUESTIONS)],
+            content,
+            name="[a-z]+ [a-z]+",
+            value="[0-9a-z]{7}",
+        )
+        names = [found["name"] for _, _, found in facts]
+        assert len({*names}) == 6 and len(questions) == len({found["name"] for *_, found in questions}) == 4
+        assert max(map(names.count, names)) <= 2
+        updated, n_facts = updated + len(names) - 6, n_facts + 6
+        for position, template, asked in questions:
+            stated = [(at, found["value"]) for at, _, found in facts if found["name"] == asked["name"]]
+            assert all(at < position for at, _ in stated) and stated[-1][1] == asked["value"]
+            assert len({value for _, value in stated}) == len(stated), "an update changes the value"
+            seen["question"].add(template)
+        assert (weights > 1).sum() == 4 * 7
+        seen["statement"] |= {template for _, template, _ in facts}
+        used |= {name for *_, found in facts for name, letters in alphabets.items() if letters.fullmatch(found["value"])}
+    assert len(seen["statement"]) == len(seen["question"]) == 5 and used == {*alphabets}
+    assert abs(updated / n_facts - 0.5) < 0.12
+
+
+def test_held_out_wordings_and_capitals_are_not_trained_on(refuses) -> None:
+    recall = VARIED
+    trained = {recall.statement, recall.question, *STATEMENTS, *QUESTIONS}
+    assert len(HELD_OUT_WORDINGS) == 2 and not trained & {text for wording in HELD_OUT_WORDINGS for text in wording}
+    with pytest.raises(ConfigError, match=r"data\.values"):
+        DataConfig(source="recall", values="capitals")  # pyright: ignore[reportArgumentType]
+    facts = sample_facts(500, recall.model_copy(update={"values": "capitals"}), np.random.default_rng(0))
+    assert all(re.fullmatch(rb"[A-Z]{7}", fact.value) for fact in facts)
+
+
+def test_facts_of_any_wording_fit_in_their_bytes() -> None:
+    for recall in (RecallConfig(), VARIED, RecallConfig(wordings="several"), RecallConfig(updates=1.0)):
+        n_bytes = [
+            len(fact.replaced + fact.statement + fact.question + fact.value) + 1
+            for number in range(20)
+            for fact in sample_facts(400, recall, np.random.default_rng(number))
+        ]
+        assert compute_max_fact_bytes(recall) - 12 <= max(n_bytes) <= compute_max_fact_bytes(recall), recall
+
+
+def test_an_updated_fact_has_its_later_value_at_the_depth() -> None:
+    for recall in (RecallConfig(), VARIED):
+        for number, depth in ((n, depth) for n in range(10) for depth in (0.0, 0.4, 0.9)):
+            sample = make_updated_task(4000, depth, recall, np.random.default_rng(number), TEXT)
+            content, value = as_bytes(sample.tokens), as_bytes(sample.tokens[sample.answers[0]]).decode()
+            facts = find_facts([recall.statement, *STATEMENTS], content, name="[a-z]+ [a-z]+", value="[0-9a-z]{7}")
+            (first, _, old), (second, _, new) = facts
+            assert old["name"] == new["name"] and old["value"] != new["value"] == value and len(content) == 4000
+            assert first < second and abs(second / 4000 - depth) < 0.06

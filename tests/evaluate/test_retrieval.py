@@ -205,14 +205,23 @@ def test_needle_forms() -> None:
         "twelve_digits": 12,
     }
     digits = [task for task, value in values.items() if value.isdigit()]
-    assert digits == ["needle", "five_digits", "twelve_digits", "codes", "other_words"]
+    assert digits == ["needle", "five_digits", "twelve_digits", "codes", "other_words", "more_words", "updated"]
+    assert values["capitals"].isupper() and b"the label of our" in contents["more_words"]
     assert values["letters"].isalpha() and not values["hex"].isdigit() and int(values["hex"], 16) >= 0
     assert re.search(rb"secret number of the [a-z]{2}-\d{3} is", contents["codes"])
     assert (
         b"secret" not in contents["other_words"]
         and b"opens with " + values["other_words"].encode() in contents["other_words"]
     )
-    assert [task for task in contents if b"secret number of the" not in contents[task]] == ["other_words"]
+    assert [task for task in contents if b"secret number of the" not in contents[task]] == ["other_words", "more_words"]
+
+
+def test_held_out_wordings_do_not_depend_on_those_of_the_run() -> None:
+    recall = RecallConfig(wordings="several", values="mixed", updates=1.0)
+    for task, words in (("other_words", b"opens with"), ("more_words", b"the label of our")):
+        for number in range(5):
+            content = bytes(_make_sample(task, 700, 0.5, number, recall, 1, TEXT).tokens.tolist())
+            assert content.count(words) == 1 and b"secret" not in content
 
 
 def test_samples_of_the_basic_tasks_are_stable() -> None:

@@ -19,7 +19,7 @@ from unpainted import unpainted
 from nsa_lab import cli, figures
 from nsa_lab.config import ConfigError, ModelConfig, NSAConfig, RecallConfig, RunConfig
 from nsa_lab.data import DataError, prepare
-from nsa_lab.evaluate import ABLATIONS, NEEDLE_FORMS, TASKS, evaluate_run, run_evaluation
+from nsa_lab.evaluate import ABLATIONS, NEEDLE_FORMS, RULER_TASKS, TASKS, evaluate_run, run_evaluation
 from nsa_lab.evaluate.ablations import list_ablations, run_ablations
 from nsa_lab.evaluate.retrieval import make_needles
 from nsa_lab.evaluate.scoring import stack_samples
@@ -277,6 +277,12 @@ def test_the_command_writes_the_file(run_dir: Path, workspace: Path, monkeypatch
         and settings_passed["dtype"] == torch.bfloat16
         and settings_passed["ablation_sequences"] == 0
     )
+    for tasks, expected in (
+        ([], [*TASKS, *RULER_TASKS]),
+        (["--task", "vt", "--task", "needle"], ["vt", "needle", *(task for task in RULER_TASKS if task != "vt")]),
+    ):
+        assert CliRunner().invoke(cli.app, [*arguments, *tasks, "--ruler"]).exit_code == 0
+        assert settings_passed["tasks"] == expected
     for wrong in (["--length", "63"], ["--length", "512:0"], ["--length", "many"], ["--text", "long"]):
         with pytest.raises(ConfigError, match=rf"{wrong[0]} {wrong[1]}: expected"):
             CliRunner().invoke(cli.app, arguments + wrong, catch_exceptions=False)

@@ -117,4 +117,15 @@ MUTANTS = [
     Mutant(
         "retrieval: the last samples are generated", "evaluate.retrieval", "samples[:n_generated]", "samples[-n_generated:]"
     ),
+    Mutant(
+        "RULER: a later answer counts as the one at the depth",
+        "evaluate.retrieval",
+        "is_recalled[:, 0].sum()",
+        "is_recalled[:, -1].sum()",
+    ),
+    Mutant("RULER: case matters", "evaluate.scoring", "bytes(tokens.tolist()).lower()", "bytes(tokens.tolist())"),
+    Mutant(
+        "RULER: the prompt holds the first answer", "evaluate.scoring", "sample.answers[0, 0]]", "sample.answers[0, -1]]"
+    ),
+    Mutant("retrieval: held-out words keep the run's wordings", "evaluate.retrieval", 'wordings="single", ', ""),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,7 +21,27 @@ NOUNS = (
 )
 # fmt: on
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-ALPHABETS = {"digits": "0123456789", "letters": LETTERS, "hex": "0123456789abcdef"}
+# No configuration trains on capitals: they are held out for evaluation.
+ALPHABETS = {"digits": "0123456789", "letters": LETTERS, "hex": "0123456789abcdef", "capitals": LETTERS.upper()}
+MIXED_VALUES = ("digits", "letters", "hex")
+# Wordings of `data.wordings: several`, in addition to `data.statement` and `data.question`.
+STATEMENTS = (
+    "\nRemember: the code {value} is for the {name}.\n",
+    "\nIn the list, the {name} has the entry {value}.\n",
+    "\n{value} belongs to the {name}.\n",
+    "\n{name}: {value}\n",
+)
+QUESTIONS = (
+    "\nWhich code is for the {name}? It is ",
+    "\nPlease look up the entry of the {name}: ",
+    "\nTo the {name} belongs ",
+    "\n{name}? ",
+)
+# Wordings (statement, question) that no configuration trains on unless it names them.
+HELD_OUT_WORDINGS = (
+    ("\nNote that the {name} opens with {value}.\n", "\nWhat does the {name} open with? "),
+    ("\nWe keep {value} as the label of our {name}, as always.\n", "\nThe label that we keep for our {name} reads "),
+)
 # A code is two letters and a three-digit number.
 N_CODES = len(LETTERS) ** 2 * 1000
 # A newline ends an answer, as in typed text. It is not part of the value that the model must recall.
@@ -30,11 +50,15 @@ ANSWER_END = b"\n"
 
 @dataclass(frozen=True)
 class Fact:
-    """Texts of a fact: `statement` states it, `question` asks for it, and `value` is the expected answer."""
+    """Texts of a fact: `statement` states it, `question` asks for it, and `value` is the expected answer.
+
+    `replaced`: an earlier statement with another value; empty if the fact has only one value.
+    """
 
     statement: bytes
     question: bytes
     value: bytes
+    replaced: bytes = b""
 
 
 def sample_facts(count: int, recall: RecallConfig, rng: np.random.Generator) -> list[Fact]:
@@ -50,24 +74,58 @@ def sample_facts(count: int, recall: RecallConfig, rng: np.random.Generator) -> 
         )
     indices = rng.choice(available, size=count, replace=False)
     names = [_make_name(int(number), recall) for number in indices]
-    return [_make_fact(name, value, recall) for name, value in zip(names, _sample_values(count, recall, rng), strict=True)]
+    values = _sample_values(count, recall, rng)
+    wordings = [_sample_wording(recall, rng) for _ in names]
+    facts = [_make_fact(*parts) for parts in zip(names, values, wordings, strict=True)]
+    return (
+        [_add_replaced(fact, name, recall, rng) for fact, name in zip(facts, names, strict=True)]
+        if recall.updates
+        else facts
+    )
 
 
 def make_longest_fact(recall: RecallConfig) -> Fact:
     """Return a fact with the maximum length of any sampled fact."""
     longest = max(map(len, ADJECTIVES)) + 1 + max(map(len, NOUNS)) if recall.names == "words" else len("kq-417")
-    return _make_fact("x" * longest, "x" * recall.value_length, recall)
+    name, value = "x" * longest, "x" * recall.value_length
+    facts = [_make_fact(name, value, wording) for wording in zip(*_list_wordings(recall), strict=True)]
+    statement, question = (max((getattr(fact, part) for fact in facts), key=len) for part in ("statement", "question"))
+    return Fact(statement, question, value.encode(), statement if recall.updates else b"")
 
 
 def compute_max_fact_bytes(recall: RecallConfig) -> int:
-    """Return the maximum number of bytes of a fact, its question and its answer."""
+    """Return the maximum number of bytes of a fact, its replaced statement, its question and its answer."""
     fact = make_longest_fact(recall)
-    return len(fact.statement) + len(fact.question) + len(fact.value + ANSWER_END)
+    return len(fact.replaced) + len(fact.statement) + len(fact.question) + len(fact.value + ANSWER_END)
 
 
-def _make_fact(name: str, value: str, recall: RecallConfig) -> Fact:
-    statement = recall.statement.format(name=name, value=value)
-    return Fact(statement.encode(), recall.question.format(name=name).encode(), value.encode())
+def _make_fact(name: str, value: str, wording: tuple[str, str]) -> Fact:
+    statement, question = wording
+    return Fact(statement.format(name=name, value=value).encode(), question.format(name=name).encode(), value.encode())
+
+
+def _list_wordings(recall: RecallConfig) -> tuple[list[str], list[str]]:
+    """Return the templates of statements and of questions."""
+    others = (STATEMENTS, QUESTIONS) if recall.wordings == "several" else ((), ())
+    return [recall.statement, *others[0]], [recall.question, *others[1]]
+
+
+def _sample_wording(recall: RecallConfig, rng: np.random.Generator) -> tuple[str, str]:
+    statements, questions = _list_wordings(recall)
+    # A single wording draws nothing, so the text of older configurations stays the same.
+    if len(statements) == 1:
+        return statements[0], questions[0]
+    return statements[rng.integers(len(statements))], questions[rng.integers(len(questions))]
+
+
+def _add_replaced(fact: Fact, name: str, recall: RecallConfig, rng: np.random.Generator) -> Fact:
+    """Return the fact with an earlier statement of another value, with probability `recall.updates`."""
+    if rng.random() >= recall.updates:
+        return fact
+    value = fact.value.decode()
+    while value == fact.value.decode():
+        value = _sample_value(recall, rng)
+    return replace(fact, replaced=_make_fact(name, value, _sample_wording(recall, rng)).statement)
 
 
 def _make_name(number: int, recall: RecallConfig) -> str:
@@ -78,7 +136,8 @@ def _make_name(number: int, recall: RecallConfig) -> str:
 
 
 def _sample_values(count: int, recall: RecallConfig, rng: np.random.Generator) -> list[str]:
-    can_differ = len(ALPHABETS[recall.values]) ** recall.value_length >= count
+    n_characters = min(len(ALPHABETS[name]) for name in _list_alphabets(recall))
+    can_differ = n_characters**recall.value_length >= count
     values: list[str] = []
     used: set[str] = set()
     while len(values) < count:
@@ -89,6 +148,11 @@ def _sample_values(count: int, recall: RecallConfig, rng: np.random.Generator) -
     return values
 
 
+def _list_alphabets(recall: RecallConfig) -> tuple[str, ...]:
+    return MIXED_VALUES if recall.values == "mixed" else (recall.values,)
+
+
 def _sample_value(recall: RecallConfig, rng: np.random.Generator) -> str:
-    alphabet = ALPHABETS[recall.values]
+    names = _list_alphabets(recall)
+    alphabet = ALPHABETS[names[0] if len(names) == 1 else names[rng.integers(len(names))]]
     return "".join(alphabet[place] for place in rng.integers(len(alphabet), size=recall.value_length))

@@ -4,7 +4,8 @@ Invariants
 * The insertions are a function of the seed, the sequence number and, with document masking, the index of the document in
   the sequence. The surrounding text is a prefix of the original text, unchanged and in order. The length stays the same.
 * The answer to a question occurs earlier in the same sequence, in its own statement and in no other fact's statement
-  (unless there are more facts than values). A coincidental occurrence in the surrounding text is not removed.
+  (unless there are more facts than values, or a replaced value equals it). A replaced statement precedes the one that
+  replaces it. A coincidental occurrence in the surrounding text is not removed.
 * Which sequences get insertions is a function of the sequence number and the share (`insert_in_share`).
 * Answer bytes have the loss weight `data.answer_weight`. The newline after an answer and all other text have weight 1.
 """
@@ -138,14 +139,21 @@ def _get_line_end(insertion: Insertion) -> bytes:
 def _make_insertions(facts: list[Fact], recall: RecallConfig, rng: np.random.Generator, length: int) -> list[Insertion]:
     """Return statements, and questions in groups of `questions_together`. Each group follows all its statements."""
     queried = facts[: max(1, round(len(facts) * (1 - recall.distractors)))]
-    insertions = [Insertion(rng.random(), fact.statement) for fact in facts[len(queried) :]]
+    insertions = [piece for fact in facts[len(queried) :] for piece in insert_statements(fact, rng.random(), rng)]
     for first in range(0, len(queried), recall.questions_together):
         group = queried[first : first + recall.questions_together]
         depths = [_sample_depths(recall, rng, length) for _ in group]
-        insertions += [Insertion(depth, fact.statement) for (depth, _), fact in zip(depths, group, strict=True)]
+        for (depth, _), fact in zip(depths, group, strict=True):
+            insertions += insert_statements(fact, depth, rng)
         # Equal depths keep the list order, so a question never comes before its statement.
         insertions += [Insertion(max(depth for _, depth in depths), fact.question, fact.value) for fact in group]
     return insertions
+
+
+def insert_statements(fact: Fact, depth: float, rng: np.random.Generator) -> list[Insertion]:
+    """Return the statement of a fact at `depth`, after the replaced one, if any, at a random smaller depth."""
+    earlier = [Insertion(depth * rng.random(), fact.replaced)] if fact.replaced else []
+    return [*earlier, Insertion(depth, fact.statement)]
 
 
 def _sample_depths(recall: RecallConfig, rng: np.random.Generator, length: int) -> tuple[float, float]:

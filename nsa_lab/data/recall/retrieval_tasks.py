@@ -1,7 +1,8 @@
 """Sequences that test retrieval: text, one or several facts in it, and questions at the end.
 
 Needle: one fact at a given depth. Multi-key: the same, among many facts that are not asked for. Multi-query: several facts,
-all asked for. The caller provides the random generator and the text.
+all asked for. Updated: one fact, and an earlier value that it replaces. The caller provides the random generator and the
+text.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from nsa_lab.config import RecallConfig
 from nsa_lab.data.errors import DataError
 from nsa_lab.data.recall.facts import ANSWER_END, Fact, make_longest_fact, sample_facts
-from nsa_lab.data.recall.needle_insertion import Insertion, insert_texts
+from nsa_lab.data.recall.needle_insertion import Insertion, insert_statements, insert_texts
 
 
 class RetrievalTask(NamedTuple):
@@ -52,6 +53,14 @@ def make_multi_query_task(
     depths = [depth, *rng.random(n_queries - 1)]
     insertions = [Insertion(fact_depth, fact.statement) for fact_depth, fact in zip(depths, facts, strict=True)]
     return _make_task(length, insertions, facts, recall, rng, text)
+
+
+def make_updated_task(
+    length: int, depth: float, recall: RecallConfig, rng: np.random.Generator, text: np.ndarray
+) -> RetrievalTask:
+    """Return `make_needle_task` with an earlier statement of another value; the later value is the answer."""
+    (fact,) = sample_facts(1, recall.model_copy(update={"updates": 1.0}), rng)
+    return _make_task(length, insert_statements(fact, depth, rng), [fact], recall, rng, text)
 
 
 def _make_task(
