@@ -215,7 +215,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{shorten(str(path))!r}: cannot be read: {getattr(error, 'strerror', error)}") from None
+        reason = getattr(error, "strerror", error)
+        raise ConfigError(f"{shorten(str(path.parent))!r}: {shorten(path.name)} cannot be read: {reason}") from None
     if sections is None:
         raise ConfigError(
             f"{path}: expected a mapping of sections, found nothing; write {{}} for a configuration with all defaults"

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +35,7 @@ from nsa_lab.train.checkpoint import Filesystem
 from nsa_lab.train.muon import Muon
 from nsa_lab.train.signals import StopRequested
 from nsa_lab.train.step import Readback
+from nsa_lab.train.telemetry.awake_clock import AwakeClock
 from nsa_lab.train.telemetry.phases import Phases
 
 Make, Train = Callable[..., Path], Callable[..., int]
@@ -474,7 +474,7 @@ def test_a_throughput_drop_is_reported(
 ) -> None:
     """Uses a clock that advances with every forward pass, so that the load of this machine has no effect."""
     now = [0.0]
-    monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(AwakeClock, "now", lambda clock: now[0])
 
     def slow_down(model: nn.Module) -> None:
         calls = []
