@@ -177,7 +177,7 @@ MUTANTS = [
     Mutant(
         "content: weights may be integers",
         "train.checkpoint_content",
-        "if dtype not in _FLOAT_TYPES or 0 in shape:",
+        "if dtype != _WEIGHT_TYPE or 0 in shape:",
         "if 0 in shape:",
     ),
     Mutant(

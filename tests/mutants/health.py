@@ -266,7 +266,12 @@ MUTANTS = [
         'yield f"validation {name}", steps[is_trained], values[is_trained], limits.equal_evaluations',
         "pass",
     ),
-    Mutant("health: equal layers pass", "health.consistency_checks", "if first != layer:", "if False:"),
+    Mutant(
+        "health: equal layers pass",
+        "health.consistency_checks",
+        "if np.allclose(columns[:, first], columns[:, second], rtol",
+        "if False and np.allclose(columns[:, first], columns[:, second], rtol",
+    ),
     Mutant("health: another end passes", "health.consistency_checks", "status[key] != value\n", "False\n"),
     Mutant(
         "health: other code in a later attempt",

@@ -150,7 +150,12 @@ MUTANTS = [
     Mutant(
         "generation: no separator before the prompt", "inference.text_generation", "[tokenizer.separator, *map(", "[*map("
     ),
-    Mutant("sampling: temperature multiplies", "inference.sampling", "/ self.temperature)", "* self.temperature)"),
+    Mutant(
+        "sampling: temperature multiplies",
+        "inference.sampling",
+        "/ max(self.temperature, MIN",
+        "* max(self.temperature, MIN",
+    ),
     Mutant("sampling: top-k excludes the k-th token", "inference.sampling", "logits < floor", "logits <= floor"),
     Mutant(
         "sampling: top-p excludes the token that reaches it",
