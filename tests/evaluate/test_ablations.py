@@ -163,7 +163,8 @@ def test_ablations_apply_to_branches_that_exist(variant: str) -> None:
 @pytest.mark.parametrize("branches", [("cmp", "win"), ("sel", "win"), ("cmp", "sel"), ("win",), ("sel",)])
 def test_disabled_branch_of_any_set_equals_a_gate_of_zero(branches: tuple[str, ...]) -> None:
     """One layer: its output without a branch is the gated sum of the others, and 0 without the only one."""
-    model = make_model(n_layers=1, branches=branches, **({} if "cmp" in branches else MEAN_KEY))
+    needs_scores = "sel" in branches and "cmp" not in branches
+    model = make_model(n_layers=1, branches=branches, **(MEAN_KEY if needs_scores else {}))
     tokens = make_tokens()
     block = cast(Block, model.blocks[0])
     layer = cast(SparseAttention, block.attention)

@@ -447,7 +447,8 @@ def test_disabled_branches_are_not_judged(tmp_path: Path) -> None:
     "branches", [("cmp", "sel"), ("cmp", "win"), ("sel", "win"), ("cmp",), ("sel",), ("win",)], ids="-".join
 )
 def test_branches_that_do_not_exist_are_not_judged(branches: tuple[str, ...], tmp_path: Path) -> None:
-    config = make_config(model__branches=list(branches), nsa__scores=None if "cmp" in branches else "mean_key")
+    scores = "mean_key" if "sel" in branches and "cmp" not in branches else None
+    config = make_config(model__branches=list(branches), nsa__scores=scores)
     verdicts = list_verdicts(write_run(tmp_path / "healthy", config))
     assert [(v.name, v.text) for v in verdicts if v.level != "passed"] == []
     names = {verdict.name for verdict in verdicts}

@@ -105,7 +105,7 @@ def test_a_dense_model_loads_and_computes_the_same_if_all_blocks_are_selected(sc
 def test_an_absent_branch_has_no_weights_flops_or_cache() -> None:
     full = NSATransformer(make_config(phi="mlp"), seed=0)
     for branches in (["sel", "win"], ["cmp", "sel"], ["win"]):
-        scores = None if "cmp" in branches else "mean_key"
+        scores = "mean_key" if "sel" in branches and "cmp" not in branches else None
         model = NSATransformer(make_config(phi="mlp", branches=branches, nsa={"scores": scores}), seed=0)
         c, layer = model.config, model.blocks[0].attention
         assert isinstance(layer, SparseAttention)
