@@ -1,4 +1,4 @@
-"""Folders of text: links are followed, each folder is read once, and what is left out is named."""
+"""Folders of text: links are followed, each folder is read once, and folders that are not read are named."""
 
 from __future__ import annotations
 

@@ -20,26 +20,21 @@ from mutants import (
     workbook,
 )
 
-MUTANTS = [
-    m
-    for area in (
-        *(
-            attention,
-            bench,
-            cli,
-            config,
-            convert,
-            data,
-            evaluate,
-            hardening,
-            health,
-            inference,
-            kernels,
-            model,
-            runs,
-            train,
-        ),
-        workbook,
-    )
-    for m in area.MUTANTS
-]
+AREAS = (
+    attention,
+    bench,
+    cli,
+    config,
+    convert,
+    data,
+    evaluate,
+    hardening,
+    health,
+    inference,
+    kernels,
+    model,
+    runs,
+    train,
+    workbook,
+)
+MUTANTS = [mutant for area in AREAS for mutant in area.MUTANTS]
