@@ -16,11 +16,17 @@ def test_two_ranks_that_share_each_sequence_train_as_one_rank(tmp_path: Path) ->
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("check", ["shared_sequences", "shared_sequences_ddp"])
-@pytest.mark.parametrize(("n_ranks", "local_size"), [(2, 0), (4, 0), (4, 2)])
+@pytest.mark.parametrize(
+    ("check", "n_ranks", "local_size"),
+    [
+        ("shared_sequences", 2, 0),
+        ("shared_sequences", 4, 0),
+        ("shared_sequences", 4, 2),
+        ("shared_sequences_ddp", 2, 0),
+        ("shared_sequences_ddp", 4, 0),
+    ],
+)
 def test_ranks_that_share_each_sequence_train_as_one_rank(
-    n_ranks: int, local_size: int, check: str, tmp_path: Path
+    check: str, n_ranks: int, local_size: int, tmp_path: Path
 ) -> None:
-    if check == "shared_sequences_ddp" and local_size:
-        pytest.skip("hosts make no difference to ddp")
     run_ranks(check, n_ranks, tmp_path, local_size=local_size)
