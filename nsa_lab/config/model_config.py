@@ -117,6 +117,9 @@ class ModelConfig(Section):
     selection_loss: float = Field(
         default=0.0, ge=0, description="weight of the loss that trains block selection to follow the selected branch"
     )
+    selection_queries: int = Field(
+        default=64, ge=1, le=MAX_COUNT, description="queries per text that the selection loss samples, evenly spread"
+    )
     indexer_block: int = Field(
         default=0,
         ge=0,
@@ -255,6 +258,17 @@ class ModelConfig(Section):
                 f"{name} selects blocks by the branch cmp, and model.branches = {list(self.branches)}; set "
                 "nsa.scores: mean_key, or an indexer: model.indexer_block: 4 and model.selection_loss: 0.05"
             )
+
+    @model_validator(mode="after")
+    def _check_selection_queries(self) -> ModelConfig:
+        if "selection_queries" in self.model_fields_set and "selection_loss" not in self.model_fields_set:
+            raise ValueError(
+                f"model.selection_queries = {self.selection_queries} is not used without model.selection_loss; set "
+                "model.selection_loss: 0.05, or remove it"
+            )
+        if not self.selection_loss:  # overrides can disable a preset's loss; see _check_ngrams
+            object.__setattr__(self, "selection_queries", ModelConfig.model_fields["selection_queries"].default)
+        return self
 
     @model_validator(mode="after")
     def _check_disabled_branches(self) -> ModelConfig:

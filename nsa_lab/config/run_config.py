@@ -163,6 +163,7 @@ DEFAULTS_OF_ADDED_KEYS: dict[str, dict[str, Any]] = {
         "rotary_share": 1.0,
         "matching_heads": 0,
         "selection_loss": 0.0,
+        "selection_queries": 64,
         "indexer_block": 0,
         "indexer_width": 0,
         "branches": ["cmp", "sel", "win"],

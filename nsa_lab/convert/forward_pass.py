@@ -47,7 +47,6 @@ SPARSE, DENSE = "nsa_lab", "nsa_lab_dense"
 PASS, LOSSES, HIDDEN = "nsa_pass", "nsa_losses", "nsa_hidden_states"
 """Keyword arguments that the hooks add."""
 CACHE_NAMES = ("cache", "past_key_values")
-N_LOSS_QUERIES = 64
 
 
 @dataclass
@@ -93,7 +92,7 @@ class ForwardPass:
                 k,
                 nsa,
                 attention_q=q,
-                n_queries=N_LOSS_QUERIES,
+                n_queries=c.selection_queries,
                 span=self.span,
                 layout=selection_layout,
             )

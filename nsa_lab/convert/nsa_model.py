@@ -15,9 +15,14 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nsa_lab.config import ConfigError, ModelConfig, NSAConfig
-from nsa_lab.config.model_config import INDEXER_KEYS
 from nsa_lab.convert.models import ConvertedModel, sparsify
-from nsa_lab.convert.settings import DEFAULT_INDEXER, DEFAULT_NSA, check_dense_config
+from nsa_lab.convert.settings import (
+    DEFAULT_NSA,
+    IndexerOptions,
+    add_indexer_defaults,
+    check_dense_config,
+    describe_attention,
+)
 from nsa_lab.convert.sources import load_dense
 from nsa_lab.inference import load_model
 from nsa_lab.model import NSATransformer, SparseAttention
@@ -25,6 +30,12 @@ from nsa_lab.model.init_weights import init_indexer
 from nsa_lab.runs import directory
 
 Model = TypeVar("Model", bound=PreTrainedModel)
+
+# Settings that follow from the weights. The others describe the attention.
+WEIGHT_KEYS = (
+    *("dim", "n_layers", "n_heads", "n_kv_groups", "d_k", "d_v", "vocab_size", "mlp", "mlp_hidden", "rope_theta"),
+    *("norm_eps", "rotary_share", "matching_heads", "embedding_norm", "ngrams", "ngram_rows", "ngram_width"),
+)
 
 
 def describe_model(dense: PreTrainedConfig, nsa: NSAConfig = DEFAULT_NSA, **indexer: Any) -> ModelConfig:
@@ -43,39 +54,22 @@ def describe_model(dense: PreTrainedConfig, nsa: NSAConfig = DEFAULT_NSA, **inde
     }
     if problem := next((name for name, is_used in unsupported.items() if is_used), None):
         raise ConfigError(f"{dense.model_type}: NSATransformer has no {problem}; use nsa_lab.sparsify and transformers")
-    if nsa.scores != "mean_key":
-        indexer = {**DEFAULT_INDEXER, **indexer}
-    return ModelConfig(
-        dim=dense.hidden_size,
-        n_layers=dense.num_hidden_layers,
-        n_heads=dense.num_attention_heads,
-        n_kv_groups=dense.num_key_value_heads,
-        d_k=dense.head_dim,
-        d_v=dense.head_dim,
-        vocab_size=dense.vocab_size,
-        branches=("sel",),
-        mlp="gated",
-        mlp_hidden=dense.intermediate_size,
-        rope_theta=rope["rope_theta"],
-        norm_eps=dense.rms_norm_eps,
-        nsa=nsa,
-        **indexer,
-    )
+    own = {"mlp": "gated", "mlp_hidden": dense.intermediate_size, "rope_theta": rope["rope_theta"]}
+    return describe_attention(dense, nsa, add_indexer_defaults(nsa, indexer), **own)
 
 
 @torch.no_grad()
 def copy_weights(dense: PreTrainedModel, model: NSATransformer) -> None:
-    """Copy the weights of a dense or converted model to an `NSATransformer` with the configuration of `describe_model`.
+    """Copy the weights of a dense or converted model to an `NSATransformer` with the sizes of `describe_model`.
 
-    Indexers start with the weights of the first heads; of a converted model, they are copied. Tied embeddings are copied
-    to the embedding and to the head. Raises ConfigError if the model has another architecture.
+    The `NSATransformer` has the selected branch only, or dense attention. Indexers start with the weights of the first
+    heads; of a converted model, they are copied. Tied embeddings are copied to the embedding and to the head. Raises
+    ConfigError if the model has another architecture.
     """
     c, source = model.config, dense
-    options = {key: getattr(c, key) for key in INDEXER_KEYS if c.has_indexer}
-    options |= {"indexer_block": c.indexer_block, "selection_loss": c.selection_loss} if c.has_indexer else {}
-    expected = describe_model(source.config, c.nsa, **options)
-    differing = [key for key in ModelConfig.model_fields if getattr(expected, key) != getattr(c, key)]
-    if differing:
+    expected = describe_model(source.config, NSAConfig(scores="mean_key"))
+    keys = WEIGHT_KEYS if c.attention == "dense" else (*WEIGHT_KEYS, "branches")
+    if differing := [key for key in keys if getattr(expected, key) != getattr(c, key)]:
         key = differing[0]
         raise ConfigError(
             f"model.{key} = {getattr(c, key)}: expected {getattr(expected, key)}, as in the pretrained model; set it, or "
@@ -156,7 +150,7 @@ def _copy_run_weights(dense: NSATransformer, model: NSATransformer) -> None:
 def convert_with_trained_indexers(dense: Model, trained: NSATransformer, *, backend: str = "auto") -> Model:
     """Convert a dense model in place with the settings and indexers of a trained `NSATransformer`, and return it."""
     c = trained.config
-    options: Any = {key: getattr(c, key) for key in (*INDEXER_KEYS, "indexer_block", "selection_loss") if c.has_indexer}
+    options: Any = {key: getattr(c, key) for key in IndexerOptions.__annotations__ if c.has_indexer}
     converted: Any = sparsify(dense, c.nsa, backend=backend, **options)
     blocks: Any = trained.blocks
     for layer, block in zip(converted.model.layers, blocks, strict=True):

@@ -9,16 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from nsa_lab.config import ConfigError, ModelConfig, NSAConfig, RunConfig
-from nsa_lab.convert.nsa_model import describe_model
+from nsa_lab.convert.nsa_model import WEIGHT_KEYS, describe_model
 from nsa_lab.convert.sources import load_dense_config, load_fast_tokenizer
 from nsa_lab.runs import directory
 from nsa_lab.runs.atomic_io import write_bytes
-
-# Settings that follow from the weights. The others describe the attention, and the preset sets them.
-_WEIGHT_KEYS = (
-    *("dim", "n_layers", "n_heads", "n_kv_groups", "d_k", "d_v", "vocab_size", "mlp", "mlp_hidden", "rope_theta"),
-    *("norm_eps", "rotary_share", "matching_heads", "embedding_norm", "ngrams", "ngram_rows", "ngram_width"),
-)
 
 
 def describe_source(source: str, folder: Path) -> dict[str, Any]:
@@ -45,7 +39,7 @@ def describe_source(source: str, folder: Path) -> dict[str, Any]:
 
 
 def _name_settings(source: str, model: ModelConfig, tokenizer: str) -> dict[str, Any]:
-    values = {f"model.{key}": getattr(model, key) for key in _WEIGHT_KEYS}
+    values = {f"model.{key}": getattr(model, key) for key in WEIGHT_KEYS}
     # Keys of tables that do not exist are refused, even with their defaults.
     values = {key: value for key, value in values.items() if model.ngrams or not key.startswith("model.ngram")}
     return {**values, "train.initial_weights": source, "data.tokenizer": tokenizer}

@@ -38,6 +38,7 @@ class IndexerOptions(TypedDict, total=False):
     indexer_every: int
     indexer_dtype: Literal["bf16", "fp8", "mxfp4"]
     selection_loss: float
+    selection_queries: int
 
 
 class ConversionSettings:
@@ -50,10 +51,8 @@ class ConversionSettings:
             raise ConfigError(f"config: expected an NSAConfig, got a {type(nsa).__name__}; use nsa_lab.NSAConfig(...)")
         if backend not in BACKENDS:
             raise ConfigError(f"backend = {backend!r}: expected one of {', '.join(BACKENDS)}")
-        if nsa.scores != "mean_key":
-            indexer = {**DEFAULT_INDEXER, **(indexer or {})}
-        self.nsa, self.indexer, self.backend = nsa, dict(indexer or {}), backend
-        self.model = _describe_attention(dense, nsa, self.indexer)
+        self.nsa, self.indexer, self.backend = nsa, add_indexer_defaults(nsa, indexer or {}), backend
+        self.model = describe_attention(dense, nsa, self.indexer)
         self._resolved: dict[tuple[torch.device, torch.dtype], dict[str, ResolvedBackend]] = {}
 
     @classmethod
@@ -113,8 +112,16 @@ def check_dense_config(dense: PreTrainedConfig) -> None:
         )
 
 
-def _describe_attention(dense: PreTrainedConfig, nsa: NSAConfig, indexer: Mapping[str, Any]) -> ModelConfig:
-    """Return the attention of the converted model as a `ModelConfig`; it checks the options."""
+def add_indexer_defaults(nsa: NSAConfig, indexer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the indexer with `DEFAULT_INDEXER`; mean keys need no indexer."""
+    return dict(indexer) if nsa.scores == "mean_key" else {**DEFAULT_INDEXER, **indexer}
+
+
+def describe_attention(dense: PreTrainedConfig, nsa: NSAConfig, indexer: Mapping[str, Any], **others: Any) -> ModelConfig:
+    """Return the attention of a converted model as a `ModelConfig`, which checks the options.
+
+    others: further settings of the `ModelConfig`. Raises ConfigError for a model that is not supported.
+    """
     check_dense_config(dense)
     return ModelConfig(
         dim=dense.hidden_size,
@@ -128,4 +135,5 @@ def _describe_attention(dense: PreTrainedConfig, nsa: NSAConfig, indexer: Mappin
         norm_eps=dense.rms_norm_eps,
         nsa=nsa,
         **indexer,
+        **others,
     )

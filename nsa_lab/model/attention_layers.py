@@ -214,7 +214,10 @@ class SparseAttention(nn.Module):
         loss, backends = None, None
         if self.training and self.config.has_selection_loss and scoring is not None and inputs[3] is not None:
             q, k, nsa = scoring
-            loss = selection_loss(q, k, inputs[3], nsa, attention_q=inputs[0], span=span, layout=selection_layout)
+            n_queries = self.config.selection_queries
+            loss = selection_loss(
+                q, k, inputs[3], nsa, attention_q=inputs[0], n_queries=n_queries, span=span, layout=selection_layout
+            )
         if self.training and self.trains_densely and inputs[3] is not None and inputs[4] is not None:
             out = dense_attention(inputs[0], inputs[3], inputs[4], span=span)
             # Later layers without an indexer check that they get blocks, and do not read them.

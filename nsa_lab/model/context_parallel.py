@@ -2,7 +2,7 @@
 
 Per layer there is one all-gather of the projected keys, values and index keys, before the convolution of keys, RoPE and
 compression. Every rank repeats these on the whole text: they are linear in its length and cheap next to attention, and the
-tokens at the ends of a chunk then need nothing from their neighbours. The backward pass has one reduce-scatter.
+tokens at the ends of a chunk then need nothing from their neighbours. The backward pass has one all-to-all.
 """
 
 from __future__ import annotations
@@ -128,9 +128,10 @@ def _attend_shard(
     if layer.training and c.has_selection_loss and keys.scoring is not None and keys.k_sel is not None:
         scoring_k, nsa = keys.scoring
         layout = layouts[-1] if layouts else None
-        loss = selection_loss(
-            scoring_q, scoring_k, keys.k_sel, nsa, attention_q=q, span=shard.text, layout=layout, shard=shard
-        )
+        options = {"n_queries": c.selection_queries, "span": shard.text, "layout": layout, "shard": shard}
+        loss = selection_loss(scoring_q, scoring_k, keys.k_sel, nsa, attention_q=q, **options)
+    if layer.training and layer.trains_densely and keys.k_sel is not None and keys.v_sel is not None:
+        return _attend_dense_pieces(q, keys.k_sel, keys.v_sel, shard), loss, q.new_empty(0, dtype=torch.int32)
     if keys.scoring is not None and c.scores != "compressed":
         blocks = _select_blocks(layer, scoring_q, *keys.scoring, shard)
     out = _attend_pieces(layer, q, keys, gates, shard, blocks)
@@ -219,10 +220,14 @@ def attend_dense_shard(layer: DenseAttention, qk: Tensor, values: Tensor, rotary
         starts = shard.text.positions(k.device) == 0 if is_packed else None
         k = convolve_keys(layer.convolution, k.unsqueeze(2), starts, None).squeeze(2)
     k = rotate(k, rotary)
-    backend = layer.backends["dense"].backend
+    return _attend_dense_pieces(q, k, values, shard, layer.backends["dense"].backend)
+
+
+def _attend_dense_pieces(q: Tensor, k: Tensor, v: Tensor, shard: ContextShard, backend: str = "torch") -> Tensor:
+    """Return causal attention of this rank's queries to the keys of the text."""
     outs = [
         dense_attention(
-            q[:, piece.query_rows], k[:, piece.key_rows], values[:, piece.key_rows], backend=backend, span=piece.span
+            q[:, piece.query_rows], k[:, piece.key_rows], v[:, piece.key_rows], backend=backend, span=piece.span
         )
         for piece in shard.pieces
     ]

@@ -29,6 +29,13 @@ def test_all_blocks_equal_the_dense_model() -> None:
         torch.testing.assert_close(model(tokens), dense(tokens).logits, atol=1e-4, rtol=1e-4)
 
 
+def test_the_dense_control_has_the_dense_logits() -> None:
+    dense, tokens = make_dense(**PLAIN).double(), make_tokens()
+    model = NSATransformer(describe_model(dense.config, FEW).model_copy(update={"attention": "dense"})).double()
+    copy_weights(dense, model)
+    torch.testing.assert_close(model(tokens), dense(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
 @looped
 @pytest.mark.parametrize("options", OPTIONS)
 def test_few_blocks_equal_the_converted_model(options: dict[str, Any]) -> None:
