@@ -290,7 +290,9 @@ def test_several_wordings_alphabets_and_updates() -> None:
             seen["question"].add(template)
         assert (weights > 1).sum() == 4 * 7
         seen["statement"] |= {template for _, template, _ in facts}
-        used |= {name for *_, found in facts for name, letters in alphabets.items() if letters.fullmatch(found["value"])}
+        # The first match: digits are hexadecimal too, so only a value of digits and letters is certainly of that alphabet.
+        for *_, found in facts:
+            used.add(next(name for name, letters in alphabets.items() if letters.fullmatch(found["value"])))
     assert len(seen["statement"]) == len(seen["question"]) == 5 and used == {*alphabets}
     assert abs(updated / n_facts - 0.5) < 0.12
 

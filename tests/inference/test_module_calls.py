@@ -40,10 +40,23 @@ def sample_tokens(*shape: int) -> Tensor:
     return torch.randint(0, 37, shape, generator=torch.Generator().manual_seed(1))
 
 
+class UncapturedGraph:
+    """Runs the step again at every replay. Like a CUDA graph, it cannot be copied."""
+
+    def __init__(self, run: Callable[[], Tensor]) -> None:
+        self._run, self.result = run, run()
+
+    def replay(self) -> None:
+        self.result.copy_(self._run())
+
+    def __reduce__(self) -> str:
+        raise TypeError("cannot pickle a graph")
+
+
 def run_without_graph(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
     """Replace `capture_graph`, which needs a GPU."""
-    result = run()
-    return lambda: result.copy_(run()), result
+    graph = UncapturedGraph(run)
+    return graph.replay, graph.result
 
 
 @pytest.fixture(params=["steps", "graph"])

@@ -272,10 +272,11 @@ RULES = [
     {"sink_blocks": 2, "local_blocks": 2, "n_sel": 6, "head_reduction": "max"},
     {"sink_blocks": 1, "local_blocks": 3, "n_sel": 4},  # no free slots
     {"sink_blocks": 0, "local_blocks": 2, "n_sel": 4},  # blocks that begin before the first one
+    {"sink_blocks": 1, "local_blocks": 1, "n_sel": 4},  # the last competing block is read in part
     {"l": 40, "sink_blocks": 1, "local_blocks": 1, "n_sel": 4},  # blocks that reach into three later ones
     {"l": 8, "sink_blocks": 1, "local_blocks": 1, "n_sel": 4, "block_reduction": "max"},
     {"l": 8, "sink_blocks": 0, "local_blocks": 2, "n_sel": 4, "head_reduction": "max", "block_reduction": "max"},
-    {"l": 1, "d": 1, "l_sel": 48, "sink_blocks": 1, "local_blocks": 1, "n_sel": 4},  # 48 keys in a block, in slices
+    {"l": 1, "d": 1, "l_sel": 44, "sink_blocks": 1, "local_blocks": 1, "n_sel": 4},  # slices of 8 keys, the last one of 4
     {"l": 1, "d": 1, "l_sel": 48, "n_sel": 4, "head_reduction": "max", "block_reduction": "max"},
 ]
 

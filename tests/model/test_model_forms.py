@@ -37,6 +37,15 @@ def test_random_forms_equal_the_brute_force(seed: int) -> None:
         assert error <= LIMITS[name], f"{name}: {error}: {config}"
 
 
+@pytest.mark.slow
+def test_layers_use_the_blocks_of_the_latest_indexer() -> None:
+    """Layers 0 and 2 of four select blocks: layer 3 uses those of layer 2, which differ from those of layer 0."""
+    nsa = {"l": 4, "l_sel": 4, "local_blocks": 1}
+    config = make_config(branches=["sel"], n_layers=4, indexer_every=2, nsa=nsa, **INDEXER)
+    for name, error in compute_errors(config).items():
+        assert error <= LIMITS[name], f"{name}: {error}"
+
+
 def test_random_forms_cover_all_settings() -> None:
     """Every value of every setting occurs in the forms that `make test` compares, and combinations that differ in code."""
     forms = [make_form(seed) for seed in range(30)]
@@ -151,6 +160,27 @@ def test_plan_counts_the_bytes_that_the_definition_reads(number: int) -> None:
                 layer, x, rotary, has_scores=config.scores is not None and index % config.indexer_every == 0
             )
         assert kv_cache_size.compute_read_bytes(config, length, 8) == n_bytes
+
+
+@looped
+@pytest.mark.parametrize("number", range(len(READ_FORMS)))
+def test_flops_are_those_of_the_keys_of_every_query(number: int) -> None:
+    """Counted in a loop over queries: keys of the branches that exist, and keys that select blocks in some layers."""
+    config, length = make_config(**READ_FORMS[number]), 61
+    model, c = NSATransformer(config, seed=0), config.nsa
+    n_weights = sum(x.numel() for name, x in model.named_parameters() if "embedding" not in name)
+    n_keys, n_index_keys = 0, 0
+    for t in range(length):
+        n_ended = max(0, (t + 1 - c.l) // c.d + 1)
+        n_earlier_blocks = min(c.n_sel - 1, t // c.l_sel)
+        n_read = {"cmp": n_ended, "sel": n_earlier_blocks * c.l_sel + t % c.l_sel + 1, "win": min(c.w, t + 1)}
+        n_keys += sum(n_read[branch] for branch in config.branches)
+        n_index_keys += (t + 1) // (config.indexer_block or c.l_sel)
+    expected = 3 * 2 * (n_weights + config.n_layers * config.n_heads * (config.d_k + config.d_v) * n_keys / length)
+    widths = {"mean_key": config.n_heads * config.d_k, "indexer": config.n_index_queries * config.index_width}
+    n_scoring = len(range(0, config.n_layers, config.indexer_every))
+    expected += n_scoring * 2 * widths.get(str(config.scores), 0) * n_index_keys / length
+    assert model.flops_per_token(length)["nsa"] == pytest.approx(expected)
 
 
 def count_read_bytes(layer: SparseAttention, x: Tensor, rotary: tuple[Tensor, Tensor], has_scores: bool) -> int:

@@ -392,8 +392,8 @@ MUTANTS = [
     Mutant(
         "block topk: sink blocks compete",
         "attention.kernels.block_topk",
-        "& (j >= SINK))[None, :]",
-        "& (j >= 0))[None, :]",
+        "for j0 in range(SINK - SPILL, stop",
+        "for j0 in range(0 - SPILL, stop",
     ),
     Mutant(
         "block topk: the maximum over heads is a sum",

@@ -105,10 +105,6 @@ def run_tests(files: list[str], tier: str = "test") -> _FirstFailure:
     options = [
         "-x",
         "-q",
-        "-W",
-        "error",
-        "-W",
-        "ignore::pytest.PytestAssertRewriteWarning",
         "-k",
         QUICK,
         "--rootdir",

@@ -332,7 +332,7 @@ def nsa_block_topk(
                         (L > (LOCAL - 1) * L_SEL + STRIDE) | (SINK < SPILL), HEAD_MAX, BLOCK_MAX, TF32,
                     )
             j = j0 + column
-            competes = ((column >= SPILL) & (j >= SINK))[None, :] & (j[None, :] <= own_block[:, None] - LOCAL)
+            competes = (column >= SPILL)[None, :] & (j[None, :] <= own_block[:, None] - LOCAL)
             # A NaN score ranks last, so that the selected blocks are still a valid set.
             score = tl.where(competes, tl.where(score > MIN_SCORE, score, MIN_SCORE), float("-inf"))
             best = _merge_topk(best, score, j0, N_FREE, BLOCKS)
