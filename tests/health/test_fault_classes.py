@@ -142,10 +142,16 @@ def repeat_readings(events: list[Event]) -> None:
         own[number]["grad_norm"] = own[number - len(own) // 2]["grad_norm"]
 
 
-def stop_clock(events: list[Event]) -> None:
-    own = [event for event in events if 0.3 < event["step"] / events[-1]["step"] <= 0.7]
-    for event in own:
-        event["t"] = own[0]["t"]
+def set_clock_speed(speed: float) -> Edit:
+    """Return an edit by which the clock runs at `speed` times its speed in the middle of the run."""
+
+    def edit(events: list[Event]) -> None:
+        own = [event for event in events if 0.3 < event["step"] / events[-1]["step"] <= 0.7]
+        start = own[0]["t"]
+        for event in own:
+            event["t"] = start + speed * (event["t"] - start)
+
+    return edit
 
 
 def wave(height: float, period: float, shape: Callable[[float], float], first: float, last: float) -> Edit:
@@ -374,7 +380,8 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
         "has 3 values in",
     ),
     ("gradients of an earlier part", RESUMED, repeat_readings, "repeated values", "has the value of an earlier reading"),
-    ("a clock that stands still", RESUMED, stop_clock, "consistent numbers", "intervals take less time than their steps"),
+    ("a clock that stands still", RESUMED, set_clock_speed(0.0), "consistent numbers", "10 intervals take less time than"),
+    ("a slow clock", RESUMED, set_clock_speed(0.25), "consistent numbers", "100 intervals take less time than their steps"),
     (
         "a leak at the last evaluation of a short stage",
         STAGED,
@@ -452,6 +459,17 @@ def test_fault_fails_its_check(records: dict[str, History], record: str, edit: E
 def test_real_text_has_structure(records: dict[str, History]) -> None:
     health = examine(edit_history(records[RECENT], add_entropies(4.9, 3.5)))
     assert next(verdict for verdict in health.verdicts if verdict.name == "learned structure").ok is True
+
+
+def test_a_fall_of_both_losses_is_no_leak(records: dict[str, History]) -> None:
+    """Between two evaluations the training loss falls as the validation loss does, below `Limits.validation_drop`."""
+
+    def edit(events: list[Event]) -> None:
+        for kind in ("step", "eval"):
+            set_bits(lambda old, at: old * (0.7 if at > 0.7 else 1), kind, 0.0, 1.0)(events)
+
+    health = examine(edit_history(records[RESUMED], edit))
+    assert next(verdict for verdict in health.verdicts if verdict.name == "no leak").ok is True
 
 
 def test_other_ends_in_status_fail(records: dict[str, History]) -> None:
