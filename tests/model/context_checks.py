@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -21,7 +21,7 @@ from torch import Tensor, distributed
 from nsa_lab.attention import Span
 from nsa_lab.attention.context_parallel import ContextShard
 from nsa_lab.config import ModelConfig, NSAConfig
-from nsa_lab.model import NSATransformer
+from nsa_lab.model import NSATransformer, SparseAttention
 
 TOLERANCE = 1e-12
 NSA: dict[str, Any] = {"l": 8, "d": 4, "l_sel": 8, "n_sel": 4, "w": 13, "phi": "mlp"}
@@ -54,6 +54,10 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "mean keys, without a window": ({"branches": ["cmp", "sel"]}, {"scores": "mean_key", "head_reduction": "max"}),
     "one set of keys and values": ({"shared_kv": True, "matching_heads": 1}, {"phi": "linear"}),
+    "indexer learns from dense attention": (
+        {"branches": ["sel"], "selection_loss": 0.3, "indexer_block": 1, "indexer_dtype": "fp8"},
+        {},
+    ),
     "dense": ({"attention": "dense", "matching_heads": 1}, {}),
 }
 # Document lengths of packed texts: one token, empty, longer than a chunk, and ends at odd places.
@@ -116,6 +120,9 @@ def make_model(name: str, backend: str) -> NSATransformer:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
+    for module in model.modules():
+        if isinstance(module, SparseAttention):
+            module.trains_densely = name == "indexer learns from dense attention"
     return model.train()
 
 
@@ -145,8 +152,18 @@ def compare(what: str, actual: Tensor, expected: Tensor) -> None:
     assert error <= TOLERANCE, f"{what}: relative error {error:.3g}"
 
 
+def check_gradient_sum(group: Any, rank: int, n_ranks: int) -> None:
+    """The gradient of gathered rows in bfloat16 is the sum over the ranks, rounded once."""
+    generator = torch.Generator().manual_seed(0)
+    shard = ContextShard(Span.full(61), rank, n_ranks, group)
+    gradients = torch.randn(n_ranks, 2, 61, 5, generator=generator).bfloat16()
+    own = torch.zeros(2, shard.n_queries, 5, dtype=torch.bfloat16, requires_grad=True)
+    (gradient,) = torch.autograd.grad(shard.gather(own), own, gradients[rank])
+    assert torch.equal(gradient, shard.take(gradients.double().sum(0).bfloat16()))
+
+
 class ThreadGroup:
-    """A group of ranks that are threads of this process: `run_threads` replaces the collectives of a shard by its own."""
+    """A group of ranks that are threads of this process, whose collectives are `COLLECTIVES`."""
 
     def __init__(self, n_ranks: int) -> None:
         self._barrier, self._values = threading.Barrier(n_ranks, timeout=60), [torch.empty(0)] * n_ranks
@@ -161,9 +178,8 @@ class ThreadGroup:
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return torch.cat(self._exchange(x), dim)
 
-    def reduce_scatter(self, x: Tensor, operation: str, dim: int) -> Tensor:
-        assert operation == "sum"
-        return torch.stack(self._exchange(x)).sum(0).chunk(len(self._values), dim)[self._rank.value]
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return torch.cat([value.chunk(len(self._values))[self._rank.value] for value in self._exchange(x)])
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
         self._values[self._rank.value] = x.detach().clone()
@@ -175,28 +191,38 @@ class ThreadGroup:
 
 COLLECTIVES: dict[str, Callable[..., Tensor]] = {
     "all_gather": lambda x, dim, group: group.all_gather(x, dim),
-    "reduce_scatter": lambda x, operation, dim, group: group.reduce_scatter(x, operation, dim),
+    "all_to_all": lambda x, output_sizes, input_sizes, group: group.all_to_all(x),
     "wait": lambda x: x,
 }
 
 
-def compare_threads(name: str, text: Span, batch: int, n_ranks: int) -> None:
-    """Compare ranks that are threads with one rank, as `check_case` does. Use it with `COLLECTIVES`."""
-    model, group = make_model(name, "torch"), ThreadGroup(n_ranks)
-    tokens, weights = draw(model, batch, text)
-    expected, expected_gradients = compute(model, tokens, text, weights)
+def run_threads(n_ranks: int, function: Callable[[Any, int], Any]) -> list[Any]:
+    """Return the result of `function(group, rank)` of ranks that are threads. Use it with `COLLECTIVES`."""
+    group = ThreadGroup(n_ranks)
 
-    def compute_share(rank: int) -> tuple[Tensor, Tensor]:
+    def run(rank: int) -> Any:
         group.set_rank(rank)
         try:
-            shard = ContextShard(text, rank, n_ranks, cast(Any, group))
-            return compute(copy.deepcopy(model), shard.take(tokens), shard, shard.take(weights))
+            return function(group, rank)
         except BaseException:
             group.abort()
             raise
 
     with ThreadPoolExecutor(n_ranks) as pool:
-        results = list(pool.map(compute_share, range(n_ranks)))
+        return list(pool.map(run, range(n_ranks)))
+
+
+def compare_threads(name: str, text: Span, batch: int, n_ranks: int) -> None:
+    """Compare ranks that are threads with one rank, as `check_case` does. Use it with `COLLECTIVES`."""
+    model = make_model(name, "torch")
+    tokens, weights = draw(model, batch, text)
+    expected, expected_gradients = compute(model, tokens, text, weights)
+
+    def compute_share(group: Any, rank: int) -> tuple[Tensor, Tensor]:
+        shard = ContextShard(text, rank, n_ranks, group)
+        return compute(copy.deepcopy(model), shard.take(tokens), shard, shard.take(weights))
+
+    results = run_threads(n_ranks, compute_share)
     for rank, (logits, _) in enumerate(results):
         compare(f"{name}, {text}: logits of rank {rank}", logits, ContextShard(text, rank, n_ranks).take(expected))
     gradients = torch.stack([gradient for _, gradient in results]).sum(0)
@@ -206,6 +232,7 @@ def compare_threads(name: str, text: Span, batch: int, n_ranks: int) -> None:
 def main(store: str, rank: int, n_ranks: int, model: str | None = None) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", store=distributed.FileStore(store, n_ranks), rank=rank, world_size=n_ranks)
+    check_gradient_sum(distributed.group.WORLD, rank, n_ranks)
     cases = [case for case in list_cases(n_ranks) if model in (None, case[0])]
     # With one model, a full text and a packed one are enough.
     for name, text, batch in cases if model is None else cases[:2]:

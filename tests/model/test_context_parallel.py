@@ -6,7 +6,18 @@ from itertools import pairwise
 
 import pytest
 import torch
-from context_checks import COLLECTIVES, MODELS, PACKED, compare_threads, compute, draw, make_model, run_ranks
+from context_checks import (
+    COLLECTIVES,
+    MODELS,
+    PACKED,
+    check_gradient_sum,
+    compare_threads,
+    compute,
+    draw,
+    make_model,
+    run_ranks,
+    run_threads,
+)
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from nsa_lab.attention import Span, context_parallel
@@ -37,6 +48,11 @@ def test_three_ranks_equal_one_process_as_threads(monkeypatch: pytest.MonkeyPatc
         compare_threads(name, Span.full(37), 2, 3)
         for text in list_texts()[3:]:
             compare_threads(name, text, 1, 3)
+
+
+def test_gradients_in_bfloat16_are_summed_without_rounding_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_parallel, "_load_collective", COLLECTIVES.get)
+    run_threads(4, lambda group, rank: check_gradient_sum(group, rank, 4))
 
 
 def test_one_rank_computes_the_whole_text() -> None:

@@ -141,6 +141,12 @@ MUTANTS = [
         "return out, loss, None",
     ),
     Mutant(
+        "context parallel: the indexer learns from sparse attention",
+        "model.context_parallel",
+        "if layer.training and layer.trains_densely and",
+        "if False and",
+    ),
+    Mutant(
         "context parallel: dense queries at the first positions of the text",
         "model.context_parallel",
         "q = rotate(q, (shard.take(rotary[0], dim=0), shard.take(rotary[1], dim=0)))",
