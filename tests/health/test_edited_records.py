@@ -28,6 +28,7 @@ Edit = Callable[[list[Event]], list[Event] | None]
 
 EVERY = 500  # steps between the readings of the thinned record
 STEPS = 50_000
+HEARTBEAT_S = 10.0
 
 
 def load_thinned() -> History:
@@ -63,25 +64,40 @@ def select_readings(events: list[Event], first: float = 0.0, last: float = 1.0) 
 
 
 def slow_down(factor: float | Callable[[float], float], first: float = 0.5, what: str = "both") -> Edit:
-    def edit(events: list[Event]) -> None:
-        for event in select_events(events, "step", first):
-            by = factor(event["step"] / STEPS) if callable(factor) else factor
-            if what != "clock":
-                event["tokens_per_s"] *= by
-            if what != "speed":
-                event["dt_s"] /= by
+    """Return an edit of one measure of the speed, or of both; then all later events are later, with more heartbeats."""
+
+    def edit(events: list[Event]) -> list[Event]:
+        edited, beat, delay_s, last_step = list[Event](), {}, 0.0, 0
+        for event in events:
+            if event["kind"] == "step":
+                if event["step"] > first * STEPS:
+                    by = factor(event["step"] / STEPS) if callable(factor) else factor
+                    if what != "clock":
+                        event["tokens_per_s"] *= by
+                    if what == "both":
+                        delay_s += (event["step"] - last_step) * event["dt_s"] * (1 / by - 1)
+                    if what != "speed":
+                        event["dt_s"] /= by
+                last_step = event["step"]
+            event["t"] += delay_s
+            beat = event if event["kind"] == "heartbeat" else beat
+            while beat and delay_s and edited[-1]["t"] + HEARTBEAT_S < event["t"]:
+                edited.append(beat | {"t": edited[-1]["t"] + HEARTBEAT_S})
+            edited.append(event)
+        return edited
 
     return edit
 
 
 def set_values(first: float = 0.0, last: float = 1.0, **values: Any) -> Edit:
-    """Return an edit that sets these values in every `step` event that has the field."""
+    """Return an edit that sets almost these values in every `step` event that has the field."""
 
     def edit(events: list[Event]) -> None:
         for event in select_events(events, "step", first, last):
             for name, value in values.items():
                 if name in event:
-                    event[name] = [value] * len(event[name]) if isinstance(event[name], list) else value
+                    varied = value * (1 + 1e-12 * event["step"])  # no two readings are bitwise equal
+                    event[name] = [varied] * len(event[name]) if isinstance(event[name], list) else varied
 
     return edit
 
@@ -101,7 +117,8 @@ def collapse_gates(first: float, last: float, layer: int | None = None) -> Edit:
     def edit(events: list[Event]) -> None:
         for event in select_readings(events, first, last):
             event["gate_entropy"] = [
-                0.05 if layer in (None, index) else value for index, value in enumerate(event["gate_entropy"])
+                0.05 + 1e-3 * index if layer in (None, index) else value
+                for index, value in enumerate(event["gate_entropy"])
             ]
 
     return edit
@@ -171,22 +188,22 @@ def is_at_half(event: Event) -> bool:
     return event["step"] == STEPS // 2
 
 
-# Name, edit. The speed affects no model, so these are warnings. Times that contradict each other are impossible.
+# Name, edit, possible. The speed affects no model, so these are warnings. Times that contradict each other are impossible.
 SLOWDOWNS: list[tuple[str, Edit, bool]] = [
     ("half the speed from half on", slow_down(0.5), True),
-    ("a third of the speed from half on", slow_down(0.3), False),
-    ("a tenth of the speed from half on", slow_down(0.1), False),
-    ("a tenth of the speed from 15 % on", slow_down(0.1, 0.15), False),
+    ("a third of the speed from half on", slow_down(0.3), True),
+    ("a tenth of the speed from half on", slow_down(0.1), True),
+    ("a tenth of the speed from 15 % on", slow_down(0.1, 0.15), True),
     ("half the speed in tokens_per_s only", slow_down(0.5, what="speed"), False),
     ("half the speed in dt_s only", slow_down(0.5, what="clock"), False),
-    ("gradual slowdown to 5 %", slow_down(lambda at: 1 - 0.95 * at, 0.0), False),
+    ("gradual slowdown to 5 %", slow_down(lambda at: 1 - 0.95 * at, 0.0), True),
 ]
 IMPOSSIBLE = {"consistent numbers"}
 # Name, edit, check that must fail, part of its text, other checks that may fail.
 EDITS: list[tuple[str, Edit, str, str, set[str]]] = [
     ("no gradient from half on", set_values(0.5, grad_norm=0.0), "gradients", "the first 25,500", IMPOSSIBLE),
     ("no gradient in any layer", set_values(grad_norm_layers=0.0), "gradients", "layer 0 at step 500", set()),
-    ("a gradient norm of a million", set_values(grad_norm=1e6), "gradients", "1e+06", {"repeated values"}),
+    ("a gradient norm of a million", set_values(grad_norm=1e6), "gradients", "1e+06", set()),
     ("a gradient norm of a million, once", set_values(0.49, 0.5, grad_norm=1e6), "gradients", "step 25,000", set()),
     (
         "all branches zero",
@@ -210,7 +227,7 @@ EDITS: list[tuple[str, Edit, str, str, set[str]]] = [
         collapse_gates(0.1, 0.9),
         "gates alive",
         "80% of the readings",
-        {"layers differ"},
+        set(),
     ),
     ("one layer collapsed from 10 % to 90 %", collapse_gates(0.1, 0.9, layer=3), "gates alive", "in layer 3", set()),
     (
@@ -247,21 +264,21 @@ EDITS: list[tuple[str, Edit, str, str, set[str]]] = [
         flatten("loss", "bpb"),
         "training loss",
         "bitwise equal",
-        {"generalises", "no leak", "loss course", "repeated values"},
+        {"no leak", "repeated values"},
     ),
     (
         "a flat training loss from 90 % on",
         flatten("loss", "bpb", first=0.9),
         "training loss",
         "bitwise equal",
-        {"generalises", "no leak", "loss course", "repeated values"},
+        {"repeated values"},
     ),
     (
         "a flat training loss, with noise",
         flatten_with_noise,
         "training loss",
         "at least 25.0% below",
-        {"generalises", "no leak", "loss course"},
+        set(),
     ),
     ("a training loss that triples at the end", triple_loss, "training loss", "up from", {"loss course", "no leak"}),
     ("no tokens per second", set_values(tokens_per_s=0.0), "finite numbers", "tokens_per_s is 0 at step 1,", IMPOSSIBLE),
@@ -271,7 +288,7 @@ EDITS: list[tuple[str, Edit, str, str, set[str]]] = [
         set_values(grad_norm=-1.0),
         "finite numbers",
         "grad_norm is -1 at step 1,",
-        {"consistent numbers", "repeated values", "gradients"},
+        {"consistent numbers", "gradients"},
     ),
     (
         "a share above 1",
