@@ -234,7 +234,10 @@ def write_run(
     return run_dir
 
 
-def write_checkpoint(run_dir: Path, step: int, content: bytes = b"12345") -> Path:
+NO_WEIGHTS = (2).to_bytes(8, "little") + b"{}"  # .safetensors without a tensor
+
+
+def write_checkpoint(run_dir: Path, step: int, content: bytes = NO_WEIGHTS) -> Path:
     """Write a checkpoint folder with a valid manifest."""
     folder = run_dir / directory.CHECKPOINTS / f"step-{step:08d}"
     folder.mkdir(parents=True)

@@ -5,6 +5,7 @@ The steps that must be logged are computed here again, independently of the trai
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,15 @@ import numpy as np
 from nsa_lab.health.due_steps import DueSteps
 from nsa_lab.health.log_integrity import format_recovered, require_known_settings, split_by_attempt
 from nsa_lab.health.verdict import Limits, Verdict, join_lines, list_names
-from nsa_lab.runs.checkpoint_files import find_problems, get_checkpoint_dir, get_checkpoint_path, list_steps
+from nsa_lab.runs.checkpoint_files import (
+    WEIGHT_FILES,
+    find_problems,
+    get_checkpoint_dir,
+    get_checkpoint_path,
+    list_steps,
+)
+from nsa_lab.runs.directory import READ_ERRORS, describe_read_error
+from nsa_lab.runs.finite_weights import find_nonfinite_weights
 from nsa_lab.runs.history import Attempt, History, find_stages
 
 
@@ -117,8 +126,23 @@ def _check_files(history: History, saved: set[int], recorded: set[int], n_due: i
     retained = sorted(step for step in recorded if get_checkpoint_path(folder, step).name not in pruned)
     newest = retained[-1] if retained else None
     for step in retained:
-        problems = find_problems(get_checkpoint_path(folder, step), check_hashes=step == newest)
+        path = get_checkpoint_path(folder, step)
+        problems = find_problems(path, check_hashes=step == newest)
+        if not problems and step == newest:
+            problems = _find_weight_problems(path)
         if problems:
             return Verdict("checkpoints", False, len(saved), n_due, f"step {step:,}: {', '.join(problems)}")
     text = f"{len(saved)} saved, none missing; {len(retained)} kept, all intact"
     return require_known_settings(history, Verdict("checkpoints", True, len(saved), n_due, text + suffix))
+
+
+def _find_weight_problems(checkpoint: Path) -> list[str]:
+    """Return the problem of weights that are not finite. Sharded weights, which only torch reads, are not checked."""
+    weights = checkpoint / WEIGHT_FILES[0]
+    if not weights.is_file():
+        return []
+    try:
+        problem = find_nonfinite_weights(weights)
+    except READ_ERRORS as error:
+        problem = f"{weights.name} cannot be read ({describe_read_error(error)})"
+    return [problem] if problem else []

@@ -17,9 +17,12 @@ from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.config.optional_deps import require
 from nsa_lab.model import NSATransformer
 from nsa_lab.runs import checkpoint_files, directory, resolve
+from nsa_lab.runs.atomic_io import read_json
+from nsa_lab.runs.finite_weights import describe_nonfinite
 from nsa_lab.runs.model_files import NoCheckpoint, find_checkpoint
+from nsa_lab.runs.trajectory import list_changed_settings
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, STATE = "model.safetensors", "state.json"
 
 
 def load_model(
@@ -31,9 +34,9 @@ def load_model(
         `load_model("needle-8m")`. A folder with that name takes precedence.
     dtype: of the weights and of attention. backend: as in `NSATransformer`.
 
-    Raises `NoCheckpoint` if there is no checkpoint, its files differ from its manifest or its weights do not match the
-    model; `ConfigError` for an invalid config.yaml, dtype or device; `MissingPackage` without the packages of
-    nsa-lab[train].
+    Raises `NoCheckpoint` if there is no checkpoint, its files differ from its manifest, it was trained with another
+    config.yaml, or its weights do not match the model or are not finite; `ConfigError` for an invalid config.yaml, dtype
+    or device; `MissingPackage` without the packages of nsa-lab[train].
     """
     _check_device_and_dtype(device, dtype)
     require("safetensors")
@@ -45,6 +48,7 @@ def load_model(
         )
         raise NoCheckpoint(f"{folder}: {', '.join(problems)}; {remedy}")
     config = RunConfig.from_yaml(folder.parents[1] / directory.CONFIG)
+    _check_config(folder, config)
     model_config = config.model_at(checkpoint_files.parse_step(folder))
     model = NSATransformer(model_config, backend=backend, device=device, dtype=dtype, seed=0)
     weights = _read_weights(folder, device)
@@ -56,7 +60,30 @@ def load_model(
                 f"{folder}: {name}: expected weights of a float type, got {weight.dtype}; use another checkpoint"
             )
     model.load_state_dict(weights, strict=True)
-    return model.to(dtype).eval()
+    model = model.to(dtype).eval()
+    for name, weight in model.state_dict().items():
+        # Also finite weights that are too large for `dtype`.
+        if n_nonfinite := int(weight.isfinite().logical_not().sum()):
+            problem = describe_nonfinite(name, n_nonfinite, weight.numel())
+            raise NoCheckpoint(f"{folder}: {problem} in {dtype}; use an earlier checkpoint of the run, or another dtype")
+    return model
+
+
+def _check_config(folder: Path, config: RunConfig) -> None:
+    """Raise `NoCheckpoint` if the checkpoint was trained with other settings than `config`, as far as it records them.
+
+    Settings that a resumed run may change are not compared.
+    """
+    recorded = read_json(folder / checkpoint_files.MANIFEST).get("config_hash", config.hash())
+    if recorded == config.hash():
+        return
+    trajectory = read_json(folder / STATE).get("trajectory")
+    differences = list_changed_settings(trajectory, config) if isinstance(trajectory, dict) else ["settings not recorded"]
+    if differences:
+        raise NoCheckpoint(
+            f"{folder.parents[1] / directory.CONFIG}: expected the configuration of the checkpoint {folder.name} with hash "
+            f"{recorded}, got {config.hash()} ({'; '.join(differences)}); restore the file"
+        )
 
 
 def _read_weights(folder: Path, device: torch.device | str) -> dict[str, Tensor]:

@@ -50,15 +50,16 @@ def ship(run_dir: str | Path, folder: str | Path, about: str) -> Path:
         )
     checkpoint_dir = checkpoint_files.get_checkpoint_path(checkpoint_files.get_checkpoint_dir(folder), step)
     checkpoint_dir.mkdir(parents=True)
+    config, entry = _strip_local_path(history.config), checkpoint_files.make_manifest_entry(weights)
     write_bytes(checkpoint_dir / WEIGHTS, weights)
     write_text(
         checkpoint_dir / checkpoint_files.MANIFEST,
-        checkpoint_files.format_manifest(step, {WEIGHTS: checkpoint_files.make_manifest_entry(weights)}),
+        checkpoint_files.format_manifest(step, {WEIGHTS: entry}, {"config_hash": config.hash()}),
     )
     write_evaluation(folder, evaluation)
     write_text(folder / MODEL_CARD, build_model_card(folder.name, history, evaluation, len(weights), about))
     # Written last: a folder without it is not accepted as a run.
-    write_text(folder / directory.CONFIG, _strip_local_path(history.config).to_yaml())
+    write_text(folder / directory.CONFIG, config.to_yaml())
     return folder
 
 

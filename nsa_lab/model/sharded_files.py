@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,15 @@ class ShardError(RuntimeError):
 def read_shapes(folder: Path) -> dict[str, torch.Size]:
     """Return the shape of every tensor in a sharded checkpoint by its key. Raises `ShardError`."""
     return {key: entry.size for key, entry in _read_index(folder).state_dict_metadata.items()}  # pyright: ignore
+
+
+def iterate_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the key and value of every tensor in a sharded checkpoint, unsharded, one at a time. Raises `ShardError`."""
+    for key, entry in _read_index(folder).state_dict_metadata.items():
+        part, _, name = key.partition(".")
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)  # pyright: ignore
+        fill_tensors(folder, {part: {name: tensor}})
+        yield key, tensor
 
 
 def read_weights(folder: Path, device: torch.device | str) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ from nsa_lab.runs.environment import get_code_identity, get_versions
 from nsa_lab.runs.events import read_events
 from nsa_lab.runs.history import get_monitor_settings
 from nsa_lab.runs.lock import ANOTHER_TRAINER, lock_owner, sign_lock, take_lock
+from nsa_lab.runs.trajectory import get_trajectory_settings
 from nsa_lab.train import checkpoint_content, checkpoint_state
 from nsa_lab.train.build import Builders, TrainContext, build_context, select_device, set_determinism
 from nsa_lab.train.checkpoint import CheckpointStore, NoValidCheckpoint
@@ -226,7 +227,7 @@ class _Attempt:
         return {
             "run": self.folder.name,
             "config_hash": self.config.hash(),
-            "trajectory": checkpoint_state.get_trajectory_settings(self.config),
+            "trajectory": get_trajectory_settings(self.config),
             "data_identity": context.dataset.identity,
             **({"source_missing": context.dataset.source_error} if context.dataset.source_error else {}),
             "code": get_code_identity(),

@@ -22,6 +22,7 @@ from torch import Tensor
 from nsa_lab.runs.atomic_io import read_bounded
 from nsa_lab.runs.checkpoint_files import parse_step
 from nsa_lab.runs.event_schema import is_finite
+from nsa_lab.runs.finite_weights import describe_nonfinite, find_nonfinite_weights
 from nsa_lab.train.checkpoint_state import MODEL, OPTIMIZER, PROBE, RANDOM, STATE
 
 MAX_STATE_BYTES = 1 << 24
@@ -36,6 +37,7 @@ _STATE_TYPES: dict[str, type] = {
     **dict.fromkeys(("step", "threads", "ranks"), int),
 }
 _WEIGHT_TYPE = "F32"  # of the weights that are trained, at every precision
+_NONNEGATIVE = ("exp_avg_sq", "step")  # of the optimizer's state
 _FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -66,7 +68,10 @@ def _find_shard_problems(checkpoint: Path) -> list[str]:
     from nsa_lab.model import sharded_files
 
     try:
-        sharded_files.read_shapes(checkpoint)
+        for name, tensor in sharded_files.iterate_tensors(checkpoint):
+            _check_values(name, tensor)
+    except ContentError as error:
+        return [str(error)]
     except (sharded_files.ShardError, *READ_ERRORS) as error:
         return [f"{sharded_files.INDEX} cannot be read ({' '.join(str(error).split())[:200]})"]
     return []
@@ -92,6 +97,8 @@ def _check_weights(path: Path) -> None:
     for name, (dtype, shape) in _read_header(path).items():
         if dtype != _WEIGHT_TYPE or 0 in shape:
             raise ContentError(f"{name}: expected weights of type {_WEIGHT_TYPE}, got {dtype} {shape}")
+    if problem := find_nonfinite_weights(path):
+        raise ContentError(problem)
 
 
 def _read_header(path: Path) -> dict[str, tuple[str, list[int]]]:
@@ -120,8 +127,17 @@ def _check_optimizer(path: Path) -> None:
                 or (moment.ndim and list(moment.shape) != shapes.get(name, [*moment.shape]))
             ):
                 raise ContentError(f"{name}.{key}: expected a moment of shape {shapes.get(name)}, got {moment!r:.60}")
+            _check_values(f"{name}.{key}", moment)
         if not moments:
             raise ContentError(f"{name} has no moments")
+
+
+def _check_values(name: str, tensor: Tensor) -> None:
+    """Raise `ContentError` for values that training never has: NaN, infinite, or a negative second moment or step."""
+    if n_nonfinite := int(tensor.isfinite().logical_not().sum()):
+        raise ContentError(describe_nonfinite(name, n_nonfinite, tensor.numel()))
+    if name.rpartition(".")[2] in _NONNEGATIVE and (n_negative := int((tensor < 0).sum())):
+        raise ContentError(f"{name}: {n_negative:,} of {tensor.numel():,} values are negative")
 
 
 def _get_mapping(content: Any, name: str) -> dict[str, Any]:

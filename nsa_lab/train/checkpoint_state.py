@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from nsa_lab.config import RunConfig
-from nsa_lab.config.run_config import DEFAULTS_OF_ADDED_KEYS
 from nsa_lab.runs import checkpoint_files
+from nsa_lab.runs.trajectory import list_changed_settings
 from nsa_lab.train.build import TrainContext
 from nsa_lab.train.checkpoint import Serializer
 
@@ -34,24 +34,6 @@ WEIGHTS, MOMENTS = "weights", "moments"
 MODEL, OPTIMIZER, STATE, PROBE = "model.safetensors", "optimizer.pt", "state.json", "probe.safetensors"
 RANDOM = "random.pt"  # random states of a sharded checkpoint, which has no optimizer.pt
 
-# Settings that a resumed run may change: they affect monitoring, checkpoints and paths, but not the trajectory.
-CHANGEABLE_TRAIN_KEYS = frozenset(
-    {
-        "micro_batch_size",
-        "log_every",
-        "stats_every",
-        "eval_every",
-        "eval_batches",
-        "save_every",
-        "keep_last",
-        "keep_every",
-        "spike_sigma",
-        "min_tokens_per_s",
-        "stall_action",
-    }
-)
-CHANGEABLE_DATA_KEYS = frozenset({"path", "timeout_s"})
-
 PROBE_TOKENS = 256
 PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
@@ -60,38 +42,9 @@ class ResumeRefused(RuntimeError):
     """The checkpoint belongs to another trajectory, or the code computes something else than when it was saved."""
 
 
-def get_trajectory_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings, by dotted key, that determine the trajectory of training."""
-    sections = config.to_dict()
-    # Within a stage, too, keys that do not affect the trajectory may change (micro_batch_size).
-    stages = [
-        {key: value for key, value in stage.items() if key not in CHANGEABLE_TRAIN_KEYS}
-        for stage in sections["train"].get("stages", [])
-    ]
-    if stages:
-        sections["train"]["stages"] = stages
-    selected = {
-        "model": sections["model"],
-        "nsa": sections["nsa"],
-        "runtime": {"precision": sections["runtime"]["precision"]},
-        "train": {key: value for key, value in sections["train"].items() if key not in CHANGEABLE_TRAIN_KEYS},
-        "data": {key: value for key, value in sections["data"].items() if key not in CHANGEABLE_DATA_KEYS},
-    }
-    return {f"{section}.{key}": value for section, values in selected.items() for key, value in values.items()}
-
-
 def check_same_trajectory(state: dict[str, Any], config: RunConfig, data_identity: str) -> None:
     """Raise `ResumeRefused` unless the checkpoint with this `state` is on the trajectory of `config` and the data."""
-    # A key that was not recorded has the value that it had before the key existed.
-    defaults = {
-        f"{section}.{key}": value for section, keys in DEFAULTS_OF_ADDED_KEYS.items() for key, value in keys.items()
-    }
-    current, recorded = defaults | get_trajectory_settings(config), defaults | state["trajectory"]
-    differences = [
-        f"{key}: {recorded.get(key)!r} in the checkpoint, {current.get(key)!r} now"
-        for key in sorted(current | recorded)
-        if recorded.get(key) != current.get(key)
-    ]
+    differences = list_changed_settings(state["trajectory"], config)
     if state["data_identity"] != data_identity:
         differences.append(f"data: {state['data_identity'][:16]} in the checkpoint, {data_identity[:16]} now")
     if differences:

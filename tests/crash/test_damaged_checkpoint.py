@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,7 @@ from nsa_lab.runs.checkpoint_files import MANIFEST, find_problems, format_manife
 from nsa_lab.train import checkpoint_content
 from nsa_lab.train.attempt import run
 from nsa_lab.train.checkpoint import CheckpointStore
+from nsa_lab.train.checkpoint_convert import convert_checkpoint
 from nsa_lab.train.checkpoint_state import MODEL, OPTIMIZER, STATE
 
 
@@ -140,6 +143,25 @@ def lie_about_offsets(header: dict[str, Any]) -> None:
     entry["data_offsets"] = [0, 10**12]
 
 
+def set_weight(value: float) -> Callable[[Path], None]:
+    """Return an edit of the last weight of the last tensor."""
+
+    def edit(folder: Path) -> None:
+        data = (folder / MODEL).read_bytes()
+        (folder / MODEL).write_bytes(data[:-4] + struct.pack("<f", value))
+
+    return edit
+
+
+def set_moment(kind: str, value: float) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        content = torch.load(folder / OPTIMIZER, weights_only=True)
+        next(iter(content["moments"].values()))[kind].view(-1)[0] = value
+        torch.save(content, folder / OPTIMIZER)
+
+    return edit
+
+
 def save_optimizer(content: Any) -> Callable[[Path], None]:
     return lambda folder: torch.save(content, folder / OPTIMIZER)
 
@@ -164,6 +186,12 @@ SIGNED: dict[str, tuple[Callable[[Path], None], str]] = {
     "shape that lies": (edit_header(lie_about_shape), MODEL),
     "type that lies": (edit_header(lie_about_type), MODEL),
     "offsets that lie": (edit_header(lie_about_offsets), MODEL),
+    "weight of -NaN": (set_weight(-math.nan), "are NaN or infinite"),
+    "weight of infinity": (set_weight(-math.inf), "1 of "),
+    "moment of NaN": (set_moment("exp_avg", math.nan), "exp_avg: 1 of "),
+    "second moment of infinity": (set_moment("exp_avg_sq", math.inf), "exp_avg_sq: 1 of "),
+    "negative second moment": (set_moment("exp_avg_sq", -1.0), "are negative"),
+    "negative count of steps": (set_moment("step", -6.0), "step: 1 of 1 values are negative"),
     "truncated weights": (truncate(MODEL, 0.7), MODEL),
     "probe of nothing": (write("probe.safetensors", b""), "probe.safetensors"),
 }
@@ -183,6 +211,21 @@ def test_signed_but_bad_files_cost_one_checkpoint(
     path, quarantined = store.load_latest(checkpoint_content.find_problems)
     assert path == store.get_path(4)
     assert [(checkpoint.step, name in checkpoint.problems[0]) for checkpoint in quarantined] == [(6, True)]
+
+
+@pytest.mark.slow
+def test_sharded_values_that_are_not_finite_are_found(trained_run: Path, tmp_path: Path) -> None:
+    source = trained_run / "checkpoints/step-00000006"
+    assert checkpoint_content.find_problems(convert_checkpoint(source, tmp_path / "whole", "sharded")) == []
+    for number, (spoil, words) in enumerate(
+        ((set_weight(math.nan), "weights."), (set_moment("exp_avg", math.inf), "moments."))
+    ):
+        run_dir = shutil.copytree(trained_run, tmp_path / f"copy {number}")
+        spoil(run_dir / "checkpoints/step-00000006")
+        sign(run_dir / "checkpoints/step-00000006")
+        sharded = convert_checkpoint(run_dir / "checkpoints/step-00000006", tmp_path / f"sharded {number}", "sharded")
+        (problem,) = checkpoint_content.find_problems(sharded)
+        assert problem.startswith(words) and problem.endswith("values are NaN or infinite")
 
 
 @pytest.mark.slow

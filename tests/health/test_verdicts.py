@@ -38,7 +38,7 @@ from nsa_lab.runs import directory, resolve
 from nsa_lab.runs.history import History, collect_facts, have_different_eval_texts, select_latest
 from nsa_lab.runs.lock import sign_lock, take_lock
 from nsa_lab.runs.summary import format_facts
-from nsa_lab.train.checkpoint_state import CHANGEABLE_DATA_KEYS, CHANGEABLE_TRAIN_KEYS
+from nsa_lab.runs.trajectory import CHANGEABLE_DATA_KEYS, CHANGEABLE_TRAIN_KEYS
 
 
 def get_verdict(verdicts: list[Verdict], name: str) -> Verdict:
@@ -832,8 +832,8 @@ def falsify_hash(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"1234"), "has 4 bytes, its manifest records 5"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"54321"), "does not match its sha256"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"1234"), "has 4 bytes, its manifest records 10"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"10 letters"), "does not match its sha256"),
         (lambda folder: (folder / "MANIFEST.json").unlink(), "MANIFEST.json is missing"),
         (lambda folder: (folder / "MANIFEST.json").write_text("{"), "MANIFEST.json cannot be read"),
         (falsify_hash, "MANIFEST.json does not match its own digest"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -15,6 +16,8 @@ from nsa_lab.config import ConfigError
 from nsa_lab.data import load_tokenizer
 from nsa_lab.inference import NoCheckpoint, Sampling, complete_prompt, continue_text, find_checkpoint, load_model
 from nsa_lab.model import NSATransformer
+from nsa_lab.runs import checkpoint_files
+from nsa_lab.runs.trajectory import get_trajectory_settings
 
 
 def test_run_completes_a_prompt(tmp_path: Path) -> None:
@@ -65,7 +68,7 @@ def test_load_errors_name_the_remedy(tmp_path: Path) -> None:
     folder = write_checkpoint(run_dir, 100)
     with pytest.raises(NoCheckpoint, match="no checkpoint of step 7; available: 100"):
         find_checkpoint(run_dir, 7)
-    (folder / "model.safetensors").write_bytes(b"other")
+    (folder / "model.safetensors").write_bytes(b"10 letters")
     with pytest.raises(NoCheckpoint, match="does not match its sha256"):
         load_model(folder)
     with pytest.raises(NoCheckpoint, match="no such folder; give a run directory"):
@@ -110,11 +113,52 @@ def test_weights_with_other_shapes_are_rejected(tmp_path: Path) -> None:
         load_model(folder)
 
 
-def test_non_finite_weights_are_reported(tmp_path: Path) -> None:
+def test_non_finite_weights_are_refused(tmp_path: Path) -> None:
     """The newest checkpoint of a halted run may already be broken."""
     run_dir = write_run(tmp_path)
-    model = NSATransformer(make_config().model, seed=1)
-    write_checkpoint(run_dir, 200, save({name: value * math.nan for name, value in model.state_dict().items()}))
-    for temperature in (0.0, 0.8):
-        with pytest.raises(NoCheckpoint, match="logits are not finite; use an earlier checkpoint"):
-            "".join(complete_prompt(run_dir, "def ", 3, Sampling(temperature)))
+    weights = NSATransformer(make_config().model, seed=1).state_dict()
+    problem = "head.weight: 1 of 8,192 values are NaN or infinite in torch."
+    for step, value, dtype in (
+        (50, math.nan, torch.float32),
+        (100, -math.nan, torch.float32),
+        (150, -math.inf, torch.bfloat16),
+        (200, 70_000.0, torch.float16),
+    ):
+        weights["head.weight"].view(-1)[7] = value
+        folder = write_checkpoint(run_dir, step, save(weights))
+        with pytest.raises(NoCheckpoint, match=f"{folder}: {problem}{str(dtype)[6:]}; use an earlier checkpoint"):
+            load_model(folder, dtype=dtype)
+    assert load_model(folder).head.weight.max() == 70_000
+
+
+def test_edited_configuration_is_refused(tmp_path: Path) -> None:
+    """An edit that keeps the shapes of the weights would compute something else in silence."""
+    config = make_config()
+    run_dir = write_run(tmp_path)
+    folder = write_checkpoint(run_dir, 200, save(NSATransformer(config.model, seed=1).state_dict()))
+    content = (folder / "model.safetensors").read_bytes()
+    entries = {"model.safetensors": checkpoint_files.make_manifest_entry(content)}
+    manifest = checkpoint_files.format_manifest(200, entries, {"config_hash": config.hash()})
+    (folder / "MANIFEST.json").write_text(manifest)
+    edited = make_config(model__rope_theta=5e5, nsa__n_sel=4)
+    harmless = make_config(train__log_every=7, train__micro_batch_size=1)
+    for state, words in (
+        ({}, "settings not recorded"),
+        ({"trajectory": 7}, "settings not recorded"),
+        (
+            {"trajectory": get_trajectory_settings(config)},
+            "model.rope_theta: 10000.0 in the checkpoint, 500000.0 now; nsa.n_sel: 16 in the checkpoint, 4 now",
+        ),
+    ):
+        (folder / "state.json").write_text(json.dumps(state))
+        (run_dir / "config.yaml").write_text(config.to_yaml())
+        load_model(run_dir)
+        (run_dir / "config.yaml").write_text(edited.to_yaml())
+        problem = (
+            f"{run_dir / 'config.yaml'}: expected the configuration of the checkpoint step-00000200 with hash "
+            f"{config.hash()}, got {edited.hash()} ({words}); restore the file"
+        )
+        with pytest.raises(NoCheckpoint, match=re.escape(problem)):
+            load_model(run_dir)
+    (run_dir / "config.yaml").write_text(harmless.to_yaml())
+    load_model(run_dir)

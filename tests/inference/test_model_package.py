@@ -176,6 +176,14 @@ def test_damaged_weights_are_rejected(packaged: Path) -> None:
         load_model("tiny-0m")
 
 
+def test_edited_configuration_of_a_model_is_rejected(tmp_path: Path) -> None:
+    copy = shutil.copytree(resolve.MODELS_DIR / "needle-8m", tmp_path / "needle-8m")
+    config = copy / "config.yaml"
+    config.write_text(config.read_text().replace("rope_theta: 500000.0", "rope_theta: 10000.0"))
+    with pytest.raises(NoCheckpoint, match=f"{config}: expected the configuration of the checkpoint step-00001526"):
+        load_model(copy)
+
+
 def write_run_with_weights(folder: Path, seed: int, name: str) -> Path:
     """Create a run directory whose weights are initialized with `seed`."""
     run_dir = write_run(folder, name=name)

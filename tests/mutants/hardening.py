@@ -257,6 +257,37 @@ MUTANTS = [
         "            and all(map(is_, weights, self._weights))\n            and self._get_addresses() == self._addresses\n",
         "",
     ),
+    # Checkpoints with other values or another configuration.
+    Mutant(
+        "weights: NaN with a sign passes",
+        "runs.finite_weights",
+        "(values & exponent) == exponent",
+        "(values >> (8 * values.itemsize - 1) == 0) & ((values & exponent) == exponent)",
+    ),
+    Mutant(
+        "weights: only the first chunk is checked",
+        "runs.finite_weights",
+        "for first in range(0, n_values, CHUNK_VALUES):",
+        "for first in range(0, min(n_values, CHUNK_VALUES), CHUNK_VALUES):",
+    ),
+    Mutant(
+        "checkpoint: a second moment may be negative",
+        "train.checkpoint_content",
+        '("exp_avg_sq", "step")',
+        '("step",)',
+    ),
+    Mutant(
+        "load: a run that may be resumed is refused",
+        "inference.load",
+        "if isinstance(trajectory, dict) else",
+        "if False else",
+    ),
+    Mutant(
+        "load: an edited configuration passes if the shapes fit",
+        "inference.load",
+        "    if differences:\n",
+        "    if False:\n",
+    ),
     # Other holes in the tests.
     Mutant(
         "stop: the first two bytes of a stop text are enough",

@@ -278,7 +278,7 @@ OTHERS = {
     "train.step": ["tests/train/test_step.py", *MASKED, *GRAPHS],
     "train.cuda_graph": GRAPHS,
     "train.muon": ["tests/train/test_muon.py"],
-    "train.checkpoint_state": [
+    "runs.trajectory": [
         "tests/train/test_resume_rules.py",
         *cases("train/test_training_run.py", "a_run_without_an_optimizer_setting_resumes_only_with_adamw"),
     ],
@@ -370,7 +370,10 @@ OTHERS = {
         "tests/convert/test_conversion_run.py",
         "tests/train/test_stages.py",
     ],
-    "inference.load": cases("train/test_stages.py", "a_checkpoint_uses_the_rotary_base_of_its_stage"),
+    "inference.load": [
+        *cases("train/test_stages.py", "a_checkpoint_uses_the_rotary_base_of_its_stage"),
+        *cases("inference/test_load.py", "edited_configuration_is_refused"),
+    ],
     "data.stage_batches": [
         "tests/data/test_stage_batches.py",
         "tests/data/test_sequence_packing.py",
@@ -420,6 +423,7 @@ OTHERS = {
         "tests/crash/test_checkpoint_save.py",
     ],
     "train.checkpoint_content": DAMAGED,
+    "runs.finite_weights": ["tests/runs/test_finite_weights.py"],
     "runs.checkpoint_files": [
         "tests/runs/test_damaged_records.py",
         *DAMAGED,

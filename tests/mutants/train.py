@@ -158,7 +158,7 @@ MUTANTS = [
     ),
     Mutant(
         "snapshot: rows are packed otherwise after a resume",
-        "train.checkpoint_state",
+        "runs.trajectory",
         'frozenset({"path", "timeout_s"})',
         'frozenset({"path", "timeout_s", "packing"})',
     ),
@@ -416,7 +416,7 @@ MUTANTS = [
     ),
     Mutant(
         "resume: muon goes on where there was adamw",
-        "train.checkpoint_state",
+        "runs.trajectory",
         '        "micro_batch_size",\n        "log_every",',
         '        "micro_batch_size",\n        "optimizer",\n        "log_every",',
     ),

@@ -173,7 +173,7 @@ def test_other_entries_named_like_checkpoints_are_ignored(run_dir: Path) -> None
     assert store.list_steps() == [100]
     assert store.load_latest()[0].name == "step-00000100"
     assert sorted(path.name for path in folder.iterdir()) == before
-    store.save(300, {"model.safetensors": lambda: b"12345"}, {})
+    store.save(300, {"model.safetensors": lambda: fake_run.NO_WEIGHTS}, {})
     assert store.list_steps() == [300], "the file in the way is in quarantine"
     run_all_readers(run_dir)
 

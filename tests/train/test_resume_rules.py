@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from nsa_lab.config import RunConfig
 from nsa_lab.runs import events
+from nsa_lab.runs.trajectory import get_trajectory_settings
 from nsa_lab.train import attempt, checkpoint_state
 from nsa_lab.train.checkpoint import Filesystem
 
@@ -23,7 +24,7 @@ Make, Train = Callable[..., Path], Callable[..., int]
 
 
 def goes_on(before: RunConfig, after: RunConfig, identity: str = "text") -> bool:
-    state = {"trajectory": checkpoint_state.get_trajectory_settings(before), "data_identity": "text"}
+    state = {"trajectory": get_trajectory_settings(before), "data_identity": "text"}
     try:
         checkpoint_state.check_same_trajectory(state, after, identity)
     except checkpoint_state.ResumeRefused:
