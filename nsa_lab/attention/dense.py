@@ -8,13 +8,13 @@ import inspect
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from nsa_lab.attention import geometry, input_checks
+from nsa_lab.attention import input_checks
 from nsa_lab.attention.compile_utils import disable_compile
 from nsa_lab.attention.flash import MAX_HEAD_WIDTH, flash_dense_attention
 from nsa_lab.attention.layout import Layout, Span
@@ -60,8 +60,7 @@ def dense_attention(
     if span is None:
         return _attend_sdpa(q, k, v)
     if span.kind == "chunk":
-        t, s = span.positions(q.device), geometry.positions(0, span.n_keys, q.device)
-        return _attend_sdpa(q, k, v, mask=s <= t[:, None])
+        return _attend_end(q, k, v)
     varlen_attn = _get_varlen_attn(q, v)
     if varlen_attn is None:
         lengths = [document.end for document in span.documents if document.end]
@@ -187,8 +186,25 @@ def _call_with_repeated_heads(
     return varlen_attn(q, k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1), *bounds, **kwargs)
 
 
+def _attend_end(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return causal attention of queries [B, T, H, D] that are the last T of the S positions of k and v.
+
+    On CUDA, memory is linear in S: PyTorch's kernels can align a causal mask with the ends of queries and keys. The flash
+    kernel (half precision) has grouped heads. The memory-efficient kernel has not, and with grouped heads PyTorch would
+    allocate the mask [T, S], as it does on a CPU.
+    """
+    # Takes a second to import.
+    from torch.nn.attention import bias
+
+    if q.is_cuda and not supports_varlen(q, v):
+        repeats = q.shape[2] // k.shape[2]
+        k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
+    mask = cast(Tensor, bias.causal_lower_right(q.shape[1], k.shape[1]))  # pyright: ignore[reportUnknownMemberType]
+    return _attend_sdpa(q, k, v, mask)
+
+
 def _attend_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return attention over the keys where `mask`, bool [T, S], is True; None: causal."""
+    """Return attention over the keys where `mask` [T, S] is True; None: causal."""
     out = scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
