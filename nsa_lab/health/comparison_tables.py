@@ -85,23 +85,31 @@ def _format_speeds(runs: Sequence[RunCost]) -> str:
 
 
 def _format_needle_lines(comparison: ModelComparison) -> Iterator[str]:
-    if not comparison.needles:
-        return
-    yield from (
-        "Percent of answers with all tokens correct, per seed: over all seeds [95% Wilson interval].",
-        "",
+    tables: tuple[tuple[str, Callable[[NeedleResult], str]], ...] = (
+        (
+            "Percent of answers with all tokens correct, per seed: over all seeds [95% Wilson interval].",
+            lambda result: _format_proportions(result.by_seed, result.every),
+        ),
+        (
+            "Only facts beyond the window and after the first block, over all seeds:",
+            lambda result: _format_proportion(result.far),
+        ),
+        ("Generated answers, over all seeds:", lambda result: _format_proportion(result.written)),
     )
-    yield from _format_needle_table(comparison.needles, lambda result: _format_proportions(result.by_seed, result.every))
-    yield from ("Only facts beyond the window and after the first block, over all seeds:", "")
-    yield from _format_needle_table(comparison.needles, lambda result: _format_proportion(result.far))
-    yield from ("Generated answers, over all seeds:", "")
-    yield from _format_needle_table(comparison.needles, lambda result: _format_proportion(result.written))
+    for title, format_cell in tables:
+        yield from _format_needle_table(title, comparison.needles, format_cell)
 
 
-def _format_needle_table(needles: Sequence[NeedleResult], format_cell: Callable[[NeedleResult], str]) -> Iterator[str]:
+def _format_needle_table(
+    title: str, needles: Sequence[NeedleResult], format_cell: Callable[[NeedleResult], str]
+) -> Iterator[str]:
+    """Yield the lines of a table with its title; none if no model has such a result."""
     models = list(dict.fromkeys(result.model for result in needles))
     cells = {(result.task, result.length, result.model): format_cell(result) for result in needles}
     rows = dict.fromkeys((task, length) for (task, length, _), text in cells.items() if text != EMPTY_CELL)
+    if not rows:
+        return
+    yield from (title, "")
     yield from _format_table(
         ("task", "bytes", *models),
         (

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import nbformat
 import pytest
@@ -148,24 +147,6 @@ def test_first_screen_of_a_failed_run_has_advice(browser, tmp_path, screenshots)
     assert "training.print_verdict()" in read_visible_text(browser)
     assert "the run is HALTED" in browser.find_element("css selector", "body").text
     assert_quiet(browser)
-
-
-def test_committed_pages_make_no_requests_and_have_valid_links(browser):
-    listed = ["git", "ls-files", "outputs", "docs"]
-    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
-    pages = [ROOT / name for name in names if name.endswith(".html")]
-    if not pages:
-        pytest.skip("no page is committed here")
-    for page in pages:
-        assert page.stat().st_size < FIVE_MB
-        browser.get(page.as_uri())
-        assert_quiet(browser)
-        ids = {element.get_attribute("id") for element in browser.find_elements("css selector", "[id]")}
-        for link in browser.find_elements("css selector", "a[href]"):
-            address = urlsplit(link.get_attribute("href"))
-            target = Path(unquote(address.path))
-            assert address.scheme != "file" or target.is_file(), (page.name, target)
-            assert target != page or {address.fragment, unquote(address.fragment)} & ids, (page.name, address.fragment)
 
 
 def run_ci(folder: Path, *options: str) -> tuple[int, Path]:

@@ -569,6 +569,18 @@ def test_far_needles_need_counts_of_every_run(make_run: Make) -> None:
     ] == [None]
 
 
+def test_a_table_of_needles_without_rows_is_omitted(make_run: Make) -> None:
+    def generate_nothing(evaluation: dict[str, Any]) -> None:
+        for cell in evaluation["retrieval"]:
+            cell.update(written=0, written_right=0)
+
+    for edit, n_tables in ((None, 3), (generate_nothing, 2)):
+        evaluate = [] if edit is None else [edit]
+        page = format_markdown(compare(make_run("one", n_tables, *evaluate), make_dense(make_run, n_tables, *evaluate)))
+        assert page.count("| task | bytes | one | other |") == n_tables
+        assert ("Generated answers" in page) == (n_tables == 3)
+
+
 @pytest.mark.parametrize("state", ["HALTED", "PREEMPTED"])
 def test_unfinished_run_is_noted(make_run: Make, state: str) -> None:
     runs = [make_run("one", 0), make_dense(make_run, 0)]
