@@ -11,11 +11,13 @@ import typer
 from nsa_lab.cli.common import Model, Outputs, Run, check_output_file, echo
 from nsa_lab.config import ConfigError
 from nsa_lab.runs import resolve
+from nsa_lab.runs.atomic_io import read_bounded
 from nsa_lab.runs.evaluation import NEEDLE_FORM_NAMES, RULER_NAMES, TASK_NAMES
 from nsa_lab.runs.model_files import check_evaluable, check_new_folder, find_checkpoint, read_final_evaluation
 
 app = typer.Typer()
 MAX_SEED = 2**63 - 1  # limit of torch.manual_seed
+MAX_TEXT_BYTES = 1 << 24  # of a prompt or a description
 TASK_HELP = f"{', '.join(TASK_NAMES)}, a form of the needle ({', '.join(NEEDLE_FORM_NAMES)}), or all (repeatable)"
 
 
@@ -145,6 +147,13 @@ def evaluate(
         list[str] | None,
         typer.Option(metavar="NAME=PATH", help="Named documents to measure the loss on: txt, jsonl, parquet (repeatable)"),
     ] = None,
+    blocks: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="N",
+            help="Converted models: compare N selected blocks with dense attention, in conversion.json (repeatable)",
+        ),
+    ] = None,
     per_depth: Annotated[int, typer.Option(min=1, help="Sequences per length and depth")] = 20,
     windows: Annotated[int, typer.Option(min=1, help="Windows of held-out text for loss by position")] = 16,
     intervened: Annotated[
@@ -163,7 +172,7 @@ def evaluate(
     ] = None,
     outputs: Outputs = None,
 ) -> None:
-    """Evaluate retrieval, loss and block selection. Writes evaluation.json.
+    """Evaluate retrieval, loss and block selection. Writes evaluation.json; with --blocks, conversion.json.
 
     Prints an estimate of its duration first.
     """
@@ -177,6 +186,11 @@ def evaluate(
             raise ConfigError(f"--task {name}: unknown task; available: {', '.join([*known, *RULER_NAMES])}, all")
     for path in texts.values():
         LocalSource(path, label="text")
+    if blocks:
+        if length or task or ruler:
+            raise ConfigError("--blocks: no facts are evaluated; omit --length, --task and --ruler")
+        _evaluate_conversion(run_dir, out=out, step=step, blocks=blocks, texts=texts, windows=windows, use_bf16=bf16)
+        return
     check_evaluable(run_dir, out, step)
 
     import torch
@@ -202,6 +216,25 @@ def evaluate(
         log=echo,
     )
     echo((out or run_dir) / EVALUATION)
+
+
+def _evaluate_conversion(
+    run_dir: Path,
+    *,
+    out: Path | None,
+    step: int | None,
+    blocks: list[int],
+    texts: dict[str, str],
+    windows: int,
+    use_bf16: bool,
+) -> None:
+    import torch
+
+    from nsa_lab.evaluate.conversion import CONVERSION, evaluate_conversion
+
+    dtype = torch.bfloat16 if use_bf16 else torch.float32
+    evaluate_conversion(run_dir, out=out, step=step, blocks=blocks, texts=texts, windows=windows, dtype=dtype, log=echo)
+    echo((out or run_dir) / CONVERSION)
 
 
 @app.command()
@@ -254,6 +287,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
 def _read_text(file: Path, option: str) -> str:
     try:
         # Read bytes: text mode would change line ends, which are part of the prompt.
-        return file.read_bytes().decode("utf-8")
+        return read_bounded(file, MAX_TEXT_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{option} {file}: expected UTF-8 text: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{option} {file}: expected UTF-8 text in a file: {reason}") from None

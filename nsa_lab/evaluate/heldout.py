@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nsa_lab.data import BestFitPacking, ByteTokenizer, TokenStore
+from nsa_lab.data import BestFitPacking, ByteTokenizer, Tokenizer, TokenStore
+from nsa_lab.data.shards import get_token_dtype
 from nsa_lab.data.sources.local import LocalSource
 from nsa_lab.evaluate.document_loss import compute_token_losses, get_packed_row
 from nsa_lab.evaluate.loss_by_position import split_into_ranges
@@ -40,12 +41,16 @@ class TextLoss:
     window_documents: list[int]
 
 
-def read_text(path: str) -> TokenStore:
-    """Read the documents of a file, folder or glob (txt, jsonl, parquet) as bytes. Raises `DataError` if that fails."""
-    tokenizer = ByteTokenizer()
-    separator = np.array([tokenizer.separator], np.uint8)
+def read_text(path: str, tokenizer: Tokenizer | None = None) -> TokenStore:
+    """Read the documents of a file, folder or glob (txt, jsonl, parquet). tokenizer: None: bytes.
+
+    Raises `DataError` if that fails.
+    """
+    tokenizer = tokenizer or ByteTokenizer()
+    dtype = get_token_dtype(tokenizer.vocab_size)
+    separator = np.array([tokenizer.separator], dtype)
     source = LocalSource(path, label="text")
-    documents = [tokenizer.encode(document.text).astype(np.uint8) for document in source.documents()]
+    documents = [tokenizer.encode(document.text).astype(dtype) for document in source.documents()]
     return TokenStore([np.concatenate([part for text in documents if len(text) for part in (text, separator)])])
 
 

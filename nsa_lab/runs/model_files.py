@@ -55,7 +55,7 @@ def check_evaluable(run_dir: Path, out: str | Path | None = None, step: int | No
     if config.data.tokenizer != "byte" or config.model.vocab_size < BYTE_VOCAB_SIZE:
         raise ConfigError(
             f"{run_dir.name}: expected a byte model, got data.tokenizer = {config.data.tokenizer}; "
-            "evaluate a run with data.tokenizer: byte"
+            "evaluate a run with data.tokenizer: byte, or a converted model with --blocks"
         )
     if out is None and resolve.is_packaged_model(run_dir):
         raise ConfigError(

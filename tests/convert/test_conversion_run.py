@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_dense_models import make_dense
@@ -13,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from nsa_lab import NSAConfig, load_model
 from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.convert import convert_with_trained_indexers, describe_model, save_adapter
-from nsa_lab.data import Dataset, prepare
+from nsa_lab.data import DataError, Dataset, prepare
+from nsa_lab.evaluate.conversion import CONVERSION, evaluate_conversion
 from nsa_lab.runs import events, lifecycle
 from nsa_lab.train.attempt import run
 from nsa_lab.train.build import Builders
@@ -84,6 +87,9 @@ def test_a_run_trains_only_the_indexer(builders: Builders, tmp_path: Path) -> No
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     for index in range(0, len(text), 400):
         (tmp_path / "texts" / f"{index}.txt").write_text(text[index : index + 800], encoding="utf-8")
+    for name, part in (("long", text[:500]), ("short", text[:100])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(part, encoding="utf-8")
     config = RunConfig.from_dict(make_sections(tmp_path / "dense", make_dense(**PLAIN)))
     dense = make_pretrained(builders, config)
     dense.save_pretrained(tmp_path / "dense")
@@ -102,6 +108,15 @@ def test_a_run_trains_only_the_indexer(builders: Builders, tmp_path: Path) -> No
     torch.testing.assert_close(converted(tokens).logits, trained(tokens), atol=1e-4, rtol=1e-4)
     save_adapter(converted, tmp_path / "adapter", base_model=str(tmp_path / "dense"), dtype="float32")
     torch.testing.assert_close(load_model(tmp_path / "adapter")(tokens).logits, trained(tokens), atol=1e-4, rtol=1e-4)
+    record = evaluate_conversion(
+        run_dir, blocks=[4, 16], windows=2, texts={"long": str(tmp_path / "long")}, prepare_data=builders.data
+    )
+    assert json.loads((run_dir / CONVERSION).read_text()) == json.loads(json.dumps(record)) and record["step"] == 6
+    rows = {(row["attention"], row["blocks"]): row["windows"] for row in record["texts"]["long"]["losses"]}
+    np.testing.assert_allclose(rows["selected", 16], rows["dense", None], atol=1e-4)
+    assert len(rows["selected", 4]) == 2 and record["texts"]["long"]["ranges"] == [(0, 128)]
+    with pytest.raises(DataError, match="expected a document of at least 128 tokens"):
+        evaluate_conversion(run_dir, texts={"short": str(tmp_path / "short")}, prepare_data=builders.data)
     # A second run continues with everything: its source is the model that the first one trained on.
     sections = make_sections(tmp_path / "dense", dense, trainable="all", steps=2, save_every=0, eval_every=0)
     second = lifecycle.create_run(RunConfig.from_dict({**sections, "name": "second"}), tmp_path)

@@ -1,0 +1,255 @@
+"""Loss of a converted model compared with its dense attention, by position, and the attention mass that its blocks have.
+
+All rows of a result use the weights of one model and the same windows. They differ in the tokens that are attended to:
+
+* dense: all tokens
+* selected: the forced blocks (`sink_blocks`, `local_blocks`), and the blocks with the highest scores of the indexer
+* mean_key: the same number of blocks, by the mean key of a block
+* nearest: the first blocks and the latest ones, the same number
+* oracle: the same number, those with the most dense attention mass
+* window: only the forced blocks
+
+`evaluate_conversion` writes `conversion.json`. With a frozen trunk, the row dense is the loss of the pretrained model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nsa_lab.config import ConfigError, ModelConfig, NSAConfig, RunConfig
+from nsa_lab.data import DataError, Dataset, EvalBatches, TokenStore, load_tokenizer, prepare
+from nsa_lab.evaluate.ablations import ABLATIONS, forward_with_ablation
+from nsa_lab.evaluate.block_selectors import measure_selection_quality
+from nsa_lab.evaluate.heldout import iterate_inner_windows, read_text
+from nsa_lab.evaluate.loss_by_position import split_into_ranges
+from nsa_lab.inference import load_model
+from nsa_lab.model import NSATransformer
+from nsa_lab.runs import directory
+from nsa_lab.runs.atomic_io import write_json
+from nsa_lab.runs.checkpoint_files import parse_step
+from nsa_lab.runs.environment import get_code_identity, get_versions
+from nsa_lab.runs.model_files import find_checkpoint
+
+CONVERSION = "conversion.json"
+VERSION = 1
+VALIDATION = "validation"
+# Windows whose attention mass is measured: it takes as long as several forward passes of dense attention.
+MAX_MASS_WINDOWS = 4
+
+Attention = Literal["dense", "selected", "mean_key", "nearest", "oracle", "window"]
+Log = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class AttentionLoss:
+    """Losses in nats per token with one attention. `blocks`: number of blocks per query; None: all tokens.
+
+    `windows`: the loss of each window in each position range.
+    """
+
+    attention: Attention
+    blocks: int | None
+    windows: list[list[float]]
+
+
+@dataclass(frozen=True)
+class AttentionMass:
+    """Dense attention mass in `blocks` blocks as a fraction of the oracle's, by layer, mean over `windows` windows.
+
+    `fractions`: as `measure_selection_quality` returns them, for `chosen` (selected), `nearest` and `random` blocks. Empty
+    if all blocks are selected.
+    """
+
+    blocks: int
+    windows: int
+    fractions: dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class ConversionResult:
+    """Losses and attention mass on the windows of one text. `identity`: digest of their tokens."""
+
+    identity: str
+    length: int
+    ranges: list[tuple[int, int]]
+    losses: list[AttentionLoss]
+    mass: list[AttentionMass]
+
+    def average(self, attention: Attention, blocks: int | None = None) -> list[float]:
+        """Return the mean loss over windows in each position range. Raises KeyError for a row that was not measured."""
+        for row in self.losses:
+            if row.attention == attention and (blocks is None or row.blocks == blocks):
+                return np.mean(row.windows, axis=0).tolist()
+        raise KeyError(f"{attention} with {blocks} blocks: not measured")
+
+
+def share_weights(model: NSATransformer, n_sel: int, scores: Literal["mean_key"] | None = None) -> NSATransformer:
+    """Return a model with the weights of `model` (not a copy) that selects `n_sel` blocks, by its scores or by mean keys.
+
+    Raises ConfigError for fewer blocks than are always selected.
+    """
+    c, weights = model.config, model.state_dict()
+    nsa: dict[str, Any] = c.nsa.model_dump() | {"n_sel": n_sel}
+    changes: dict[str, Any] = {}
+    if scores == "mean_key":
+        nsa, changes = nsa | {"scores": scores}, {"indexer_block": 0, "selection_loss": 0.0}
+        weights = {name: value for name, value in weights.items() if ".indexer." not in name}
+    config = ModelConfig(**{**c.model_dump(), **changes, "nsa": NSAConfig(**nsa)})
+    with torch.device("meta"):
+        shared = NSATransformer(config, device=model.head.weight.device, dtype=model.head.weight.dtype)
+    shared.load_state_dict(weights, assign=True)
+    return shared.eval()
+
+
+@torch.no_grad()
+def measure_conversion(
+    model: NSATransformer, windows: Sequence[Tensor], blocks: Sequence[int], *, mass_windows: int = MAX_MASS_WINDOWS
+) -> ConversionResult:
+    """Measure a model with the selected branch only on windows int64 [T + 1] of equal length, with numbers of blocks.
+
+    mass_windows: number of windows whose attention mass is measured, evenly spaced. Raises ConfigError for a model with
+    other branches or without an indexer, and for fewer blocks than are always selected.
+    """
+    c, device = model.config, model.head.weight.device
+    if c.branches != ("sel",) or not c.has_indexer:
+        raise ConfigError(
+            f"model.branches = {list(c.branches)}, model.indexer_block = {c.indexer_block}: expected the selected branch "
+            "and an indexer; evaluate a converted model"
+        )
+    length = len(windows[0]) - 1
+    ranges, rows = split_into_ranges(length), list(_make_rows(model, blocks))
+    losses: list[list[list[float]]] = [[] for _ in rows]
+    for window in windows:
+        tokens, targets = window[None, :-1].to(device), window[1:].to(device)
+        for row, (_, _, forward) in zip(losses, rows, strict=True):
+            loss = functional.cross_entropy(forward(tokens)[0].float(), targets, reduction="none").double()
+            row.append([loss[first:last].mean().item() for first, last in ranges])
+    n_mass = min(mass_windows, len(windows))
+    sample = [windows[index * len(windows) // n_mass] for index in range(n_mass)]
+    identity = hashlib.sha256(np.stack([window.numpy() for window in windows]).astype("<i8").tobytes()).hexdigest()[:16]
+    return ConversionResult(
+        identity,
+        length,
+        ranges,
+        [AttentionLoss(name, n, values) for (name, n, _), values in zip(rows, losses, strict=True)],
+        [_measure_mass(share_weights(model, n), [w[None, :-1].to(device) for w in sample]) for n in blocks],
+    )
+
+
+def _make_rows(
+    model: NSATransformer, blocks: Sequence[int]
+) -> Iterator[tuple[Attention, int | None, Callable[[Tensor], Tensor]]]:
+    """Yield name, number of blocks and forward pass of each row."""
+    n_forced = model.config.nsa.n_forced
+    yield "dense", None, lambda tokens: forward_with_ablation(model, tokens, ABLATIONS["all"])
+    yield "window", n_forced, share_weights(model, n_forced)
+    for n in blocks:
+        sparse = share_weights(model, n)
+        yield "selected", n, sparse
+        yield "mean_key", n, share_weights(model, n, "mean_key")
+        for name in ("nearest", "oracle"):
+            ablation = ABLATIONS[name]
+            yield name, n, lambda tokens, s=sparse, a=ablation: forward_with_ablation(s, tokens, a)
+
+
+def _measure_mass(model: NSATransformer, windows: Sequence[Tensor]) -> AttentionMass:
+    found = [quality for tokens in windows if (quality := measure_selection_quality(model, tokens)) is not None]
+    names = found[0] if found else ()
+    fractions = {name: np.mean([quality[name] for quality in found], axis=0).tolist() for name in names}
+    return AttentionMass(model.config.nsa.n_sel, len(found), fractions)
+
+
+def evaluate_conversion(
+    run_dir: str | Path,
+    *,
+    out: str | Path | None = None,
+    step: int | None = None,
+    blocks: Sequence[int] = (),
+    texts: Mapping[str, str] = MappingProxyType({}),
+    windows: int = 16,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+    prepare_data: Callable[..., Dataset] = prepare,
+    log: Log = lambda line: None,
+) -> dict[str, Any]:
+    """Evaluate a checkpoint of a conversion run, write conversion.json and return its contents.
+
+    The windows have the run's longest length: of its validation text, as training reads it, and of `texts` inside single
+    documents, at most `windows` of each, evenly spaced.
+
+    out, step, dtype, prepare_data, log: as in `evaluate_run`. blocks: numbers of blocks; default: the run's `nsa.n_sel`.
+    texts: paths by name. Raises the errors of `load_model` and `measure_conversion`, and DataError for a text without a
+    document of that length.
+    """
+    folder = directory.check_run_dir(run_dir)
+    config, checkpoint = RunConfig.from_yaml(folder / directory.CONFIG), find_checkpoint(folder, step)
+    target_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    start, length = time.monotonic(), config.train.longest_stage.seq_len
+    model = load_model(checkpoint, device=target_device, dtype=dtype)
+    dataset = prepare_data(config.data, config.model.vocab_size, length)
+    windows_by_text = {VALIDATION: _read_windows(dataset.validation, length, windows)}
+    windows_by_text |= {name: _read_document_windows(path, config, length, windows) for name, path in texts.items()}
+    results: dict[str, Any] = {}
+    for name, text_windows in windows_by_text.items():
+        log(f"evaluating {name}: {len(text_windows)} windows of {length:,} tokens")  # may take minutes
+        result = measure_conversion(model, text_windows, blocks or [config.model.nsa.n_sel])
+        results[name] = asdict(result)
+        for line in format_result(result):
+            log(f"{name}: {line}")
+    record = {
+        "v": VERSION,
+        "run": folder.name,
+        "step": parse_step(checkpoint),
+        "config_hash": config.hash(),
+        "data_identity": dataset.identity,
+        "code": get_code_identity(),
+        "versions": get_versions(),
+        "device": torch.cuda.get_device_name(target_device) if target_device.type == "cuda" else "cpu",
+        "dtype": str(dtype).removeprefix("torch."),
+        "texts": results,
+        "seconds": round(time.monotonic() - start, 3),
+    }
+    output_folder = Path(out or folder)
+    output_folder.mkdir(parents=True, exist_ok=True)
+    write_json(output_folder / CONVERSION, record)
+    return record
+
+
+def format_result(result: ConversionResult) -> list[str]:
+    """Return one line per row and per number of blocks: losses in the last position range, and attention mass."""
+    first, last = result.ranges[-1]
+    dense = result.average("dense")[-1]
+    lines = [f"dense: {dense:.4f} nats per token at positions {first:,} to {last - 1:,}"]
+    for row in result.losses[1:]:
+        loss = result.average(row.attention, row.blocks)[-1]
+        lines.append(f"{row.attention}, {row.blocks} blocks: {loss - dense:+.4f}")
+    for mass in result.mass:
+        if mass.fractions:
+            share = np.mean(mass.fractions["chosen"])
+            lines.append(f"attention mass in {mass.blocks} selected blocks: {share:.3f} of the oracle's, mean over layers")
+    return lines
+
+
+def _read_windows(text: TokenStore, length: int, count: int) -> list[Tensor]:
+    batches = EvalBatches(text, length, count, 1)
+    return [torch.cat([inputs[0], targets[0, -1:]]) for inputs, targets in batches]
+
+
+def _read_document_windows(path: str, config: RunConfig, length: int, count: int) -> list[Tensor]:
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    text = read_text(path, tokenizer)
+    found = [window for _, window in iterate_inner_windows(text, tokenizer.separator, length)]
+    if not found:
+        raise DataError(f"{path}: expected a document of at least {length:,} tokens, got none; give longer documents")
+    return [found[index * len(found) // min(count, len(found))] for index in range(min(count, len(found)))]
