@@ -18,7 +18,7 @@ from nsa_lab.data import Batch
 from nsa_lab.runs.atomic_io import write_json
 from nsa_lab.train.build import TrainContext, force_eager
 from nsa_lab.train.guard import Finding
-from nsa_lab.train.packing import compute_logits, make_span
+from nsa_lab.train.packing import make_span
 from nsa_lab.train.step import sum_token_losses
 from nsa_lab.train.validation import compute_branch_statistics, compute_norms_by_layer
 
@@ -26,6 +26,7 @@ from nsa_lab.train.validation import compute_branch_statistics, compute_norms_by
 def collect_postmortem(context: TrainContext, finding: Finding, weights_step: int) -> dict[str, Any]:
     """Return data, micro-batch losses, norms and layer statistics of the step of `finding`, as JSON values.
 
+    If several ranks share each sequence, losses and gradients are those of this rank's tokens. Collective.
     `weights_step`: the number of steps that the current weights have completed.
     """
     index = max(finding.step - 1, 0)
@@ -68,17 +69,12 @@ def _replay_step(context: TrainContext, batch: Batch) -> tuple[list[str], str | 
     losses = []
     with force_eager(), _collect_non_finite_modules(context.model) as non_finite_modules:
         for micro_batch in context.stepper.split_micro_batches(batch):
-            n_tokens = micro_batch.targets.numel()
-            with context.stepper.autocast():
-                logits = compute_logits(
-                    context.model,
-                    micro_batch.inputs.to(context.device),
-                    make_span(micro_batch.documents, micro_batch.inputs.shape[1]),
-                )
-            loss = sum_token_losses(logits, micro_batch.targets.to(context.device)) / n_tokens
-            losses.append(repr(loss.item()))
-            contribution = loss * n_tokens / context.stepper.stage.tokens_per_step
-            (contribution + context.stepper.compute_auxiliary_loss(n_tokens)).backward()
+            span = make_span(micro_batch.documents, micro_batch.inputs.shape[1])
+            computed = context.stepper.compute_logits(context.model, micro_batch, span)
+            loss = sum_token_losses(computed.logits, computed.targets)
+            losses.append(repr(loss.item() / computed.targets.numel()))
+            contribution = loss / context.stepper.stage.tokens_per_step
+            (contribution + context.stepper.compute_auxiliary_loss(micro_batch.targets.numel())).backward()
     return losses, non_finite_modules[0] if non_finite_modules else None
 
 

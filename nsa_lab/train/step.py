@@ -13,8 +13,8 @@ Invariants
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -228,6 +228,15 @@ class Stepper:
         total = self._world.all_reduce(weights.to(self._device, non_blocking=True).sum())
         # The ranks that share a sequence have all of its weights.
         return total if self.context_size == 1 else total / self.context_size
+
+    @contextmanager
+    def use_stage(self, stage: StageConfig) -> Iterator[None]:
+        """Compute the batches of another stage in this block."""
+        current, self.stage = self.stage, stage
+        try:
+            yield
+        finally:
+            self.stage = current
 
     @property
     def context_size(self) -> int:

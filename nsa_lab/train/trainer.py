@@ -33,6 +33,7 @@ from nsa_lab.train.telemetry.awake_clock import AwakeClock
 from nsa_lab.train.telemetry.recorder import Recorder
 from nsa_lab.train.telemetry.system_metrics import compute_percentile, count_bytes_by_dtype, get_peak_memory_bytes
 from nsa_lab.train.validation import (
+    MAX_MEASURED_TOKENS,
     GateMovement,
     compute_branch_statistics,
     compute_norms_by_layer,
@@ -77,6 +78,12 @@ class Trainer:
         self._interval = _LogInterval(completed_steps, recorder.phases.clock)
         self._first_step = completed_steps + 1
         self._stage_first_steps = self.train.first_steps
+        if context.world.is_first and self.train.longest_stage.seq_len > MAX_MEASURED_TOKENS:
+            logger.info(
+                "layer statistics and the selection benefit are measured on texts of %s tokens, not of %s",
+                f"{MAX_MEASURED_TOKENS:,}",
+                f"{self.train.longest_stage.seq_len:,}",
+            )
 
     def run(self) -> None:
         """Train to the last step. Raises `StopRequested` or `Halt` after saving the state."""
@@ -310,13 +317,13 @@ class Trainer:
             **({} if result.first_token_loss is None else {"first_loss": result.first_token_loss}),
             **({"window_losses": result.window_losses} if self.completed_steps == self.train.steps else {}),
         }
-        seq_len = self.train.stage_at(self.completed_steps).seq_len
+        length = min(self.train.stage_at(self.completed_steps).seq_len, MAX_MEASURED_TOKENS)
         with self._exclude_from_step_time("eval"), self._allow_interrupt():
-            benefit = measure_run_selection_benefit(self.context, seq_len)
+            benefit = measure_run_selection_benefit(self.context, length)
         # Record both or neither: after an interrupted evaluation, the next attempt evaluates this step again.
         self.recorder.record_evaluation("validation", fields)
         if benefit is not None:
-            self.recorder.record_selection_benefit(seq_len, benefit)
+            self.recorder.record_selection_benefit(length, benefit)
 
     def _save(self) -> None:
         """Write a checkpoint of the state after `completed_steps` steps, once. Two consecutive failures halt the run."""

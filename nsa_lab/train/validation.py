@@ -25,6 +25,9 @@ from nsa_lab.train.packing import make_span, place_share
 from nsa_lab.train.step import compute_token_losses, sum_masked, sum_token_losses
 
 STATISTICS_SEQUENCES = 2
+# Longest text of which layer statistics and the selection benefit are computed. Every rank computes them alone, and the
+# statistics of a longer text do not fit into memory: they have an entry for each query and block.
+MAX_MEASURED_TOKENS = 1 << 16
 MAX_NEEDLE_TEXT_TOKENS = 1 << 20  # tokens of held-out text into which needles are inserted
 MAX_REFERENCE_BYTES = 1 << 20  # bytes of held-out text for the references; compression takes a third of a second
 
@@ -152,20 +155,30 @@ def compute_probe_logits(context: TrainContext) -> Tensor:
 def compute_branch_statistics(context: TrainContext, batch: Batch) -> dict[str, Tensor]:
     """Return gate and selection statistics of each layer on the first sequences of this rank's share of `batch`.
 
-    Empty for a dense model. Collective: the branches are called outside their blocks, so a sharded model is gathered.
+    Of sequences longer than `MAX_MEASURED_TOKENS`, the first one is used, up to that length. Empty for a dense model.
+    Collective: the branches are called outside their blocks, so a sharded model is gathered.
     """
     if context.config.model.attention == "dense":
         return {}
     context.model.eval()
     try:
         with torch.no_grad(), force_eager(), context.stepper.autocast(), context.world.unshard(context.model):
-            first = batch.split(STATISTICS_SEQUENCES)[0]
+            first = _take_measured_text(batch)
             tokens = first.inputs.to(context.device, non_blocking=True)
             if first.documents is None:
                 return context.model.statistics(tokens)
             return context.model.statistics(tokens.flatten()[None], make_span(first.documents, tokens.shape[1]))
     finally:
         context.model.train()
+
+
+def _take_measured_text(batch: Batch) -> Batch:
+    if batch.inputs.shape[1] <= MAX_MEASURED_TOKENS:
+        return batch.split(STATISTICS_SEQUENCES)[0]
+    inputs, targets, _, documents = batch.split(1)[0]
+    # Documents after the end become empty ones.
+    documents = None if documents is None else documents.clamp_max(MAX_MEASURED_TOKENS)
+    return Batch(inputs[:, :MAX_MEASURED_TOKENS], targets[:, :MAX_MEASURED_TOKENS], documents=documents)
 
 
 def measure_run_selection_benefit(context: TrainContext, length: int) -> SelectionBenefit | str | None:

@@ -189,8 +189,8 @@ MUTANTS = [
     Mutant(
         "preflight: what a document looks up may reach another",
         "train.preflight.leakage",
-        "poisoned = context.model(changed_tokens, span)",
-        "poisoned = context.model(tokens, span)",
+        "poisoned = compute_logits(context.model, batches[1], span)",
+        "poisoned = compute_logits(context.model, batches[0], span)",
     ),
     Mutant(
         "plan: looked up at no cost",
@@ -203,6 +203,12 @@ MUTANTS = [
         "train.validation",
         "make_span(documents, seq_len))",
         "None)",
+    ),
+    Mutant(
+        "statistics: a document after the measured text",
+        "train.validation",
+        "documents.clamp_max(MAX_MEASURED_TOKENS)",
+        "documents",
     ),
     Mutant(
         "documents: trained on as one text",

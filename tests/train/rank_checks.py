@@ -30,11 +30,14 @@ from nsa_lab.data import prepare
 from nsa_lab.model import NSATransformer
 from nsa_lab.model.sharded_files import INDEX, read_weights
 from nsa_lab.runs.checkpoint_files import find_problems
-from nsa_lab.train import checkpoint_state
+from nsa_lab.train import checkpoint_state, validation
 from nsa_lab.train.build import Builders, TrainContext, build_context, build_model
 from nsa_lab.train.checkpoint import CheckpointStore
 from nsa_lab.train.checkpoint_writer import CheckpointWriter
 from nsa_lab.train.distributed import World
+from nsa_lab.train.guard import Finding
+from nsa_lab.train.postmortem import collect_postmortem
+from nsa_lab.train.preflight.startup_checks import check_causality, check_documents, check_initial_loss, run_preflight
 from nsa_lab.train.sharded_checkpoint import ShardFileWriter
 from nsa_lab.train.validation import evaluate_held_out
 
@@ -208,6 +211,31 @@ def check_shared_sequences(world: World, folder: str, only: str = "") -> None:
         weights = gather_weights(context)
         for key, value in single.model.state_dict().items():
             assert (weights[key] - value).abs().mean() < limit, (name, key)
+
+
+def check_shared_preflight(world: World, folder: str) -> None:
+    """Checks and a diagnosis of ranks that share sequences have the results of one rank, without its whole sequences."""
+    sections: dict[str, Any] = {
+        # Longer than the probe, of which every rank computes all 256 tokens.
+        "train": {"seq_len": 521, "batch_size": 1, "accumulate_grad_batches": 1},
+        "data": {"source": "stdlib", "documents": "mask"},
+    }
+    context = make_context(world, Path(folder), **sections, runtime={"parallel": world.parallel})
+    lengths, validation.MAX_MEASURED_TOKENS = set[int](), 64
+    hook = context.model.blocks[0].register_forward_pre_hook(lambda module, inputs: lengths.add(inputs[0].shape[1]))
+    checks = {check.name: check for check in run_preflight(context, Path(folder))}
+    assert all(check.ok for check in checks.values()), checks
+    diagnosis = collect_postmortem(context, Finding("test", 1, 0.0, 0.0, "halt", ""), 0)
+    assert max(lengths) <= max(256, 522 // world.size), lengths
+    hook.remove()
+    single = make_context(World(), Path(folder), **sections)
+    assert checks["initial_loss"].value == check_initial_loss(single).value
+    loss = torch.tensor(float(diagnosis["micro_batch_losses"][0])) / world.size
+    expected = float(collect_postmortem(single, Finding("test", 1, 0.0, 0.0, "halt", ""), 0)["micro_batch_losses"][0])
+    assert world.all_reduce(loss).item() == pytest.approx(expected, abs=0.02), "ranks have one token more or less"
+    # What reaches the tokens before it, or other documents, is found on every rank.
+    context.model.blocks[0].mlp.register_forward_hook(lambda module, inputs, output: output + 1e-3 * output.mean(1, True))
+    assert not check_causality(context).ok and not check_documents(context).ok
 
 
 def check_gradient_exchange(world: World, folder: str) -> None:

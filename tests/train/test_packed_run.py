@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from nsa_lab.attention import geometry
+from nsa_lab.attention import Span, geometry
 from nsa_lab.config import RunConfig
 from nsa_lab.data import Batch, split_documents
 from nsa_lab.model.ngrams import NgramEmbedding
@@ -121,6 +121,22 @@ def test_statistics_are_of_documents(make_context: Callable[..., TrainContext]) 
     whole = validation.compute_branch_statistics(built, batch._replace(documents=None))
     assert all(value.shape == (2,) and value.isfinite().all() for value in seen.values())
     assert (seen["sel_keys"] < whole["sel_keys"]).all() and (seen["sel_distance"] < whole["sel_distance"]).all()
+
+
+def test_statistics_of_a_long_text_are_those_of_its_beginning(
+    make_context: Callable[..., TrainContext], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = make_context()
+    length = built.config.train.seq_len - 3
+    batch = next(batch for batch in map(built.batches.weighted_batch, range(9)) if 1 < batch.documents[1] < length)
+    documents = torch.tensor([*(bound for bound in batch.documents.tolist() if bound < length), length], dtype=torch.int32)
+    with torch.no_grad():
+        expected = built.model.eval().statistics(batch.inputs[:1, :length], Span.packed(documents))
+    monkeypatch.setattr(validation, "MAX_MEASURED_TOKENS", length)
+    actual = validation.compute_branch_statistics(built, batch)
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
+        torch.testing.assert_close(value, expected[name], msg=name)
 
 
 def test_preflight_detects_a_leak_between_documents(make_context: Callable[..., TrainContext]) -> None:

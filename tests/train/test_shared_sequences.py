@@ -15,6 +15,11 @@ def test_two_ranks_that_share_each_sequence_train_as_one_rank(tmp_path: Path) ->
     run_ranks("shared_sequences_ddp", 2, tmp_path, "one sequence")
 
 
+@pytest.mark.slow
+def test_no_rank_computes_a_whole_sequence_before_training_or_after_a_failure(tmp_path: Path) -> None:
+    run_ranks("shared_preflight_ddp", 2, tmp_path)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("check", "n_ranks", "local_size"),
@@ -22,6 +27,7 @@ def test_two_ranks_that_share_each_sequence_train_as_one_rank(tmp_path: Path) ->
         ("shared_sequences", 2, 0),
         ("shared_sequences", 4, 0),
         ("shared_sequences", 4, 2),
+        ("shared_preflight", 4, 0),
         ("shared_sequences_ddp", 2, 0),
         ("shared_sequences_ddp", 4, 0),
     ],

@@ -30,7 +30,7 @@ import torch
 
 from nsa_lab.attention import resolve_backend
 from nsa_lab.config import RunConfig
-from nsa_lab.data import BuildProgress, DataError, ProgressMeter, describe_split
+from nsa_lab.data import Batch, BuildProgress, DataError, ProgressMeter, describe_split
 from nsa_lab.runs import resolve
 from nsa_lab.runs.checkpoint_files import find_problems
 from nsa_lab.runs.lifecycle import check_ranks, check_text
@@ -49,9 +49,9 @@ from nsa_lab.train.estimate import (
 )
 from nsa_lab.train.guard import PreflightCheck
 from nsa_lab.train.lr_schedule import compute_learning_rate
-from nsa_lab.train.packing import compute_logits, make_span
+from nsa_lab.train.packing import make_span, take_share
 from nsa_lab.train.preflight.branch_parity import find_worst_error_ratio
-from nsa_lab.train.preflight.leakage import measure_leakage
+from nsa_lab.train.preflight.leakage import make_probe_text, measure_leakage
 from nsa_lab.train.step import NON_FINITE, Readback, sum_token_losses
 from nsa_lab.train.telemetry.system_metrics import get_memory_capacity
 from nsa_lab.train.validation import compute_probe_logits
@@ -192,9 +192,11 @@ def check_data(context: TrainContext) -> PreflightCheck:
 def check_initial_loss(context: TrainContext) -> PreflightCheck:
     inputs, targets = context.evaluations[0][0]
     span = make_span(context.evaluations[0].find_documents(inputs), inputs.shape[1])
-    with force_eager(), context.stepper.autocast():
-        logits = compute_logits(context.model, inputs.to(context.device), span)
-    loss = sum_token_losses(logits, targets.to(context.device)).item() / targets.numel()
+    with context.stepper.use_stage(context.config.train.plan[0]), force_eager():
+        computed = context.stepper.compute_logits(context.model, Batch(inputs, targets), span)
+        n_groups = context.world.size // context.stepper.context_size
+    # Every group of ranks that share sequences computes the whole batch.
+    loss = context.world.all_reduce(sum_token_losses(computed.logits, computed.targets)).item() / n_groups / targets.numel()
     expected = math.log(context.config.model.vocab_size)
     if context.config.train.initial_weights:
         return PreflightCheck(
@@ -207,17 +209,15 @@ def check_initial_loss(context: TrainContext) -> PreflightCheck:
 
 @torch.no_grad()
 def check_causality(context: TrainContext) -> PreflightCheck:
-    length, vocab_size = context.config.train.longest_stage.seq_len, context.config.model.vocab_size
-    tokens = (
-        checkpoint_state.make_probe_input(vocab_size, length)
-        .to(context.device)
-        .repeat(1, -(-length // checkpoint_state.PROBE_TOKENS))[:, :length]
-    )
-    cut = length // 2
-    changed_tokens = tokens.clone()
-    changed_tokens[:, cut:] = (changed_tokens[:, cut:] + 1) % vocab_size
-    with force_eager(), context.stepper.autocast():
-        change = (context.model(tokens)[:, :cut] - context.model(changed_tokens)[:, :cut]).abs().max().item()
+    stage, vocab_size = context.config.train.longest_stage, context.config.model.vocab_size
+    tokens, cut = make_probe_text(vocab_size, stage.seq_len), stage.seq_len // 2
+    is_later = torch.arange(stage.seq_len)[None] >= cut
+    texts = tokens, torch.where(is_later, (tokens + 1) % vocab_size, tokens)
+    with context.stepper.use_stage(stage), force_eager():
+        first, second = (context.stepper.compute_logits(context.model, Batch(text, text), None) for text in texts)
+    difference = (first.logits - second.logits).abs().amax(-1)
+    own_is_later = take_share(is_later, first.shard).to(context.device)
+    change = context.world.all_reduce(difference.masked_fill(own_is_later, 0.0).max()).item()
     return PreflightCheck(
         "causality", change == 0.0, f"logits before token {cut} change by {change:g} when later tokens change", "0"
     )
@@ -250,19 +250,16 @@ def check_gradients(context: TrainContext) -> PreflightCheck:
     batch = context.batches.weighted_batch(first_step - 1, 0, min(stage.sequences_per_forward, stage.sequences_per_step))
     if context.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(context.device)
-    current_stage = context.stepper.stage
-    context.stepper.stage = stage
-    span = make_span(batch.documents, batch.inputs.shape[1])
-    computed = context.stepper.compute_logits(context.model, batch, span)
-    (
-        sum_token_losses(computed.logits, computed.targets) + context.stepper.compute_auxiliary_loss(batch.inputs.numel())
-    ).backward()
+    span, n_tokens = make_span(batch.documents, batch.inputs.shape[1]), batch.inputs.numel()
+    with context.stepper.use_stage(stage):
+        computed = context.stepper.compute_logits(context.model, batch, span)
+        loss = sum_token_losses(computed.logits, computed.targets)
+        (loss + context.stepper.compute_auxiliary_loss(n_tokens)).backward()
     if computed.shard is not None and not context.world.is_sharded:
         # Each rank has the gradient of its tokens.
         for parameter in context.model.parameters():
             if parameter.grad is not None:
                 context.world.all_reduce(parameter.grad)
-    context.stepper.stage = current_stage
     trained = [(name, parameter) for name, parameter in context.model.named_parameters() if parameter.requires_grad]
     missing = [
         name
