@@ -230,8 +230,8 @@ def compute_kernel_errors(config: ModelConfig, length: int = 52, n_steps: int = 
         results[backend] = logits.detach().cpu(), [x.cpu() for x in gradients if x is not None]
     (expected, expected_gradients), (logits, gradients) = results["torch"], results["triton"]
     errors["forward"] = compute_error(logits, expected)
-    # Some gradients are 0 in exact arithmetic: the same shift of all compressed keys changes no softmax, so with phi = linear
-    # that of `phi_k.position` is rounding noise, which is compared with the gradients of the model, not with itself.
+    # Some gradients are 0 in exact arithmetic: the same shift of all compressed keys changes no softmax, so that of
+    # `phi_k.position` with phi = linear is rounding noise. Compare it with the gradients of the model, not with itself.
     least = NOISE_SHARE * max(float(x.abs().max()) for x in expected_gradients)
     own = [compute_error(a, b, least) for a, b in zip(gradients, expected_gradients, strict=True)]
     errors["gradients"] = float(np.max(own))  # unlike max, it keeps NaN
