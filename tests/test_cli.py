@@ -299,7 +299,10 @@ def test_resume_of_a_running_run_reports_that_it_already_trains(
 def test_generate_rejects_unreadable_and_double_prompts(run_cli, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "outputs")
     (tmp_path / "bytes").write_bytes(b"\xff")
-    for path in (tmp_path / "nowhere", tmp_path / "bytes", tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with open(tmp_path / "large", "wb") as file:
+        file.truncate(10**12)
+    for path in (*(tmp_path / name for name in ("nowhere", "bytes", "fifo", "large")), tmp_path, Path("/dev/zero")):
         result = run_cli("generate", run_dir, "--prompt-file", path)
         assert (
             result.exit_code == 2

@@ -16,7 +16,7 @@ from nsa_lab.config import ConfigError
 from nsa_lab.runs import directory, lifecycle, resolve
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.tables import Styled, Table
-from nsa_lab.runs.text_output import dump_json
+from nsa_lab.runs.text_output import dump_json, make_one_line
 
 if TYPE_CHECKING:
     from nsa_lab.health import Health
@@ -212,7 +212,7 @@ def _parse_named_run(text: str) -> tuple[str | None, str]:
 def _render_health(result: Health, description: str, summary: str) -> Iterator[Any]:
     style = {"failed": "bold red", "warning": "bold yellow", "passed": "bold green"}[result.level]
     yield from (Text(line, overflow="fold") for line in (description, summary) if line)
-    yield Text(f"{result.run}: {result.headline}", style=style, overflow="fold")
+    yield Text(make_one_line(f"{result.run}: {result.headline}"), style=style, overflow="fold")
     styles = {"passed": "green", "warning": "bold yellow", "failed": "bold red", "unknown": "yellow"}
     rows = [(verdict.name, Styled(verdict.mark, styles[verdict.level]), verdict.text) for verdict in result.verdicts]
     yield Table(("verdict", "", "measured values"), rows)

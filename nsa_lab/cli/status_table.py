@@ -21,6 +21,7 @@ from nsa_lab.runs.events import get_eval_events, get_step_events, read_last_even
 from nsa_lab.runs.history import History, collect_facts, compute_median_speeds
 from nsa_lab.runs.summary import format_facts
 from nsa_lab.runs.tables import Table, TableColumn
+from nsa_lab.runs.text_output import make_one_line
 
 COLUMNS_WIDTH = 38  # of the columns after the run's id, without the speed
 SPEED_WIDTH = 11
@@ -77,19 +78,20 @@ def render_runs(folder: Path, width: int, *, recorded: bool = False) -> tuple[li
     read separately: one that cannot be read has a line with the reason below the table.
     """
     run_dirs = list_runs(folder, recorded)
-    longest = max((len(run_dir.name) for run_dir in run_dirs), default=0)
+    ids = [make_one_line(run_dir.name) for run_dir in run_dirs]
+    longest = max(map(len, ids), default=0)
     show_speed = longest + COLUMNS_WIDTH + SPEED_WIDTH <= width
     names = ("run", "state", "step", "bpb", *(("tokens/s",) if show_speed else ()), "verdict")
     columns = [
         TableColumn(name, "right" if name in ("step", "bpb", "tokens/s") else "left", is_whole=True) for name in names
     ]
     rows, problems = [], []
-    for run_dir in run_dirs:
+    for run_id, run_dir in zip(ids, run_dirs, strict=True):
         try:
-            rows.append([run_dir.name, *_format_row(run_dir, show_speed)])
+            rows.append([run_id, *_format_row(run_dir, show_speed)])
         except READ_ERRORS as error:
-            rows.append([run_dir.name, "?", *[""] * (len(names) - 2)])
-            problems.append(Text(f"{run_dir.name}: {describe_read_error(error)}", style="yellow", overflow="fold"))
+            rows.append([run_id, "?", *[""] * (len(names) - 2)])
+            problems.append(Text(f"{run_id}: {describe_read_error(error)}", style="yellow", overflow="fold"))
     lines: list[Any] = [Table(columns, rows)] if rows else [Text(f"no runs in {folder}; start one with nsa-lab run smoke")]
     if not recorded and (count := len(list_runs(folder, recorded=True))):
         lines.append(f"{count} recorded runs; list them with nsa-lab status --recorded")

@@ -43,7 +43,7 @@ def read_bounded(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
     with open_regular(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise OSError(errno.EFBIG, f"{path}: larger than {max_bytes:,} bytes, so it was not written by this program")
+        raise OSError(errno.EFBIG, f"{path}: expected at most {max_bytes:,} bytes, got more; replace it")
     return data
 
 

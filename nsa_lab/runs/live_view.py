@@ -26,6 +26,7 @@ from nsa_lab.runs.event_schema import is_finite
 from nsa_lab.runs.events import Event, Tail
 from nsa_lab.runs.history import select_latest
 from nsa_lab.runs.summary import format_fill_progress
+from nsa_lab.runs.text_output import make_one_line
 
 REDRAW_S, LINE_INTERVAL_S = 1.0, 10.0
 NUMBER_FIELDS = ("lr", "tokens_per_s", "grad_norm")
@@ -125,7 +126,7 @@ class RunView:
         notes = Text("\n".join(self.notes), style="dim", overflow="ellipsis", no_wrap=True)
         return Panel(
             Group(bar, self._build_table(), notes),
-            title=self.run,
+            title=Text(make_one_line(self.run)),
             border_style="dim",
             subtitle="Ctrl-C closes this view; training continues",
         )

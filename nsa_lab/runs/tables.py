@@ -1,6 +1,7 @@
 """Tables for people: one description, shown in a terminal, as Markdown, as plain text or as CSV.
 
-Cells are plain text in every form: markup of rich or Markdown in a value is shown, not interpreted.
+Cells are one line of plain text in every form: markup of rich or Markdown and control characters in a value are shown, not
+interpreted.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+from nsa_lab.runs.text_output import make_one_line
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -69,7 +72,8 @@ class Table:
             table.add_column(Text(column.name), justify=column.align, no_wrap=column.is_whole, overflow="fold")
         for number, row in enumerate(self.rows):
             cells = (
-                Text(format_cell(cell), cell.style if isinstance(cell, Styled) else "", overflow="fold") for cell in row
+                Text(make_one_line(format_cell(cell)), cell.style if isinstance(cell, Styled) else "", overflow="fold")
+                for cell in row
             )
             table.add_row(*cells, style=self.styles.get(number))
         return table
@@ -88,7 +92,7 @@ class Table:
         """
         lines = [
             [column.name for column in self._get_columns()],
-            *([format_cell(cell) for cell in row] for row in self.rows),
+            *([make_one_line(format_cell(cell)) for cell in row] for row in self.rows),
         ]
         return "\n".join(f"{name:<{first_width}}│" + "".join(f"{text:>{width}}" for text in rest) for name, *rest in lines)
 
@@ -119,4 +123,4 @@ def write_csv(file: TextIO, columns: Sequence[str], rows: Iterable[dict[str, Any
 
 
 def _escape_markdown(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    return make_one_line(" ".join(text.split())).replace("|", "\\|")

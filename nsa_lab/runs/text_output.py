@@ -15,13 +15,22 @@ REPLACEMENTS = {
 }  # fmt: skip
 
 
-# Control characters except tab and line feed: a recorded value must not move the cursor or change the terminal.
-_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+# Control characters, and marks that reorder or separate lines: a recorded value must not move the cursor, change the
+# terminal or show its characters in another order.
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"} | {
+    code: f"\\u{code:04x}" for code in (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+}
+_CONTROL_AND_LINES = {**_CONTROL, ord("\t"): "\\t", ord("\n"): "\\n"}
 
 
 def make_printable(text: str) -> str:
-    """Return text with control characters as escapes, such as `\\x1b`."""
+    """Return text with control characters, except tab and line feed, as escapes such as `\\x1b`."""
     return text.translate(_CONTROL)
+
+
+def make_one_line(text: str) -> str:
+    """Return text with all control characters as escapes, such as `\\n`: a name or a cell of a table."""
+    return text.translate(_CONTROL_AND_LINES)
 
 
 def allow_any_text() -> None:

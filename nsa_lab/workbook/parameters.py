@@ -63,11 +63,23 @@ class NotebookParameter:
             return None
         types, description, option = KINDS[self.kind]
         has_type = isinstance(value, types) and (bool in types or not isinstance(value, bool))
-        if has_type and isinstance(value, list) and self.default and not _have_one_type([*self.default, *value]):
-            has_type, description = False, f"a list like {self.default}"
+        if has_type and isinstance(value, list) and self.default:
+            has_type, description = _have_one_type([*self.default, *value]), f"a list like {self.default}"
+        numbers: list[Any] = [n for n in (value if isinstance(value, list) else [value]) if type(n) in (int, float)]
+        if has_type and not all(map(self._has_range, numbers)):
+            has_type, description = False, f"{description}, {'at least' if self._is_from_zero else 'above'} 0"
         if has_type:
             return None
         return f"{self.name} = {VALUE_REPR.repr(value)}: expected {description}; use {self._format_option(option, value)}"
+
+    @property
+    def _is_from_zero(self) -> bool:
+        """Return whether 0 is a value: the default of an index, a seed, or a number that is found otherwise."""
+        return self.default == 0
+
+    def _has_range(self, value: float) -> bool:
+        """Return whether a number is finite and not negative: counts, indices, seeds and limits are all parameters."""
+        return math.isfinite(value) and (value >= 0 if self._is_from_zero else value > 0)
 
     def _format_option(self, option: str, value: Any) -> str:
         if self.kind == "bool":
@@ -164,10 +176,14 @@ def _stop(problems: list[str | None]) -> None:
 
 
 def _read_injected(node: ast.expr) -> Any:
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        return math.nan  # papermill writes float('nan') and float('inf'), and otherwise literals
+    return ast.literal_eval(_FloatCalls().visit(node))
+
+
+class _FloatCalls(ast.NodeTransformer):
+    """Replaces float('nan') and float('inf') by their values. Otherwise papermill writes literals."""
+
+    def visit_Call(self, node: ast.Call) -> ast.Constant:
+        return ast.Constant(float(ast.literal_eval(node.args[0])))
 
 
 def _have_one_type(values: list[Any]) -> bool:

@@ -288,6 +288,20 @@ MUTANTS = [
         "    if differences:\n",
         "    if False:\n",
     ),
+    # Parameters of notebooks, and names in tables.
+    Mutant(
+        "parameters: a section with a number that is not finite is no mapping",
+        "workbook.parameters",
+        "return ast.Constant(float(ast.literal_eval(node.args[0])))",
+        'raise ValueError("not a literal")',
+    ),
+    Mutant("parameters: a count may be 0", "workbook.parameters", "else value > 0)", "else value >= 0)"),
+    Mutant(
+        "tables: a line feed breaks a row",
+        "runs.text_output",
+        '{**_CONTROL, ord("\\t"): "\\\\t", ord("\\n"): "\\\\n"}',
+        "_CONTROL",
+    ),
     # Other holes in the tests.
     Mutant(
         "stop: the first two bytes of a stop text are enough",

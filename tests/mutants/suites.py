@@ -487,6 +487,8 @@ OTHERS = {
         "architecture_shows_the_number_of_keys",
     ),
     "workbook.display": ["tests/workbook/test_display.py"],
+    "workbook.parameters": ["tests/workbook/test_parameters.py"],
+    "runs.text_output": ["tests/runs/test_tables.py"],
     "workbook.speeds": cases("workbook/test_speeds.py", "nsa_must_be_faster_than_every_dense_baseline"),
 }
 SUITES |= OTHERS

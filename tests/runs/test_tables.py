@@ -32,6 +32,21 @@ def test_markdown_has_one_line_per_row() -> None:
     assert lines[3] == "| b \\| c d | 0.123 | – |" and len(lines) == 5
 
 
+def test_control_characters_in_a_value_are_shown() -> None:
+    """A name with a line feed, an escape sequence or a mark that reverses the text takes one line in every form."""
+    table = Table(("run", "n"), [("a\nb\tc\r\x1b[31m\x9b2J\u202ed\u2028", 1), ("x", 2)], title="t", caption="c")
+    console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
+    console.print(table)
+    shown, escapes = console.file.getvalue(), "a\\nb\\tc\\x0d\\x1b[31m\\x9b2J\\u202ed\\u2028"
+    assert (
+        len(shown.split("\n")) == 6
+        and escapes in shown
+        and "\x1b" not in shown.replace("\x1b[0m", "").replace("\x1b[3m", "")
+    )
+    assert table.to_text().split("\n")[1].startswith(escapes) and table.to_text().count("\n") == 2
+    assert table.to_markdown().split("\n")[2] == "| a b c \\x1b[31m\\x9b2J\\u202ed | 1 |"
+
+
 def test_text_is_aligned() -> None:
     lines = Table(("", "a", "b"), [("x", 0.5, "y"), ("longer", None, 7)]).to_text(8, 6).splitlines()
     assert lines == ["        │     a     b", "x       │ 0.500     y", "longer  │     –     7"]

@@ -1,6 +1,7 @@
 """Notebook parameters become a configuration, and select the run to follow."""
 
 import json
+import math
 
 import pytest
 from fake_run import write_run
@@ -22,6 +23,10 @@ from nsa_lab.workbook.notebook import Stop, load_configuration
         ("ci", {"train": {"stepz": 10}}, "", "did you mean train.steps"),
         ("ci", {"nsa": {"d": 5}}, "", "not a multiple of nsa.d = 5"),
         ("ci", {"nsa": 5}, "", "expected a mapping"),
+        ("ci", {"train": {"steps": math.inf}}, "", "train.steps = inf: expected a finite number"),
+        ("ci", {"train": {"lr": math.nan}}, "", "train.lr = nan: expected a finite number"),
+        ("ci", {"train": {"steps": 1e30}}, "", r"train.steps = 1e\+30: input should be a valid integer"),
+        ("ci", {"train": {"steps": -6}}, "", "train.steps = -6: input should be greater than or equal to 1"),
         ("smok", {}, "", "did you mean smoke"),
         ("ci", {}, "no-such-run", "no such run"),
         ("ci", {"train": {"steps": 5}}, "no-such-run", "the configuration of a run is fixed"),

@@ -16,6 +16,7 @@ CELL = """name: str = "smoke"  # base configuration
 train: dict = {}  # settings
 new_run: bool = False
 seed: int = 0
+count: int = 400
 target: float = 0.5
 lengths: list = [1, 33]
 show: "Optional[bool]" = None
@@ -41,18 +42,25 @@ WRONG = {
     "seed = 1.5": "use -p seed 0",
     "seed = True": "expected an integer",
     'seed = "3"': "expected an integer",
+    "seed = -3": "expected an integer, at least 0; use -p seed 0",
+    "count = -4": "expected an integer, above 0; use -p count 400",
+    "count = 0": "expected an integer, above 0; use -p count 400",
     'target = "x"': "use -p target 0.5",
+    "target = float('nan')": "target = nan: expected a number, above 0",
+    "target = float('-inf')": "target = -inf: expected a number, above 0",
     "lengths = 512": 'use -y "lengths: [512]"',
     'lengths = [1, "b"]': "expected a list like [1, 33]",
+    "lengths = [1, -33]": "expected a list like [1, 33], above 0; use",
     'show = "false"': "use -p show False",
 }
 RIGHT = (
     "name = 'ci'",
     "train = {'steps': 6}",
     "new_run = True",
-    "seed = -3",
+    "train = {'steps': float('inf'), 'lr': [float('nan'), -1e30]}",  # load_configuration refuses it
+    "seed = 3",
+    "count = 1",
     "target = 1",
-    "target = float('nan')",
     "lengths = []",
     "lengths = [5]",
     "show = None",
