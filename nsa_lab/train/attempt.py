@@ -125,31 +125,38 @@ class _Attempt:
         )
 
     def run(self) -> int:
+        code = directory.EXIT_BUG
         with self.signals:
             try:
-                self.recorder.write_status(directory.RUNNING)
-                return self._train()
-            except StopRequested as stop:
-                if self._stall_finding:
-                    return self._record_end("halt", directory.HALTED, directory.EXIT_HALTED, self._stall_finding.text)
-                return self._record_end("end", directory.PREEMPTED, directory.EXIT_STOPPED, f"stopped on request ({stop})")
-            except Halt as halt:
-                return self._record_end("halt", directory.HALTED, directory.EXIT_HALTED, str(halt))
-            except NoValidCheckpoint as error:
-                self.recorder.record_error(error, expected=True)
-                return self._record_end("halt", directory.HALTED, directory.EXIT_HALTED, str(error))
-            except USAGE_ERRORS as error:
-                self.recorder.record_error(error, expected=True)
-                return self._record_end("halt", directory.HALTED, directory.EXIT_USAGE, str(error))
-            except Exception as error:  # noqa: BLE001 - any other error is a bug; record it
-                text = describe_os_error(error) if isinstance(error, OSError) else None
-                self.recorder.record_error(error, expected=text is not None)
-                if text is not None:
-                    return self._record_end("halt", directory.HALTED, directory.EXIT_USAGE, text)
-                return self._record_end("halt", directory.HALTED, directory.EXIT_BUG, f"{type(error).__name__}: {error}")
+                code = self._train_and_record_end()
             finally:
                 self.recorder.close()
-                self.world.destroy_process_group()
+                # All ranks stop, halt and end at the same step. An error may be that of one rank.
+                self.world.destroy_process_group(is_alone=code in (directory.EXIT_USAGE, directory.EXIT_BUG))
+        return code
+
+    def _train_and_record_end(self) -> int:
+        try:
+            self.recorder.write_status(directory.RUNNING)
+            return self._train()
+        except StopRequested as stop:
+            if self._stall_finding:
+                return self._record_end("halt", directory.HALTED, directory.EXIT_HALTED, self._stall_finding.text)
+            return self._record_end("end", directory.PREEMPTED, directory.EXIT_STOPPED, f"stopped on request ({stop})")
+        except Halt as halt:
+            return self._record_end("halt", directory.HALTED, directory.EXIT_HALTED, str(halt))
+        except NoValidCheckpoint as error:
+            self.recorder.record_error(error, expected=True)
+            return self._record_end("halt", directory.HALTED, directory.EXIT_HALTED, str(error))
+        except USAGE_ERRORS as error:
+            self.recorder.record_error(error, expected=True)
+            return self._record_end("halt", directory.HALTED, directory.EXIT_USAGE, str(error))
+        except Exception as error:  # noqa: BLE001 - any other error is a bug; record it
+            text = describe_os_error(error) if isinstance(error, OSError) else None
+            self.recorder.record_error(error, expected=text is not None)
+            if text is not None:
+                return self._record_end("halt", directory.HALTED, directory.EXIT_USAGE, text)
+            return self._record_end("halt", directory.HALTED, directory.EXIT_BUG, f"{type(error).__name__}: {error}")
 
     def _train(self) -> int:
         device = select_device(self.config, self.world)

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed import FileStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage] - documented
+from torch.distributed import FileStore, PrefixStore, Store, distributed_c10d  # pyright: ignore[reportPrivateImportUsage] - documented
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
@@ -105,6 +105,8 @@ class World:
                 rank=self.rank,
                 world_size=self.size,
                 timeout=COLLECTIVE_TIMEOUT,
+                # NCCL then connects now, and a failure appears before data is prepared.
+                device_id=device if device.type == "cuda" else None,
             )
 
     def _make_store(self) -> Store | None:
@@ -127,8 +129,18 @@ class World:
             )
         return None
 
-    def destroy_process_group(self) -> None:
-        if self.size > 1 and distributed.is_initialized():
+    def destroy_process_group(self, *, is_alone: bool = False) -> None:
+        """Leave the other ranks. `is_alone`: after an error, when other ranks may wait in a collective for this one.
+
+        Collective unless `is_alone`.
+        """
+        if self.size == 1 or not distributed.is_initialized():
+            return
+        if is_alone and distributed.get_backend() == "nccl":
+            # destroy_process_group would wait until the collectives of all ranks have ended. The supervisor ends the other
+            # ranks when this process has ended.
+            distributed_c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]
+        else:
             distributed.destroy_process_group()
 
     def get_context_size(self, n_sequences: int) -> int:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed
+from torch.distributed import distributed_c10d
 
 from nsa_lab.config import ConfigError
 from nsa_lab.runs import directory, events, lifecycle
@@ -161,6 +163,18 @@ def test_an_incomplete_environment_is_refused_with_the_remedy(monkeypatch: pytes
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.delenv("MASTER_ADDR")
     World.from_environment().init_process_group(torch.device("cpu"))  # one rank meets nobody
+
+
+def test_a_rank_that_fails_with_nccl_does_not_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "destroy_process_group", lambda: calls.append("destroy"))
+    monkeypatch.setattr(distributed_c10d, "_abort_process_group", lambda: calls.append("abort"))
+    for backend, is_alone in (("nccl", True), ("nccl", False), ("gloo", True)):
+        monkeypatch.setattr(distributed, "get_backend", lambda backend=backend: backend)
+        World(0, 2).destroy_process_group(is_alone=is_alone)
+    World().destroy_process_group(is_alone=True)
+    assert calls == ["abort", "destroy", "destroy"]
 
 
 @pytest.mark.slow
