@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -202,48 +202,54 @@ def test_compile_error_restores_the_async_mode():
 class FakeDriver:
     """A Triton driver; it can launch if it has a launcher class."""
 
-    get_current_device = staticmethod(lambda: 3)
-
-    def __init__(self, launches: bool) -> None:
+    def __init__(self, launches: bool, build) -> None:
         if launches:
-            self.launcher_cls = object
+            self.launcher_cls = build
 
 
-def run_compile_in_parallel(monkeypatch, launches: bool, make, **options) -> int:
-    """Call `compile_in_parallel` with three kernels whose launchers are built by `make`."""
+def run_compile_in_parallel(monkeypatch, launches: bool, make, build=lambda src, metadata: None, **options) -> int:
+    """Call `compile_in_parallel` with three kernels. `build` makes a launcher, and `make` also loads the kernel."""
 
     class Compiled(int):
         run = property(make)
+        src = property(lambda self: f"source {int(self)}")
+        metadata = property(lambda self: f"metadata {int(self)}")
 
     def queue() -> None:
         for number in range(3):
             parallel_compile._active_mode.get().submit(number, lambda number=number: Compiled(number), lambda kernel: None)
 
-    monkeypatch.setattr(parallel_compile, "driver", SimpleNamespace(active=FakeDriver(launches)))
+    monkeypatch.setattr(parallel_compile, "driver", SimpleNamespace(active=FakeDriver(launches, build)))
     return parallel_compile.compile_in_parallel(queue, n_threads=2, **options)
 
 
 @pytest.mark.skipif(not parallel_compile.CAN_COMPILE_IN_PARALLEL, reason="a Triton without AsyncCompileMode")
 @pytest.mark.parametrize("launches", [True, False])
 def test_compiled_kernels_are_loaded(monkeypatch, launches):
-    """Kernels are loaded if there is a GPU, onto the current GPU of the calling thread."""
-    made, devices = [], []
-    monkeypatch.setattr(torch.cuda, "device", lambda device: devices.append(device) or contextlib.nullcontext())
-    assert run_compile_in_parallel(monkeypatch, launches, made.append) == 3
-    assert (sorted(made), devices) == (([0, 1, 2], [3] * 3) if launches else ([], []))
+    """If there is a GPU, threads build the launchers, and only then the calling thread loads them, with its current GPU."""
+    events = []
+    build = lambda src, metadata: events.append((src, metadata, threading.get_ident()))  # noqa: E731
+    make = lambda kernel: events.append((int(kernel), threading.get_ident()))  # noqa: E731
+    assert run_compile_in_parallel(monkeypatch, launches, make, build) == 3
+    built, loaded = events[:3], events[3:]
+    numbers, own = range(3 * launches), threading.get_ident()
+    assert sorted(event[:2] for event in built) == [(f"source {n}", f"metadata {n}") for n in numbers]
+    assert sorted(loaded) == [(n, own) for n in numbers] and own not in {event[2] for event in built}
 
 
 @pytest.mark.skipif(not parallel_compile.CAN_COMPILE_IN_PARALLEL, reason="a Triton without AsyncCompileMode")
 def test_kernel_that_exceeds_gpu_resources_raises(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    loaded = []
 
     def make(number: int) -> None:
         if number == 1:
             raise MemoryError("shared memory")
+        loaded.append(number)
 
     with pytest.raises(MemoryError, match="shared memory"):
         run_compile_in_parallel(monkeypatch, True, make)
-    assert run_compile_in_parallel(monkeypatch, True, make, ignore_errors=True) == 3
+    loaded.clear()
+    assert run_compile_in_parallel(monkeypatch, True, make, ignore_errors=True) == 3 and len(loaded) == 2
 
 
 @pytest.mark.skipif(not parallel_compile.CAN_COMPILE_IN_PARALLEL, reason="a Triton without AsyncCompileMode")

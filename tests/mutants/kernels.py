@@ -45,8 +45,14 @@ MUTANTS = [
     Mutant(
         "parallel compile: launchers are built at the first launch",
         "attention.kernels.parallel_compile",
-        "                _ = kernel.run  # the first access builds the launcher and loads the kernel\n",
-        "                pass\n",
+        "            _ = kernel.run  # the first access builds the launcher and loads the kernel\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "parallel compile: launchers are loaded in several threads",
+        "attention.kernels.parallel_compile",
+        "            driver.active.launcher_cls(kernel.src, kernel.metadata)\n",
+        "            _ = kernel.run\n",
     ),
     Mutant(
         "block topk: only the first columns of wide keys are scored",

@@ -72,21 +72,23 @@ def compile_in_parallel(work: Callable[[], object], n_threads: int, *, ignore_er
 
 
 def _make_launchable(compiled: list[CompiledKernel], pool: ThreadPoolExecutor, ignore_errors: bool) -> None:
-    """Do what Triton does at the first launch of a kernel: build its launcher and load it onto the GPU."""
+    """Do what Triton does at the first launch of a kernel: build its launcher and load it onto the GPU.
+
+    Threads only fill Triton's cache with launchers, and this thread loads them. Before Triton 3.7 all launchers are
+    extension modules of one name, for which Python has one module object: a thread that loads a launcher again, for another
+    kernel with the same argument types, can get the function of a launcher that another thread is loading.
+    """
     if not compiled or not hasattr(driver.active, "launcher_cls"):
         return  # no launcher class: compiling for a GPU that this machine does not have
-    device = driver.active.get_current_device()
 
-    def make(kernel: CompiledKernel) -> None:
-        try:
-            # The current GPU is thread-local.
-            with torch.cuda.device(device):
-                _ = kernel.run  # the first access builds the launcher and loads the kernel
-        except Exception:
-            if not ignore_errors:
-                raise
+    def build(kernel: CompiledKernel) -> None:
+        with contextlib.suppress(Exception):  # loading the kernel raises the error again
+            driver.active.launcher_cls(kernel.src, kernel.metadata)
 
-    list(pool.map(make, compiled))
+    list(pool.map(build, compiled))
+    for kernel in compiled:
+        with contextlib.suppress(*[Exception] * ignore_errors):
+            _ = kernel.run  # the first access builds the launcher and loads the kernel
 
 
 @contextlib.contextmanager
