@@ -84,6 +84,11 @@ class RunConfig(Section):
     def nsa(self) -> NSAConfig:
         return self.model.nsa
 
+    @property
+    def is_conversion(self) -> bool:
+        """True if pretrained dense weights get an indexer, which selects the blocks of the only branch."""
+        return bool(self.train.initial_weights) and self.model.has_indexer and self.model.branches == ("sel",)
+
     def model_at(self, step: int) -> ModelConfig:
         """Return `model` as trained at optimizer step `step`, with the RoPE base of that stage.
 

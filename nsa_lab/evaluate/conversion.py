@@ -147,6 +147,45 @@ def measure_conversion(
     )
 
 
+@dataclass(frozen=True)
+class ConversionProgress:
+    """Comparison during training. `loss`: nats per token with dense attention, selected blocks and nearest blocks.
+
+    `attention_mass`, `attention_mass_nearest`: dense attention mass in these blocks, as a fraction of the oracle's, by
+    layer.
+    """
+
+    length: int
+    windows: int
+    loss: dict[str, float]
+    attention_mass: list[float]
+    attention_mass_nearest: list[float]
+
+
+@torch.no_grad()
+def measure_progress(model: NSATransformer, windows: Sequence[Tensor]) -> ConversionProgress | str:
+    """Compare the model's selection with dense attention and the nearest blocks on windows int64 [T + 1] of equal length.
+
+    Under autocast as well. Returns a string with the reason if all blocks are selected at this length.
+    """
+    device, length, nsa = model.head.weight.device, len(windows[0]) - 1, model.config.nsa
+    if length <= nsa.n_sel * nsa.l_sel:
+        return f"{length} tokens are at most nsa.n_sel * nsa.l_sel = {nsa.n_sel * nsa.l_sel}: all blocks are selected"
+    losses: dict[str, list[float]] = {"dense": [], "selected": [], "nearest": []}
+    qualities: list[dict[str, list[float]]] = []
+    for window in windows:
+        tokens, targets = window[None, :-1].to(device), window[1:].to(device)
+        for row, ablation in zip(losses.values(), ("all", "chosen", "nearest"), strict=True):
+            logits = forward_with_ablation(model, tokens, ABLATIONS[ablation])[0].float()
+            row.append(functional.cross_entropy(logits, targets).item())
+        quality = measure_selection_quality(model, tokens)
+        assert quality is not None, "shorter windows return above"
+        qualities.append(quality)
+    means = {name: float(np.mean(row)) for name, row in losses.items()}
+    chosen, nearest = (np.mean([q[name] for q in qualities], axis=0).tolist() for name in ("chosen", "nearest"))
+    return ConversionProgress(length, len(windows), means, chosen, nearest)
+
+
 def _make_rows(
     model: NSATransformer, blocks: Sequence[int]
 ) -> Iterator[tuple[Attention, int | None, Callable[[Tensor], Tensor]]]:
@@ -198,7 +237,7 @@ def evaluate_conversion(
     start, length = time.monotonic(), config.train.longest_stage.seq_len
     model = load_model(checkpoint, device=target_device, dtype=dtype)
     dataset = prepare_data(config.data, config.model.vocab_size, length)
-    windows_by_text = {VALIDATION: _read_windows(dataset.validation, length, windows)}
+    windows_by_text = {VALIDATION: read_windows(dataset.validation, length, windows)}
     windows_by_text |= {name: _read_document_windows(path, config, length, windows) for name, path in texts.items()}
     results: dict[str, Any] = {}
     for name, text_windows in windows_by_text.items():
@@ -241,7 +280,8 @@ def format_result(result: ConversionResult) -> list[str]:
     return lines
 
 
-def _read_windows(text: TokenStore, length: int, count: int) -> list[Tensor]:
+def read_windows(text: TokenStore, length: int, count: int) -> list[Tensor]:
+    """Return at most `count` windows int64 [length + 1], evenly spaced over `text`, across documents."""
     batches = EvalBatches(text, length, count, 1)
     return [torch.cat([inputs[0], targets[0, -1:]]) for inputs, targets in batches]
 

@@ -16,6 +16,7 @@ from nsa_lab.health import (
     attempt_checks,
     branch_checks,
     consistency_checks,
+    conversion_checks,
     log_integrity,
     loss_checks,
     loss_course,
@@ -81,6 +82,12 @@ CHECKS: tuple[Callable[[History, Limits], Verdict | None], ...] = (
     throughput_checks.check_data_wait,
     throughput_checks.check_memory,
 )
+# In addition, of runs that convert a pretrained model (`RunConfig.is_conversion`).
+CONVERSION_CHECKS: tuple[Callable[[History, Limits], Verdict], ...] = (
+    conversion_checks.check_indexer_learns,
+    conversion_checks.check_attention_mass,
+    conversion_checks.check_converted_loss,
+)
 
 
 @dataclass(frozen=True)
@@ -141,7 +148,8 @@ def _format_warnings(count: int) -> str:
 def examine(run_dir: str | Path | History, limits: Limits = LIMITS) -> Health:
     """Run all checks on a run directory. Raises `RunDirectoryError` if it is not a run directory."""
     history = History.read(run_dir)
-    verdicts = [_reject_nan(verdict) for check in CHECKS if (verdict := check(history, limits)) is not None]
+    checks = (*CHECKS, *CONVERSION_CHECKS) if history.config.is_conversion else CHECKS
+    verdicts = [_reject_nan(verdict) for check in checks if (verdict := check(history, limits)) is not None]
     finished = next(verdict for verdict in verdicts if verdict.name == "finished")
     # An unfinished run is reported first only if no other failed check explains it.
     causes = [verdict for verdict in verdicts if verdict is not finished]

@@ -8,10 +8,10 @@ from nsa_lab.health.verdict import WARNING, Verdict
 
 # The checks that answer each question. For the first one, any failed check also answers it.
 QUESTIONS = {
-    "Did it work?": ("finished", "loss fell"),
+    "Did it work?": ("finished", "loss fell", "converted loss"),
     "How fast?": ("throughput",),
     "Is the gate alive?": ("gates moved", "gates alive"),
-    "Is selection doing anything?": ("selection finds", "selection chooses", "selection reaches"),
+    "Is selection doing anything?": ("attention mass", "selection finds", "selection chooses", "selection reaches"),
 }
 DECIDING_CHECK = "selection finds"
 BRANCH_QUESTIONS = ("Is the gate alive?", "Is selection doing anything?")

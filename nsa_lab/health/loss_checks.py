@@ -47,8 +47,8 @@ def _compute_stage_lr(step: int, train: StageConfig) -> float:
 
 
 def check_loss_fell(history: History, limits: Limits) -> Verdict | None:
-    """Check that the validation loss fell. None for synthetic noise, which cannot be learned."""
-    if history.config.data.source == "synthetic":
+    """Check that the validation loss fell. None for noise, which cannot be learned, and for pretrained weights."""
+    if history.config.data.source == "synthetic" or history.config.train.initial_weights:
         return None
     steps, bpb = drop_nonfinite(*history.validation())
     if len(bpb) < 2 or steps[-1] == 0:
@@ -66,8 +66,8 @@ def _scale_limit(history: History, fall: float) -> float:
 
 
 def check_training_loss(history: History, limits: Limits) -> Verdict | None:
-    """Check that the training loss varies, falls, and is not far above its lowest value."""
-    if history.config.data.source == "synthetic":
+    """Check that the training loss varies, falls, and is not far above its lowest value. None as in `check_loss_fell`."""
+    if history.config.data.source == "synthetic" or history.config.train.initial_weights:
         return None
     limit = _scale_limit(history, limits.training_fall)
     falls: list[tuple[float, str]] = []

@@ -99,6 +99,10 @@ class Limits:
     selection_steps: int = 100  # an untrained model attends evenly, and ties select the oldest blocks
     selection_share: float = 0.5  # maximum fraction of readings in which a layer's selection ignores the content
     sink_share: float = 0.80  # maximum fraction of the selected attention on the first block
+    selection_loss_fall: float = 0.01  # minimum relative fall of a conversion's selection loss; scaled before step 100
+    selection_loss_errors: float = 3.0  # the same fall is unknown within this many standard errors of the readings
+    attention_mass: float = 0.95  # minimum attention mass in a converted model's blocks / in the best blocks
+    conversion_gap: float = 0.03  # maximum loss with selected blocks minus dense attention's, in nats per token
     dense_gap: float = 0.01  # maximum validation bpb relative to the dense baseline, minus 1
     plan_memory: float = 0.15  # maximum relative deviation of peak memory from the estimate
     plan_time: float = 0.25  # maximum relative deviation of the time from the estimate

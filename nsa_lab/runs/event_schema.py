@@ -245,6 +245,27 @@ class ReachEvent(Event):
     why_not: NotRequired[Annotated[str, Field("why it was not measured")]]
 
 
+class ConversionEvent(Event):
+    """Comparison of a converted model with its own dense attention, on held-out text.
+
+    Without `loss`, it was not measured, and `why_not` has the reason.
+    """
+
+    length: Annotated[int, _count("tokens per sequence", "tokens")]
+    windows: NotRequired[Annotated[int, _count("number of sequences")]]
+    loss: NotRequired[
+        Annotated[
+            dict[str, Number],
+            Field("attention (`dense`, `selected` or `nearest` blocks) -> mean loss", "nats per token", low=0),
+        ]
+    ]
+    attention_mass: NotRequired[
+        Annotated[PerLayer, _fraction("dense attention mass in the selected blocks, relative to the best blocks")]
+    ]
+    attention_mass_nearest: NotRequired[Annotated[PerLayer, _fraction("the same for the nearest blocks")]]
+    why_not: NotRequired[Annotated[str, Field("why it was not measured")]]
+
+
 class CheckpointEvent(Event):
     """A checkpoint was saved."""
 
@@ -308,6 +329,7 @@ KINDS: dict[str, type[Event]] = {
     "step": StepEvent,
     "eval": EvalEvent,
     "reach": ReachEvent,
+    "conversion": ConversionEvent,
     "checkpoint": CheckpointEvent,
     "guard": GuardEvent,
     "stall": StallEvent,
@@ -319,7 +341,7 @@ KINDS: dict[str, type[Event]] = {
 """Event kinds in the order in which they usually occur."""
 
 FIRST_KINDS = ("start", "resume")
-SUPERSEDED_KINDS = frozenset({"step", "eval", "reach", "checkpoint", "guard"})
+SUPERSEDED_KINDS = frozenset({"step", "eval", "reach", "conversion", "checkpoint", "guard"})
 """Kinds of events about one step. They are superseded if a later attempt repeats the step."""
 
 

@@ -39,6 +39,7 @@ from nsa_lab.train.validation import (
     compute_norms_by_layer,
     dry_run_evaluation,
     evaluate_held_out,
+    measure_conversion_progress,
     measure_run_selection_benefit,
 )
 
@@ -320,10 +321,13 @@ class Trainer:
         length = min(self.train.stage_at(self.completed_steps).seq_len, MAX_MEASURED_TOKENS)
         with self._exclude_from_step_time("eval"), self._allow_interrupt():
             benefit = measure_run_selection_benefit(self.context, length)
-        # Record both or neither: after an interrupted evaluation, the next attempt evaluates this step again.
+            conversion = measure_conversion_progress(self.context, length)
+        # Record all or none: after an interrupted evaluation, the next attempt evaluates this step again.
         self.recorder.record_evaluation("validation", fields)
         if benefit is not None:
             self.recorder.record_selection_benefit(length, benefit)
+        if conversion is not None:
+            self.recorder.record_conversion(length, conversion)
 
     def _save(self) -> None:
         """Write a checkpoint of the state after `completed_steps` steps, once. Two consecutive failures halt the run."""

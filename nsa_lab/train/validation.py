@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from nsa_lab.attention.context_parallel import ContextShard
 from nsa_lab.config import BYTE_VOCAB_SIZE
 from nsa_lab.data import Batch, EvalBatches
+from nsa_lab.evaluate.conversion import MAX_MASS_WINDOWS, ConversionProgress, measure_progress, read_windows
 from nsa_lab.evaluate.selection_benefit import SelectionBenefit, measure_selection_benefit
 from nsa_lab.train.build import TrainContext, force_eager
 from nsa_lab.train.checkpoint_state import make_probe_input
@@ -199,6 +200,23 @@ def measure_run_selection_benefit(context: TrainContext, length: int) -> Selecti
     try:
         with torch.no_grad(), force_eager(), context.stepper.autocast(), context.world.unshard(context.model):
             return measure_selection_benefit(context.model, text, length, context.config.data)
+    finally:
+        context.model.train()
+
+
+def measure_conversion_progress(context: TrainContext, length: int) -> ConversionProgress | str | None:
+    """Compare a converted model with its own dense attention on windows of `length` tokens of held-out text.
+
+    Return a text with the reason if all blocks are selected, and None for a model that is not converted. Computed as in
+    training, with autocast.
+    """
+    if not context.config.is_conversion:
+        return None
+    windows = read_windows(context.dataset.validation, length, MAX_MASS_WINDOWS)
+    context.model.eval()
+    try:
+        with torch.no_grad(), force_eager(), context.stepper.autocast():
+            return measure_progress(context.model, windows)
     finally:
         context.model.train()
 

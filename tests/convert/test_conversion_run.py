@@ -17,6 +17,7 @@ from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.convert import convert_with_trained_indexers, describe_model, save_adapter
 from nsa_lab.data import DataError, Dataset, prepare
 from nsa_lab.evaluate.conversion import CONVERSION, evaluate_conversion
+from nsa_lab.health import list_verdicts
 from nsa_lab.runs import events, lifecycle
 from nsa_lab.train.attempt import run
 from nsa_lab.train.build import Builders
@@ -99,6 +100,12 @@ def test_a_run_trains_only_the_indexer(builders: Builders, tmp_path: Path) -> No
     losses = [event["selection_loss"] for event in recorded if event["kind"] == "step"]
     assert len(losses) == 6 and losses[-1] < losses[0]
     assert {event["ok"] for event in recorded if event["kind"] == "preflight"} == {True}
+    compared = [event for event in recorded if event["kind"] == "conversion"]
+    assert [event["step"] for event in compared] == [0, 3, 6]
+    assert len({event["loss"]["dense"] for event in compared}) == 1, "the trunk is frozen"
+    assert all(0 < share <= 1 + 1e-6 for event in compared for share in event["attention_mass"])
+    by_name = {verdict.name: verdict for verdict in list_verdicts(run_dir)}
+    assert "converted loss" in by_name and "loss fell" not in by_name
     trained = load_model(run_dir)
     converted = convert_with_trained_indexers(AutoModelForCausalLM.from_pretrained(tmp_path / "dense"), trained)
     before = dense.state_dict()

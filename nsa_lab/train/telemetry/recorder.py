@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_lab.config import StageConfig
+from nsa_lab.evaluate.conversion import ConversionProgress
 from nsa_lab.evaluate.selection_benefit import SelectionBenefit
 from nsa_lab.runs import directory
 from nsa_lab.runs.checkpoint_files import parse_step
@@ -123,6 +124,16 @@ class Recorder:
         if not isinstance(benefit, str):
             losses = ", ".join(f"{name} {loss:.3f}" for name, loss in benefit.answer_loss.items())
             logger.info("step %d  answers beyond the window, nats per byte: %s", self.log.step, losses)
+
+    def record_conversion(self, length: int, progress: ConversionProgress | str) -> None:
+        """Record the comparison of a converted model with dense attention, or the reason why it was not measured."""
+        if not self._is_first:
+            return
+        fields = {"length": length, "why_not": progress} if isinstance(progress, str) else asdict(progress)
+        self.log.append("conversion", **fields)
+        if not isinstance(progress, str):
+            losses = ", ".join(f"{name} {loss:.4f}" for name, loss in progress.loss.items())
+            logger.info("step %d  loss by attention, nats per token: %s", self.log.step, losses)
 
     def record_checkpoint(self, saved: SavedCheckpoint) -> None:
         """Record a checkpoint, which may be one of an earlier step: a save in the background takes several steps."""

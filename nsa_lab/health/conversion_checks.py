@@ -1,0 +1,95 @@
+"""Checks of a conversion: the indexer learns, its blocks have the attention mass, the loss is close to dense attention's.
+
+The comparison is the event `conversion`, with dense attention, selected blocks and the nearest blocks on the same weights.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from nsa_lab.health.loss_checks import drop_nonfinite, estimate_scatter
+from nsa_lab.health.verdict import Limits, Verdict
+from nsa_lab.runs.history import History
+
+MIN_READINGS = 5
+
+
+def check_indexer_learns(history: History, limits: Limits) -> Verdict:
+    """Check that the selection loss fell: means of the first and of the last fifth of the readings."""
+    name, limit = "indexer learns", limits.selection_loss_fall * min(1.0, history.last_step / 100)
+    _, values = drop_nonfinite(*history.series("selection_loss"))
+    if len(values) < MIN_READINGS:
+        return Verdict(name, None, None, limit, "too few readings of the selection loss")
+    count = -(-len(values) // 5)
+    first, last = float(values[:count].mean()), float(values[-count:].mean())
+    if not first:
+        return Verdict(name, False, 0.0, limit, "the selection loss is 0 from the start")
+    fall, chance = 1 - last / first, limits.selection_loss_errors * estimate_scatter(values) * (2 / count) ** 0.5 / first
+    change = f"{abs(fall):.1%} {'lower' if fall >= 0 else 'higher'}"
+    text = f"selection loss from {first:.4g} to {last:.4g}, {change} (required: {limit:.1%} lower)"
+    if fall < limit and abs(fall) < chance:
+        return Verdict(name, None, fall, limit, f"{text}; readings differ by up to {chance:.1%} by chance")
+    return Verdict(name, bool(fall >= limit), fall, limit, text)
+
+
+def check_attention_mass(history: History, limits: Limits) -> Verdict:
+    """Check that the selected blocks have most of the dense attention mass, and more than the nearest blocks."""
+    name, limit = "attention mass", limits.attention_mass
+    last = _get_last_comparison(history)
+    if isinstance(last, str):
+        return Verdict(name, None, None, limit, last)
+    mass, nearest = (_average(last.get(key)) for key in ("attention_mass", "attention_mass_nearest"))
+    if math.isnan(mass) or math.isnan(nearest):
+        return Verdict(name, False, None, limit, "a share of the attention mass is missing or not finite")
+    layers = last["attention_mass"]
+    text = (
+        f"selected blocks have {mass:.1%} of the mass of the best blocks, mean over layers (lowest: layer "
+        f"{int(np.argmin(layers))} with {min(layers):.1%}); the nearest blocks {nearest:.1%}"
+    )
+    if mass <= nearest:
+        return Verdict(name, False, mass, nearest, f"{text}: the indexer is no better")
+    return Verdict(name, mass >= limit, mass, limit, f"{text} (required: {limit:.0%})").to_warning()
+
+
+def check_converted_loss(history: History, limits: Limits) -> Verdict:
+    """Check that the loss with selected blocks is close to dense attention's, and below the loss with the nearest blocks."""
+    name, limit = "converted loss", limits.conversion_gap
+    last = _get_last_comparison(history)
+    if isinstance(last, str):
+        return Verdict(name, None, None, limit, last)
+    dense, selected, nearest = (_to_number(last["loss"].get(key)) for key in ("dense", "selected", "nearest"))
+    if any(map(math.isnan, (dense, selected, nearest))):
+        return Verdict(name, False, None, limit, "a loss is missing or not finite")
+    gap = selected - dense
+    text = (
+        f"selected blocks {gap:+.4f} nats per token from dense attention's {dense:.4f}, the nearest blocks "
+        f"{nearest - dense:+.4f}, at {last['length']:,} tokens"
+    )
+    if gap <= limit:
+        return Verdict(name, True, gap, limit, f"{text} (limit: {limit:+.3f})")
+    if selected >= nearest:
+        return Verdict(name, False, gap, limit, f"{text}: the indexer is no better than the nearest blocks")
+    return Verdict(name, False, gap, limit, f"{text} (limit: {limit:+.3f})").to_warning()
+
+
+def _get_last_comparison(history: History) -> dict[str, Any] | str:
+    """Return the last complete event `conversion`, or why there is none."""
+    events = history.current_events("conversion")
+    complete = [event for event in events if isinstance(event.get("loss"), dict)]
+    if complete:
+        return complete[-1]
+    return f"not judged: {events[-1].get('why_not')}" if events else "no comparison with dense attention was recorded"
+
+
+def _average(values: Any) -> float:
+    """Return the mean of a list of numbers; NaN if one is missing."""
+    if not isinstance(values, list) or not values:
+        return math.nan
+    return float(np.mean([_to_number(value) for value in values]))
+
+
+def _to_number(value: Any) -> float:
+    return math.nan if value is None else float(value)

@@ -1,0 +1,74 @@
+"""Checks of conversion runs: levels of each check, and which checks of other runs do not apply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_run import LAYERS, make_config, write_run
+
+from nsa_lab.health import Verdict, list_verdicts
+from nsa_lab.health.headline_questions import answer_questions
+
+Event = dict[str, Any]
+COMPARISON: Event = {
+    "length": 2048,
+    "windows": 4,
+    "loss": {"dense": 2.0, "selected": 2.01, "nearest": 2.2},
+    "attention_mass": [0.97, 0.96, 0.98],
+    "attention_mass_nearest": [0.8, 0.7, 0.6],
+}
+
+
+def examine(
+    folder: Path, selection_loss: Callable[[int], float] = lambda step: 1 - step / 1000, **changes: Any
+) -> dict[str, Verdict]:
+    """Return the results by name of a run whose last comparison has `changes`."""
+    model = {"branches": ["sel"], "indexer_block": 1, "selection_loss": 0.05}
+    config = make_config(
+        train__initial_weights="somewhere", train__trainable="indexer", **{f"model__{key}": v for key, v in model.items()}
+    )
+
+    def add_comparisons(events: list[Event]) -> None:
+        for event in events:
+            if event["kind"] == "step":
+                event["selection_loss"] = selection_loss(event["step"])
+        evaluations = [event for event in events if event["kind"] == "eval"]
+        for event in evaluations:
+            comparison = COMPARISON | (changes if event is evaluations[-1] else {})
+            own = {"kind": "conversion", "attempt": 1, "step": event["step"], **comparison}
+            events.insert(events.index(event) + 1, {key: value for key, value in own.items() if value is not None})
+
+    return {verdict.name: verdict for verdict in list_verdicts(write_run(folder, config, add_comparisons))}
+
+
+def test_a_good_conversion_passes(tmp_path: Path) -> None:
+    found = examine(tmp_path)
+    assert {found[name].level for name in ("indexer learns", "attention mass", "converted loss")} == {"passed"}
+    assert not {"loss fell", "training loss"} & found.keys()
+    assert [verdict.name for verdict in found.values() if verdict.ok is False] == []
+    assert "selected blocks +0.0100" in answer_questions(list(found.values()))[0].text
+    others = {verdict.name for verdict in list_verdicts(write_run(tmp_path / "other"))}
+    assert "loss fell" in others and "converted loss" not in others
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "level", "text"),
+    [
+        ("converted loss", {"loss": COMPARISON["loss"] | {"selected": 2.05}}, "warning", "limit: +0.030"),
+        ("converted loss", {"loss": COMPARISON["loss"] | {"selected": 2.2}}, "failed", "no better than the nearest"),
+        ("converted loss", {"loss": {"dense": 2.0, "nearest": 2.2}}, "failed", "missing"),
+        ("converted loss", {"loss": None, "why_not": "all blocks are selected"}, "passed", "+0.0100"),
+        ("attention mass", {"attention_mass": [0.97, 0.9, 0.92]}, "warning", "lowest: layer 1 with 90.0%"),
+        ("attention mass", {"attention_mass": [0.7] * LAYERS}, "failed", "the indexer is no better"),
+        ("attention mass", {"attention_mass": [0.97, None, 0.98]}, "failed", "not finite"),
+        ("finite numbers", {"attention_mass": [0.97, 1.5, 0.98]}, "failed", "attention_mass is 1.5"),
+        ("indexer learns", {"selection_loss": lambda step: 1 + step / 1000}, "failed", "higher"),
+        ("indexer learns", {"selection_loss": lambda step: 1 + step % 20 / 100 + step / 9e4}, "unknown", "by chance"),
+    ],
+)
+def test_levels(tmp_path: Path, name: str, changes: dict[str, Any], level: str, text: str) -> None:
+    verdict = examine(tmp_path, **changes)[name]
+    assert (verdict.level, text in verdict.text) == (level, True), verdict.text
