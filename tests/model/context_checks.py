@@ -6,10 +6,7 @@ Every rank computes each case alone, and its share of it with the others, in flo
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +57,8 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "dense": ({"attention": "dense", "matching_heads": 1}, {}),
 }
+# The models of which layers are computed again in the backward pass.
+RECOMPUTED = ("keys pooled before RoPE, every second layer",)
 # Document lengths of packed texts: one token, empty, longer than a chunk, and ends at odd places.
 PACKED: tuple[tuple[tuple[int, ...], int | None], ...] = (
     ((1, 70, 0, 3, 29, 5), None),
@@ -68,27 +67,11 @@ PACKED: tuple[tuple[tuple[int, ...], int | None], ...] = (
 )
 
 
-def run_ranks(n_ranks: int, model: str = "") -> None:
-    """Run the check on `n_ranks` ranks, of one of `MODELS` or of all.
+def run_ranks(n_ranks: int, *model: str) -> None:
+    """Run the check on `n_ranks` ranks, of one of `MODELS` or of all."""
+    from gloo_ranks import start_ranks  # a rank cannot import it
 
-    Raises `AssertionError` with the outputs of the ranks that failed.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
-        command = [sys.executable, __file__, f"{folder}/store"]
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank), str(n_ranks), *([model] if model else [])],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(n_ranks)
-        ]
-        outputs = [rank.communicate()[0] for rank in ranks]
-    failed = [f"rank {i}:\n{text}" for i, (rank, text) in enumerate(zip(ranks, outputs, strict=True)) if rank.returncode]
-    assert not failed, "\n".join(failed)
+    start_ranks(__file__, n_ranks, *model)
 
 
 def list_cases(n_ranks: int) -> Iterator[tuple[str, Span, int]]:
@@ -120,6 +103,7 @@ def make_model(name: str, backend: str) -> NSATransformer:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
+    model.gradient_checkpointing = name in RECOMPUTED
     for module in model.modules():
         if isinstance(module, SparseAttention):
             module.trains_densely = name == "indexer learns from dense attention"

@@ -1,4 +1,4 @@
-"""Checks that need several ranks: `python rank_checks.py NAME STORE RANK SIZE ARGUMENTS...` runs one of them on one rank.
+"""Checks that need several ranks: `python rank_checks.py STORE RANK SIZE NAME ...` runs one of them on one rank.
 
 `run_ranks` starts the ranks. A check is a function of the world; it raises on the rank where it fails.
 """
@@ -10,9 +10,7 @@ import errno
 import gc
 import itertools
 import os
-import subprocess
 import sys
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -64,29 +62,10 @@ ODD_MODEL: dict[str, Any] = {
 
 
 def run_ranks(name: str, n_ranks: int, *arguments: object, local_size: int = 0) -> list[str]:
-    """Run a check of this file on `n_ranks` ranks and return their outputs.
+    """Run a check of this file on `n_ranks` ranks and return their outputs."""
+    from gloo_ranks import start_ranks  # a rank cannot import it
 
-    Raises `AssertionError` with the outputs of the ranks that failed.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, name, f"{folder}/store"]
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank), str(n_ranks), str(local_size), *map(str, arguments)],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(n_ranks)
-        ]
-        outputs = [rank.communicate()[0] for rank in ranks]
-    failed = [
-        f"rank {i}:\n{output}" for i, (rank, output) in enumerate(zip(ranks, outputs, strict=True)) if rank.returncode
-    ]
-    assert not failed, "\n".join(failed)
-    return outputs
+    return start_ranks(__file__, n_ranks, name, local_size, *arguments)
 
 
 def make_config(folder: Path | None = None, **sections: dict[str, Any]) -> RunConfig:
@@ -461,7 +440,7 @@ CHECKS: dict[str, Callable[..., None]] = {
 }
 
 
-def main(name: str, store: str, rank: str, size: str, local_size: str, *arguments: str) -> None:
+def main(store: str, rank: str, size: str, name: str, local_size: str, *arguments: str) -> None:
     torch.set_num_threads(1)
     world = World(int(rank), int(size), int(rank), int(local_size), Path(store), "hsdp" if int(local_size) else "fsdp")
     if name.endswith("_ddp"):
