@@ -38,6 +38,7 @@ from nsa_lab.config import ConfigError, ModelConfig
 from nsa_lab.data import Batch
 from nsa_lab.train.build import build_model
 from nsa_lab.train.distributed import World
+from nsa_lab.train.launcher import wait_for_ranks
 from nsa_lab.train.step import LOSS, Stepper, make_optimizer
 
 PARTS = ("operator", "step")
@@ -76,13 +77,15 @@ def run_ranks_bench(
     model: ModelConfig | None = None,
     parts: tuple[str, ...] = PARTS,
     alone: bool = True,
+    gradient_checkpointing: bool = False,
     device: str | None = None,
     console: Console | None = None,
 ) -> list[RanksRow]:
     """Measure `ranks` ranks at each length, print a table and replace the JSON file after each case.
 
     `model`: heads and layers; default: the production model, on a CPU a tiny one. `alone`: also measure one rank; without,
-    for lengths that do not fit into one GPU. Raises ConfigError if there are fewer GPUs than ranks.
+    for lengths that do not fit into one GPU. `gradient_checkpointing`: of the step. Raises ConfigError if there are fewer
+    GPUs than ranks.
     """
     setup = Setup.resolve(device)
     if setup.is_gpu and torch.cuda.device_count() < ranks:
@@ -92,39 +95,42 @@ def run_ranks_bench(
     base = model or setup.select(gpu=ModelConfig(), cpu=CPU_MODEL)
     cases = [(part, length) for length in lengths or setup.select(gpu=GPU_LENGTHS, cpu=CPU_LENGTHS) for part in parts]
     record = make_record(
-        setup, what="ranks that share one sequence, against one rank", ranks=ranks, model=base.model_dump(mode="json")
+        setup,
+        what="ranks that share one sequence, against one rank",
+        ranks=ranks,
+        gradient_checkpointing=gradient_checkpointing,
+        model=base.model_dump(mode="json"),
     )
+    options = {"alone": alone, "gradient_checkpointing": gradient_checkpointing, "device": setup.device.type}
 
     def measure(case: tuple[str, int]) -> list[RanksRow]:
-        return [RanksRow(**_run_processes(base, *case, ranks=ranks, alone=alone, device=setup.device.type))]
+        return [RanksRow(**_run_processes(base, *case, ranks, options))]
 
     return BENCHMARK.run(
         cases, measure, Output(json_path, console=console), record, label=lambda case: f"{case[0]}, {case[1]:,} tokens"
     )
 
 
-def _run_processes(base: ModelConfig, part: str, tokens: int, *, ranks: int, alone: bool, device: str) -> dict[str, Any]:
+def _run_processes(base: ModelConfig, part: str, tokens: int, ranks: int, options: dict[str, Any]) -> dict[str, Any]:
     """Run one case in a process per rank. Return the fields of its row. Raises RuntimeError if a rank fails."""
-    with tempfile.TemporaryDirectory(prefix="nsa-lab-bench-") as folder:
-        case = {"model": base.model_dump(mode="json"), "part": part, "tokens": tokens, "alone": alone, "device": device}
-        (Path(folder) / "case.json").write_text(json.dumps(case))
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "nsa_lab.bench.context_parallel", folder, str(rank), str(ranks)],
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"},
-            )
-            for rank in range(ranks)
-        ]
-        errors = [process.communicate()[1] for process in processes]
-        for rank, (process, error) in enumerate(zip(processes, errors, strict=True)):
-            if process.returncode:
-                lines = error.strip().splitlines()
-                raise RuntimeError(
-                    f"bench ranks: rank {rank} failed with {process.returncode}: {lines[-1] if lines else ''}"
-                )
-        return json.loads((Path(folder) / "row.json").read_text())
+    with tempfile.TemporaryDirectory(prefix="nsa-lab-bench-") as name:
+        folder = Path(name)
+        case = {"model": base.model_dump(mode="json"), "part": part, "tokens": tokens, **options}
+        (folder / "case.json").write_text(json.dumps(case))
+        processes = [_start_rank(folder, rank, ranks) for rank in range(ranks)]
+        # The other ranks wait in a collective for one that failed, and are then killed.
+        if failure := wait_for_ranks(processes):
+            rank, code = failure
+            lines = (folder / f"errors-{rank}").read_text().strip().splitlines()
+            raise RuntimeError(f"bench ranks: rank {rank} failed with {code}: {lines[-1] if lines else ''}")
+        return json.loads((folder / "row.json").read_text())
+
+
+def _start_rank(folder: Path, rank: int, ranks: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "nsa_lab.bench.context_parallel", str(folder), str(rank), str(ranks)]
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    with open(folder / f"errors-{rank}", "wb") as errors:
+        return subprocess.Popen(command, stderr=errors, env={**os.environ, "GLOO_SOCKET_IFNAME": loopback})
 
 
 def _measure_on_rank(folder: Path, rank: int, n_ranks: int) -> None:
@@ -140,7 +146,7 @@ def _measure_on_rank(folder: Path, rank: int, n_ranks: int) -> None:
     part = (
         _Operator(base, case["tokens"], device, dtype)
         if case["part"] == "operator"
-        else _Step(base, case["tokens"], device, is_gpu)
+        else _Step(base, case["tokens"], device, is_gpu, case["gradient_checkpointing"])
     )
     row = RanksRow(case["part"], case["tokens"], n_ranks, 0.0, target=TARGET_EFFICIENCY * n_ranks)
     expected = None
@@ -245,8 +251,12 @@ class _Operator:
 class _Step:
     """The trainer's step of a model on one random sequence."""
 
-    def __init__(self, model: ModelConfig, tokens: int, device: torch.device, is_gpu: bool) -> None:
-        self.config = make_bench_config(model, model.attention, tokens, 1, is_gpu, None, graph=False)
+    def __init__(
+        self, model: ModelConfig, tokens: int, device: torch.device, is_gpu: bool, gradient_checkpointing: bool
+    ) -> None:
+        config = make_bench_config(model, model.attention, tokens, 1, is_gpu, None, graph=False)
+        runtime = config.runtime.model_copy(update={"gradient_checkpointing": gradient_checkpointing})
+        self.config = config.model_copy(update={"runtime": runtime})
         self.device = device
         generator = torch.Generator().manual_seed(0)
         text = torch.randint(model.vocab_size, (1, tokens + 1), generator=generator).to(device)

@@ -263,6 +263,9 @@ def bench_ranks(
     shared_only: Annotated[
         bool, typer.Option("--shared-only", help="Do not measure one rank, for lengths that do not fit into one GPU")
     ] = False,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Compute activations again in the backward pass of the step")
+    ] = False,
     device: Device = None,
 ) -> None:
     """Benchmark several GPUs that share one sequence.
@@ -282,6 +285,7 @@ def bench_ranks(
         model=model,
         parts=tuple(part) if part else PARTS,
         alone=not shared_only,
+        gradient_checkpointing=gradient_checkpointing,
         device=device,
     )
 

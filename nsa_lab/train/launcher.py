@@ -93,7 +93,7 @@ def supervise(command: Sequence[str], folder: Path, n_ranks: int, lock: int) -> 
         for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(signal_number, forward)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, directory.STOP_SIGNALS)
-        failure = _wait_for_ranks(processes)
+        failure = wait_for_ranks(processes)
     finally:
         os.close(read_end)
         os.close(write_end)
@@ -162,7 +162,7 @@ def _kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _wait_for_ranks(processes: list[subprocess.Popen]) -> tuple[int, int] | None:
+def wait_for_ranks(processes: list[subprocess.Popen]) -> tuple[int, int] | None:
     """Wait for all ranks. Return rank and return code of the first that failed, None if none did.
 
     If one rank dies, the others fail too, with an error of the communication library. A rank that was ended by a signal

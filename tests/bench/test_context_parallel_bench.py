@@ -16,10 +16,11 @@ def test_ranks_are_compared_with_one_rank_before_they_are_timed(tmp_path: Path) 
     rows = run_ranks_bench((131,), tmp_path / "record.json", ranks=2, device="cpu")
     assert [(row.part, row.tokens, row.ranks, row.note) for row in rows] == [("operator", 131, 2, ""), ("step", 131, 2, "")]
     for row in rows:
-        assert 0 < row.difference < min(MAX_DIFFERENCE.values())
+        assert row.difference < min(MAX_DIFFERENCE.values())
         assert row.one_ms and row.shared_ms and row.speedup == row.one_ms / row.shared_ms
-    assert rows[0].communication_ms and rows[1].loss
-    (row,) = run_ranks_bench((131,), ranks=2, device="cpu", parts=("operator",), alone=False)
+    assert rows[0].difference and rows[0].communication_ms and rows[1].loss
+    (row,) = run_ranks_bench((131,), ranks=2, device="cpu", parts=("step",), alone=False, gradient_checkpointing=True)
+    assert row.loss == pytest.approx(rows[1].loss, abs=1e-5)
     assert row.one_ms is None and row.speedup is None and row.shared_ms
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["ranks"] == 2 and len(record["rows"]) == 2

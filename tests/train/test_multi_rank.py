@@ -308,6 +308,6 @@ def test_the_rank_ended_by_a_signal_is_reported_before_later_failures() -> None:
     processes = [subprocess.Popen([sys.executable, "-c", f"import os, sys; {end}"]) for end in ends]
     for process in processes:
         process.wait()
-    assert launcher._wait_for_ranks(processes) == (2, -signal.SIGKILL)
-    assert launcher._wait_for_ranks(processes[:2]) == (1, -signal.SIGABRT)
-    assert launcher._wait_for_ranks(processes[:1]) == (0, 1) and launcher._wait_for_ranks(processes[3:]) is None
+    assert launcher.wait_for_ranks(processes) == (2, -signal.SIGKILL)
+    assert launcher.wait_for_ranks(processes[:2]) == (1, -signal.SIGABRT)
+    assert launcher.wait_for_ranks(processes[:1]) == (0, 1) and launcher.wait_for_ranks(processes[3:]) is None
