@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from looping import looped
+from model_forms import to_brute_force_model
 from model_inputs import VARIANTS, format_variant, make_config, make_tokens
 
 from nsa_lab.attention import resolve_backend, window_attention
@@ -17,29 +18,6 @@ from nsa_lab.model import NSATransformer, SparseAttention, get_rotary_table, rot
 from nsa_lab.model.layers import subsample_rotary
 
 CPU = torch.device("cpu")
-
-
-def to_brute_force_model(model: NSATransformer) -> brute_force.Model:
-    c, n = model.config, model.config.nsa
-    geometry = brute_force.Geometry(n.l, n.d, n.l_sel, n.n_sel, n.w)
-    return brute_force.Model(
-        c.n_heads,
-        c.n_kv_groups,
-        c.d_k,
-        c.d_v,
-        c.rope_theta,
-        c.norm_eps,
-        geometry,
-        n.gate,
-        n.phi,
-        c.mlp == "gated",
-        {name: x.numpy() for name, x in model.state_dict().items()},
-        c.rotary_width,
-        embedding_norm=c.embedding_norm,
-        indexer=c.indexer_block,
-        indexer_width=c.index_width,
-        ngrams=(c.ngrams, c.ngram_rows),
-    )
 
 
 INDEXER = {"d_k": 8, "rotary_share": 0.5, "selection_loss": 0.1}
