@@ -432,6 +432,18 @@ MUTANTS = [
         "for first_block in range(0, last_free + 1, BLOCKS):",
     ),
     Mutant(
+        "decoding kernels: the total over index keys leaves out local blocks",
+        "attention.kernels.decoding.decode_topk",
+        "sum_over_blocks(scores_ptr, head, own_block + 1, n_blocks",
+        "sum_over_blocks(scores_ptr, head, last_free + 1, n_blocks",
+    ),
+    Mutant(
+        "decoding kernels: index heads are not divided by their totals",
+        "attention.kernels.decoding.decode_topk",
+        "tl.sum(tl.exp2(scores - peak[:, None]) * inverse_total[:, None], 0)",
+        "tl.sum(tl.exp2(scores - peak[:, None]), 0)",
+    ),
+    Mutant(
         "decoding kernels: the gate of the window without a compressed branch",
         "attention.kernels.decoding.split_kv_attention",
         "        if CMP_PARTS > 0:\n            cmp_gate = tl.load(gates).to(tl.float32)\n            gates += stride_g3\n",

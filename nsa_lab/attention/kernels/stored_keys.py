@@ -1,13 +1,16 @@
 """Load index keys in the formats of `nsa_lab.attention.key_storage`: as they are, fp8 (e4m3) or MXFP4.
 
-The codes are converted by integer operations, which every GPU has: with the exponent bits of a float16, a code of fewer
-exponent bits is the value divided by a power of two, also if it is subnormal.
+GPUs of compute capability 8.9 and later convert fp8 in hardware. Otherwise the codes are converted by integer operations:
+with the exponent bits of a float16, a code of fewer exponent bits is the value divided by a power of two, also if it is
+subnormal.
 """
 
 # Parameters of triton.jit functions have no Python types.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
@@ -18,7 +21,7 @@ from nsa_lab.attention import key_storage
 from nsa_lab.attention.kernels.tiles import load_rows, load_rows_masked
 from nsa_lab.config.model_config import MXFP4_BLOCK
 
-PLAIN, FP8, MXFP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+PLAIN, FP8, MXFP4, HARDWARE_FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 NAN_SCALE = tl.constexpr(key_storage.NAN_SCALE)
 SCALED_CHANNELS = tl.constexpr(MXFP4_BLOCK)
 
@@ -28,6 +31,17 @@ def get_format(keys: Tensor) -> tuple[Tensor, int]:
     if keys.dtype == key_storage.FP8:
         return keys.view(torch.uint8), FP8.value
     return keys, (MXFP4 if keys.dtype == torch.uint8 else PLAIN).value
+
+
+def get_load_format(keys: Tensor) -> tuple[Tensor, int]:
+    """Return what `get_format` returns, with HARDWARE_FP8 for fp8 keys where the GPU can convert them."""
+    codes, key_format = get_format(keys)
+    return codes, HARDWARE_FP8.value if key_format == FP8.value and _has_fp8(keys.device) else key_format
+
+
+@functools.cache
+def _has_fp8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 # fmt: off
@@ -56,7 +70,9 @@ def load_stored_rows(
             keys = load_rows(base, offsets, columns, WIDTH, STOP)
         else:
             keys = load_rows_masked(base, offsets, columns, inside, WIDTH, STOP)
-        if FORMAT == FP8:
+        if FORMAT == HARDWARE_FP8:
+            keys = keys.to(tl.float8e4nv, bitcast=True).to(dtype)
+        elif FORMAT == FP8:
             code = keys.to(tl.int32)
             value = from_float16_bits(((code & 127) << 7) | ((code & 128) << 8)) * 256.0
             keys = tl.where((code & 127) == 127, float("nan"), value).to(dtype)

@@ -44,6 +44,18 @@ CASES = [
     Case(
         (600, 70), 1, 4, 2, 16, 16, NSAConfig(l=8, d=4, l_sel=64, n_sel=4, w=20), NSAConfig(l=1, d=1, n_sel=4)
     ),  # l_sel = 64
+    # Most of the probability is in forced blocks, a different share of each head.
+    Case(
+        (331, 9, 241, 290),
+        4,
+        6,
+        2,
+        32,
+        32,
+        SMALL.model_copy(update={"n_sel": 12, "local_blocks": 7}),
+        NSAConfig(l=4, d=4, l_sel=16, n_sel=4),
+        index_heads=3,
+    ),  # fmt: skip
     Case((77, 240), 19, 6, 2, 16, 16, SMALL),  # a chunk of a prompt
     Case((260,), 2, 3, 1, 48, 80, NSAConfig(l=24, d=8, l_sel=80, n_sel=3, w=19)),  # blocks longer than a tile
 ]
@@ -51,6 +63,7 @@ GPU_CASES = [
     Case((5000, 777, 0), 1, 64, 4, 128, 128, NSAConfig()),
     Case((3333, 2049), 8, 12, 2, 64, 64, NSAConfig()),
     Case((3000, 1024, 31, 1500), 1, 12, 2, 64, 64, NSAConfig(), NSAConfig(l=8, d=8)),
+    Case((3000, 31, 1500), 1, 12, 2, 64, 64, NSAConfig(), NSAConfig(l=1, d=1), index_heads=2),
     Case((2100,), 3, 32, 2, 192, 128, NSAConfig(w=77)),
     Case((1900, 600), 2, 16, 2, 256, 256, NSAConfig(n_sel=9)),
 ]

@@ -2,8 +2,9 @@
 
 The kernel that reads the compressed keys stores the scores of all heads, because a probability needs the sum over all keys.
 The importance of a block is then the sum of the probabilities of the few compressed keys that overlap it, so no matrix of
-keys times blocks is needed. For an indexer, the scores of the index keys are computed here instead. In both cases every
-competing block has a score, and the blocks with the highest scores are selected.
+keys times blocks is needed. For an indexer, whose keys do not overlap, a log-sum-exp per block and head is stored instead,
+and the heads are summed when the blocks are ranked. In both cases every competing block has a score, and the blocks with
+the highest scores are selected.
 """
 
 # Parameters of triton.jit functions have no Python types.
@@ -24,7 +25,7 @@ from nsa_lab.attention.kernels.block_topk import (
     compute_block_logsumexp,
     to_ordered_bits,
 )
-from nsa_lab.attention.kernels.decoding.kv_tiles import load_queries, load_sums
+from nsa_lab.attention.kernels.decoding.kv_tiles import NO_PEAK, load_queries, load_sums
 from nsa_lab.attention.kernels.decoding.pdl import pdl_wait
 from nsa_lab.attention.kernels.fast_launch import cache_launches
 from nsa_lab.attention.kernels.kernel_names import UNSPECIALIZED_ARGS
@@ -167,17 +168,38 @@ def interleave(a, b):
     return tl.reshape(tl.join(a, b), [a.shape[0] + b.shape[0]])
 
 
+@triton.jit
+def load_scores(scores_ptr, head, j, stop, n_blocks, HEADS: tl.constexpr):
+    """Return the scores of blocks j by head; -inf from `stop` on, and for heads that do not exist."""
+    inside = (head < HEADS)[:, None] & (j < stop)[None, :]
+    return tl.load(scores_ptr + head[:, None] * n_blocks + j[None, :], mask=inside, other=float("-inf"))
+
+
+@triton.jit
+def sum_over_blocks(scores_ptr, head, stop, n_blocks, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the peak of the scores of the blocks before `stop`, and the sum of exp2(score - peak), by head."""
+    peak, total = tl.full([HEADS_PAD], NO_PEAK, tl.float32), tl.zeros([HEADS_PAD], tl.float32)
+    for first_block in range(0, stop, BLOCKS):
+        scores = load_scores(scores_ptr, head, first_block + tl.arange(0, BLOCKS), stop, n_blocks, HEADS)
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(scores - new_peak[:, None]), 1)
+        peak = new_peak
+    return peak, total
+
+
 @cache_launches
 @triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def nsa_block_topk_decode(
     scores_ptr, lengths_ptr, blocks_ptr,
     T, G, n_blocks,
     L_SEL: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, SINK: tl.constexpr, LOCAL: tl.constexpr,
-    BLOCKS: tl.constexpr, USE_PDL: tl.constexpr,
+    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, BLOCKS: tl.constexpr, USE_PDL: tl.constexpr,
 ):
     """Select the blocks of one query and group by a score per block, with the result of `block_topk.nsa_block_topk`.
 
-    Without scores all blocks fit into the slots. Each slot takes one reduction over the blocks, one after another.
+    With several HEADS per group, the scores are log-sum-exps of all visible blocks, and the sum of the heads' probabilities
+    ranks the blocks. Without scores all blocks fit into the slots. Each slot takes one reduction over the blocks, one after
+    another.
     """
     N_FREE: tl.constexpr = N_SEL - SINK - LOCAL
     row = tl.program_id(0).to(tl.int64)  # (b, t, g)
@@ -190,12 +212,22 @@ def nsa_block_topk_decode(
     selected = tl.where(slot + SINK <= last_free, slot + SINK, NO_BLOCK)
     if scores_ptr is not None:
         if needs_scores(position, L_SEL, N_SEL):
+            scores_ptr += row * (HEADS * n_blocks)
+            head = tl.arange(0, HEADS_PAD)
+            peak, inverse_total = tl.zeros([HEADS_PAD], tl.float32), tl.zeros([HEADS_PAD], tl.float32)
+            if HEADS > 1:
+                peak, total = sum_over_blocks(scores_ptr, head, own_block + 1, n_blocks, HEADS, HEADS_PAD, BLOCKS)
+                inverse_total = 1.0 / tl.where(head < HEADS, total, 1.0)
             best = tl.full([N_SEL_PAD], EMPTY_KEY, tl.int32)
             selected = tl.full([N_SEL_PAD], NO_BLOCK, tl.int32)
             for first_block in range(SINK, last_free + 1, BLOCKS):
                 j = first_block + tl.arange(0, BLOCKS)
                 competes = j <= last_free
-                score = tl.load(scores_ptr + row * n_blocks + j, mask=competes, other=MIN_SCORE)
+                if HEADS > 1:
+                    scores = load_scores(scores_ptr, head, j, last_free + 1, n_blocks, HEADS)
+                    score = tl.sum(tl.exp2(scores - peak[:, None]) * inverse_total[:, None], 0)
+                else:
+                    score = tl.load(scores_ptr + j, mask=competes, other=MIN_SCORE)
                 # A NaN score ranks last, so that the selected blocks are still a valid set.
                 keys = to_ordered_bits(tl.where(score > MIN_SCORE, score, MIN_SCORE).to(tl.int32, bitcast=True))
                 top_keys, top_blocks = find_topk(tl.where(competes, keys, EMPTY_KEY), j, N_FREE, N_SEL_PAD)

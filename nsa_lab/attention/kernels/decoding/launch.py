@@ -30,7 +30,7 @@ from nsa_lab.attention.kernels.decoding.split_kv_attention import (
 from nsa_lab.attention.kernels.kernel_names import LOG2E
 from nsa_lab.attention.kernels.launch_table import Tile
 from nsa_lab.attention.kernels.launch_utils import ceil_div, get_strides, padded_width
-from nsa_lab.attention.kernels.stored_keys import get_format
+from nsa_lab.attention.kernels.stored_keys import get_format, get_load_format
 from nsa_lab.attention.layer_cache import CacheWriteBuffers, PoolWeights
 
 _KEYS_AND_VALUES = ", ".join(f"Tensor {kind}_{branch}" for branch in ("cmp", "sel", "win") for kind in "kv")
@@ -149,11 +149,13 @@ def _score_blocks(
     `is_first`: the previous kernel may be the one that wrote the queries and keys.
     """
     T, G = q.shape[1], keys.shape[2]
+    n_heads = q.shape[2] // G
     if keys.stride(2) == 0:  # one key for all groups: load it once
         keys = keys[:, :, :1]
-    if q.shape[2] == G and l == d:
-        # The probabilities of a single head have the same denominator, so the scores need no sum over all keys.
-        return compute_block_logsumexp(q, keys, lengths, n_blocks, d, l_sel, rule, is_first=is_first)
+    if l == d and (n_heads == 1 or not (rule.head_max or rule.block_max)):
+        # The probability of a block is the sum over its keys, so the log-sum-exps of the blocks replace the scores of the
+        # keys. The probabilities of a single head have the same denominator, which is not needed.
+        return compute_block_logsumexp(q, keys, lengths, n_blocks, d, l_sel, rule, n_heads, is_first=is_first)
     decoded = keys[..., :1].expand(*keys.shape[:3], q.shape[3])  # has the shape of keys that are not stored in fewer bits
     parts, scores = allocate_parts(q, decoded, None, None, 0, 0), _allocate_scores(q, keys)
     # The output is not used, so no values are read.
@@ -311,7 +313,7 @@ def _launch_token_parts(
     (N, G), Dv = k_cmp.shape[1:3], parts.out.shape[4]
     tile = _get_tile(q, G, max(Dk, Dv), T)
     row_tiles = _count_row_tiles(q, G, tile, T)
-    (k_cmp, key_format), (k_win, _) = get_format(k_cmp), get_format(k_win)
+    (k_cmp, key_format), (k_win, _) = get_load_format(k_cmp), get_load_format(k_win)
     nsa_compressed_and_window[(B * G * row_tiles * (parts.cmp_parts + parts.win_parts),)](
         q, k_cmp, v_cmp, k_win, v_win, lengths, scores, parts.out, parts.sums,
         *get_strides(q, k_cmp), *_get_optional_strides(v_cmp), *get_strides(k_win), *_get_optional_strides(v_win),
@@ -343,11 +345,13 @@ def compute_importance(
 
 
 def compute_block_logsumexp(
-    q: Tensor, keys: Tensor, lengths: Tensor, n_blocks: int, d: int, l_sel: int, rule: SelectionRule, *, is_first: bool
+    q: Tensor, keys: Tensor, lengths: Tensor, n_blocks: int, d: int, l_sel: int, rule: SelectionRule, n_heads: int, *,
+    is_first: bool,
 ) -> Tensor:
-    """Return the indexer scores of `n_blocks` blocks, float32 [B, T, G, n_blocks].
+    """Return the indexer scores of `n_blocks` blocks, float32 [B, T, H, n_blocks].
 
-    q [B, T, G, D] has one head per group; keys [B, N, G or 1, .] cover d tokens each. `is_first`: as in `_score_blocks`.
+    q [B, T, H, D] has `n_heads` heads per group; keys [B, N, G or 1, .] cover d tokens each. `is_first`: as in
+    `_score_blocks`. The forced local blocks have no scores if there is one head per group.
     """
     B, T, H, Dk = q.shape
     G = keys.shape[2]
@@ -356,12 +360,12 @@ def compute_block_logsumexp(
     row_tiles = _count_row_tiles(q, G, tile, T)
     blocks_per_program = launch_table.logsumexp_blocks(B * G * row_tiles, n_blocks, strides_at_once)
     logsumexp = q.new_empty(B, T, H, n_blocks, dtype=torch.float32)
-    keys, key_format = get_format(keys)
+    keys, key_format = get_load_format(keys)
     nsa_block_logsumexp[(B * G * row_tiles * ceil_div(n_blocks, blocks_per_program),)](
         q, keys, lengths, logsumexp,
         *get_strides(q, keys),
         T, keys.shape[1], B, G, row_tiles, n_blocks, Dk**-0.5 * LOG2E,
-        STRIDE=d, L_SEL=l_sel, N_SEL=rule.n_sel, LOCAL=rule.local_blocks, BLOCK_MAX=rule.block_max,
+        STRIDE=d, L_SEL=l_sel, N_SEL=rule.n_sel, LOCAL=rule.local_blocks if n_heads == 1 else 0, BLOCK_MAX=rule.block_max,
         STRIDES=l_sel // d, STRIDES_AT_ONCE=strides_at_once, HEADS=H // G,
         DK=Dk, DK_PAD=padded_width(Dk), FORMAT=key_format, ROWS=tile.rows, BLOCKS=blocks_per_program,
         **tile.compile_options(), **get_pdl_options(q.device, B * T, not is_first),
@@ -372,16 +376,19 @@ def compute_block_logsumexp(
 def select_topk(T: int, G: int, scores: Tensor | None, lengths: Tensor, l_sel: int, rule: SelectionRule) -> Tensor:
     """Return the selected blocks int32 [B, T, G, n_sel] of T queries after `lengths`.
 
-    `scores`: float32 [B, T, G, blocks] of all blocks; None: all of them can be selected.
+    `scores`: float32 [B, T, G, blocks] of all blocks, or of several heads per group [B, T, G * heads, blocks]: log-sum-exps
+    in units of log2. None: all blocks can be selected.
     """
     B, n_blocks = lengths.shape[0], 0 if scores is None else scores.shape[3]
+    n_heads = 1 if scores is None else scores.shape[2] // G
     blocks = torch.empty(B, T, G, rule.n_sel, dtype=torch.int32, device=lengths.device)
     blocks_at_once, warps = launch_table.topk_tile(n_blocks)
     nsa_block_topk_decode[(B * T * G,)](
         scores, lengths, blocks,
         T, G, n_blocks,
         L_SEL=l_sel, N_SEL=rule.n_sel, N_SEL_PAD=padded_width(rule.n_sel), SINK=rule.sink_blocks, LOCAL=rule.local_blocks,
-        BLOCKS=blocks_at_once, num_warps=warps, **get_pdl_options(lengths.device, B * T),
+        HEADS=n_heads, HEADS_PAD=padded_width(n_heads), BLOCKS=blocks_at_once, num_warps=warps,
+        **get_pdl_options(lengths.device, B * T),
     )
     return blocks
 
