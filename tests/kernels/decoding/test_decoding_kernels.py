@@ -55,7 +55,7 @@ CASES = [
         SMALL.model_copy(update={"n_sel": 12, "local_blocks": 7}),
         NSAConfig(l=4, d=4, l_sel=16, n_sel=4),
         index_heads=3,
-    ),  # fmt: skip
+    ),
     Case((77, 240), 19, 6, 2, 16, 16, SMALL),  # a chunk of a prompt
     Case((260,), 2, 3, 1, 48, 80, NSAConfig(l=24, d=8, l_sel=80, n_sel=3, w=19)),  # blocks longer than a tile
 ]
