@@ -132,7 +132,7 @@ def describe_attention(dense: PreTrainedConfig, nsa: NSAConfig, indexer: Mapping
         d_v=dense.head_dim,
         vocab_size=dense.vocab_size,
         branches=("sel",),
-        norm_eps=dense.rms_norm_eps,
+        norm_eps=float(f"{dense.rms_norm_eps:.6g}"),  # GGUF files store it as float32
         nsa=nsa,
         **indexer,
         **others,

@@ -111,4 +111,9 @@ def _call(source: str | Path, load: Any, location: str, gguf_file: str | None, *
     try:
         return load(location, **options)
     except (OSError, ValueError, KeyError, NotImplementedError, RuntimeError) as error:
+        if gguf_file is not None and any(word in str(error) for word in ("GGMLQuantizationType", "Dequantization")):
+            raise ConfigError(
+                f"{source}: expected quantization types that the package gguf reads, got another ({shorten(str(error))}); "
+                "update gguf, or give a file in Q8_0 or F16"
+            ) from error
         raise ConfigError(f"{source}: transformers cannot load it: {shorten(str(error))}") from error
