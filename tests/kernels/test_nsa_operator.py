@@ -9,6 +9,7 @@ import pytest
 import torch
 from looping import looped, tiered
 
+import nsa_lab.attention.kernels.nsa_operator  # noqa: F401 - registers the operators
 from nsa_lab import attention
 from nsa_lab.attention import kernels, reference
 from nsa_lab.attention.geometry import num_compressed
