@@ -345,7 +345,7 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
     ),
     ("too many keys", RECENT, scale(2, "sel_keys_most"), "consistent numbers", "selected keys"),
     ("a plateau that ends", RECENT, hold_level, "loss course", "a plateau before"),
-    ("an oscillation that ends", RECENT, oscillate, "loss course", "oscillates"),
+    ("an oscillation that ends", RECENT, oscillate, "loss course", "its scatter is"),
     ("a rise that ends", RESUMED, set_bits(lambda old, at: old * 1.4, "step", 0.4, 0.6), "loss course", "rises"),
     (
         "a rise of validation that ends",
