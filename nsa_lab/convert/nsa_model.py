@@ -30,6 +30,7 @@ from nsa_lab.model.init_weights import init_indexer
 from nsa_lab.runs import directory
 
 Model = TypeVar("Model", bound=PreTrainedModel)
+MARKER = ".indexer."  # in the names of an indexer's weights
 
 # Settings that follow from the weights. The others describe the attention.
 WEIGHT_KEYS = (
@@ -115,10 +116,11 @@ def make_nsa_transformer(
 
 
 def load_initial_weights(model: NSATransformer, source: str | Path) -> None:
-    """Load the weights of a dense model into `model`, whose configuration is that of `describe_model`.
+    """Load pretrained weights into `model`, whose sizes are those of `describe_model`.
 
-    source: as in `load_dense`, or a dense run of this project. Indexers start with the weights of the first heads. Raises
-    the errors of `load_dense`, or of `load_model` for a run, and ConfigError if the model has another architecture.
+    source: as in `load_dense`, or a run of this project that is dense or has the selected branch only. Indexers are copied
+        if the source has them; otherwise they start with the weights of the first heads.
+    Raises the errors of `load_dense`, or of `load_model` for a run, and ConfigError if the model has another architecture.
     """
     if (Path(source) / directory.CONFIG).is_file():
         _copy_run_weights(load_model(source), model)
@@ -127,24 +129,27 @@ def load_initial_weights(model: NSATransformer, source: str | Path) -> None:
 
 
 @torch.no_grad()
-def _copy_run_weights(dense: NSATransformer, model: NSATransformer) -> None:
-    """Copy the weights of a dense run. Only the weights of the indexers may be missing in it."""
-    weights, own = dense.state_dict(), model.state_dict()
-    others = {name for name in own if ".indexer." not in name}
+def _copy_run_weights(source: NSATransformer, model: NSATransformer) -> None:
+    """Copy the weights of a run. Those of the indexers may be missing on either side."""
+    weights, own = source.state_dict(), model.state_dict()
+    trunk = {name for name in own | weights if MARKER not in name}
+    indexers = {name for name in own if MARKER in name}
+    has_trained_indexers = any(MARKER in name for name in weights) and bool(indexers)
     differing = sorted(
         name
-        for name in others | weights.keys()
+        for name in (own | weights if has_trained_indexers else trunk)
         if name not in own or name not in weights or own[name].shape != weights[name].shape
     )
     if differing:
         raise ConfigError(
-            f"train.initial_weights: {differing[0]} differs between the run and the model; use the model section of the "
-            "dense run, with branches: [sel] and an indexer"
+            f"train.initial_weights: {differing[0]} differs between the run and the model; use the model section "
+            "of the run, with branches: [sel] and an indexer for a dense one"
         )
-    model.load_state_dict(weights, strict=False)
-    for module in model.modules():
-        if isinstance(module, SparseAttention) and module.indexer is not None:
-            init_indexer(module, module.indexer)
+    model.load_state_dict({name: value for name, value in weights.items() if name in own}, strict=False)
+    if not has_trained_indexers:
+        for module in model.modules():
+            if isinstance(module, SparseAttention) and module.indexer is not None:
+                init_indexer(module, module.indexer)
 
 
 def convert_with_trained_indexers(dense: Model, trained: NSATransformer, *, backend: str = "auto") -> Model:

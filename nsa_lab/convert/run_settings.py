@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_lab.config import ConfigError, ModelConfig, NSAConfig, RunConfig
+from nsa_lab.config.model_config import INDEXER_KEYS
 from nsa_lab.convert.nsa_model import WEIGHT_KEYS, describe_model
 from nsa_lab.convert.sources import load_dense_config, load_fast_tokenizer
 from nsa_lab.runs import directory
@@ -18,16 +19,20 @@ from nsa_lab.runs.atomic_io import write_bytes
 def describe_source(source: str, folder: Path) -> dict[str, Any]:
     """Return the settings of a run that converts `source`, by dotted key, for `RunConfig.from_yaml`.
 
-    source: as in `load_initial_weights`. folder: where the tokenizer of a pretrained model is stored. Raises ConfigError
-    for a source that is not found, is not a dense model, or that an `NSATransformer` cannot hold.
+    source: as in `load_initial_weights`; of a converted run, the form of the indexer too. folder: where the tokenizer of a
+    pretrained model is stored. Raises ConfigError for a source that is not found, has other branches than the selected one,
+    or that an `NSATransformer` cannot hold.
     """
     if (Path(source) / directory.CONFIG).is_file():
         run = RunConfig.from_yaml(Path(source) / directory.CONFIG)
-        if run.model.attention != "dense":
+        if run.model.attention != "dense" and run.model.branches != ("sel",):
             raise ConfigError(
-                f"{source}: model.attention = {run.model.attention}: expected a dense run; convert a dense model"
+                f"{source}: model.branches = {list(run.model.branches)}: expected a dense run, or one with the selected "
+                "branch only; convert a dense model"
             )
-        return _name_settings(str(Path(source).resolve()), run.model, run.data.tokenizer)
+        settings = _name_settings(str(Path(source).resolve()), run.model, run.data.tokenizer)
+        indexer = ("indexer_block", *INDEXER_KEYS) if run.model.has_indexer else ()
+        return settings | {f"model.{key}": getattr(run.model, key) for key in indexer}
     model = describe_model(load_dense_config(source), NSAConfig(scores="mean_key"))
     content = load_fast_tokenizer(source, model.vocab_size)
     file = folder / ".tokenizers" / f"{hashlib.sha256(content).hexdigest()[:16]}.json"

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from nsa_lab import NSAConfig, load_model
 from nsa_lab.config import ConfigError, RunConfig
-from nsa_lab.convert import convert_with_trained_indexers, describe_model, save_adapter
+from nsa_lab.convert import convert_with_trained_indexers, describe_model, describe_source, save_adapter
 from nsa_lab.data import DataError, Dataset, prepare
 from nsa_lab.evaluate.conversion import CONVERSION, evaluate_conversion
 from nsa_lab.health import list_verdicts
 from nsa_lab.runs import events, lifecycle
 from nsa_lab.train.attempt import run
-from nsa_lab.train.build import Builders
+from nsa_lab.train.build import Builders, build_model
 
 ROOT = Path(__file__).parents[2]
 NSA = NSAConfig(l=8, d=8, l_sel=8, n_sel=4, sink_blocks=1, local_blocks=2)
@@ -124,10 +124,25 @@ def test_a_run_trains_only_the_indexer(builders: Builders, tmp_path: Path) -> No
     assert len(rows["selected", 4]) == 2 and record["texts"]["long"]["ranges"] == [(0, 128)]
     with pytest.raises(DataError, match="expected a document of at least 128 tokens"):
         evaluate_conversion(run_dir, texts={"short": str(tmp_path / "short")}, prepare_data=builders.data)
-    # A second run continues with everything: its source is the model that the first one trained on.
-    sections = make_sections(tmp_path / "dense", dense, trainable="all", steps=2, save_every=0, eval_every=0)
-    second = lifecycle.create_run(RunConfig.from_dict({**sections, "name": "second"}), tmp_path)
-    assert run(second, builders=builders) == 0
+    # Stage 2 starts with the trained indexer and trains everything; the dense control starts with the same trunk.
+    settings = describe_source(str(run_dir), tmp_path)
+    assert (settings["model.indexer_block"], settings["train.initial_weights"]) == (1, str(run_dir.resolve()))
+    sections = make_sections(run_dir, dense, trainable="all", steps=2, save_every=2, eval_every=0)
+    sections["data"]["path"] = str(tmp_path / "texts")
+    control = sections["model"] | {"attention": "dense"}
+    for name, model, n_indexers in (("stage_2", sections["model"], 2), ("control", control, 0)):
+        config = RunConfig.from_dict({**sections, "name": name, "model": model})
+        started = build_model(config, torch.device("cpu")).state_dict()
+        expected = {key: value for key, value in trained.state_dict().items() if key in started}
+        assert all(torch.equal(started[key], value) for key, value in expected.items())
+        assert sum(".indexer.qk" in key for key in started) == n_indexers
+        second = lifecycle.create_run(config, tmp_path)
+        assert run(second, builders=builders) == 0
+        moved = [key for key, value in load_model(second).state_dict().items() if not torch.equal(value, started[key])]
+        assert len(moved) == len(started), "all weights are trained"
+    wider = RunConfig.from_dict({**sections, "model": sections["model"] | {"indexer_heads": 2}})
+    with pytest.raises(ConfigError, match=r"indexer.qk.weight differs between the run and the model"):
+        build_model(wider, torch.device("cpu"))
 
 
 def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -58,5 +58,5 @@ def test_a_dense_run_is_a_source(tmp_path: Path) -> None:
     load_initial_weights(model, settings["train.initial_weights"])
     state = model.state_dict()
     assert all(torch.equal(state[name], value) for name, value in dense.state_dict().items())
-    with pytest.raises(ConfigError, match="expected a dense run"):
+    with pytest.raises(ConfigError, match="expected a dense run, or one with the selected branch only"):
         describe_source(str(write_run(tmp_path / "other")), tmp_path)
