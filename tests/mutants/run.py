@@ -32,7 +32,7 @@ sys.path[:] = [str(ROOT / "tests"), *(p for p in sys.path if Path(p or ".").reso
 
 from mutants import MUTANTS
 from mutants.mutant import Mutant
-from mutants.suites import MODEL, OTHERS, QUICK, SUITES, attention_tests
+from mutants.suites import QUICK, SUITES
 
 
 def import_slow_packages() -> None:
@@ -142,17 +142,19 @@ def try_mutant(mutant: Mutant) -> tuple[bool, str]:
     return (True, f"caught by {first.name}") if first.name else (False, "SURVIVED")
 
 
-def try_unchanged(files: list[str]) -> tuple[bool, str]:
-    first = run_tests(files)
+def try_unchanged(test: str) -> tuple[bool, str]:
+    first = run_tests([test])
     return (False, f"FAILS: {first.name or first.broken}") if first.name or first.broken else (True, "passes")
 
 
-def attempt(task: Mutant | list[str]) -> tuple[str, bool, str]:
-    """Return the name of the task, whether its result is as it should be, and the result with the duration."""
+def attempt(task: Mutant | str) -> tuple[str, bool, str]:
+    """Return the name of the task, whether its result is as it should be, and the result with the duration.
+
+    A task is a mutant, or the tests of a file on the unchanged library.
+    """
     started = time.monotonic()
-    is_mutant = isinstance(task, Mutant)
-    name = task.name if is_mutant else f"unchanged: {Path(task[0]).stem} ..."
-    is_good, result = try_mutant(task) if is_mutant else try_unchanged(task)
+    name = task.name if isinstance(task, Mutant) else f"unchanged: {task.removeprefix('tests/')}"
+    is_good, result = try_mutant(task) if isinstance(task, Mutant) else try_unchanged(task)
     return name, is_good, f"{time.monotonic() - started:4.0f} s  {result}"
 
 
@@ -205,8 +207,9 @@ def main() -> int:
     mutants = [m for m in MUTANTS if not args.words or any(word in f"{m.module} {m.name}" for word in args.words)]
     # The longest first, so that none is left over at the end.
     mutants.sort(key=lambda m: m.tier != "nightly")
-    suites = [attention_tests("dispatch"), MODEL, *map(list, dict.fromkeys(map(tuple, OTHERS.values())))]
-    tasks = [*([] if args.words else suites), *mutants]
+    # A test that fails without a mutant would catch every one.
+    tests = dict.fromkeys(test for names in SUITES.values() for test in names)
+    tasks = [*([] if args.words else tests), *mutants]
     failed = 0
     # One fork per task: a mutated module must not be found imported by the next.
     with multiprocessing.get_context("fork").Pool(args.workers, maxtasksperchild=1) as pool:
