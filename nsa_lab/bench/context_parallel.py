@@ -46,6 +46,8 @@ GPU_LENGTHS, CPU_LENGTHS = (65_536, 131_072, 262_144), (515,)
 # Target speedup over one rank, as a share of the number of ranks: 1.85 on two.
 TARGET_EFFICIENCY = 0.925
 N_WARMUP, N_TIMED = 3, 8
+# For texts of at least this many tokens, of which a step takes many seconds.
+LONG_TEXT, N_WARMUP_LONG, N_TIMED_LONG = 1 << 19, 1, 3
 # Allowed relative difference of the outputs and of the loss: as attention in low precision, summed in another order.
 MAX_DIFFERENCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
@@ -149,11 +151,13 @@ def _measure_on_rank(folder: Path, rank: int, n_ranks: int) -> None:
         else _Step(base, case["tokens"], device, is_gpu, case["gradient_checkpointing"])
     )
     row = RanksRow(case["part"], case["tokens"], n_ranks, 0.0, target=TARGET_EFFICIENCY * n_ranks)
-    expected = None
+    is_long, expected = case["tokens"] >= LONG_TEXT, None
+    n_warmup, n_timed = (N_WARMUP_LONG, N_TIMED_LONG) if is_long else (N_WARMUP, N_TIMED)
+    time_calls = functools.partial(_time_calls, device, n_warmup, n_timed)
     if case["alone"]:
         if world.is_first:
             expected = part.compute(World(), None)
-            row.one_ms, row.one_peak_bytes = _time_calls(lambda: part.compute(World(), None), device, lambda: None)
+            row.one_ms, row.one_peak_bytes = time_calls(lambda: part.compute(World(), None), lambda: None)
         distributed.barrier()
     group = world.make_context_group(n_ranks, device)
     actual = part.compute(world, group)
@@ -161,10 +165,10 @@ def _measure_on_rank(folder: Path, rank: int, n_ranks: int) -> None:
     row.loss = actual[0].item() if isinstance(part, _Step) else None
 
     def measure() -> None:
-        row.shared_ms, row.shared_peak_bytes = _time_calls(lambda: part.compute(world, group), device, distributed.barrier)
+        row.shared_ms, row.shared_peak_bytes = time_calls(lambda: part.compute(world, group), distributed.barrier)
         if isinstance(part, _Operator):
             communicate = functools.partial(part.communicate, world, group)
-            row.communication_ms, _ = _time_calls(communicate, device, distributed.barrier)
+            row.communication_ms, _ = time_calls(communicate, distributed.barrier)
         if row.one_ms is not None and row.shared_ms is not None:
             row.speedup = row.one_ms / row.shared_ms
 
@@ -176,12 +180,14 @@ def _measure_on_rank(folder: Path, rank: int, n_ranks: int) -> None:
     world.destroy_process_group()
 
 
-def _time_calls(run: Callable[[], object], device: torch.device, meet: Callable[[], object]) -> tuple[float, int | None]:
+def _time_calls(
+    device: torch.device, n_warmup: int, n_timed: int, run: Callable[[], object], meet: Callable[[], object]
+) -> tuple[float, int | None]:
     """Return the median time of `run` in milliseconds and its peak memory. `meet`: a barrier before every call."""
     times: list[float] = []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    for _ in range(N_WARMUP + N_TIMED):
+    for _ in range(n_warmup + n_timed):
         meet()
         _synchronize(device)
         start = time.perf_counter()
@@ -191,7 +197,7 @@ def _time_calls(run: Callable[[], object], device: torch.device, meet: Callable[
         _synchronize(device)
         times.append((time.perf_counter() - start) * 1e3)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return statistics.median(times[N_WARMUP:]), peak
+    return statistics.median(times[n_warmup:]), peak
 
 
 def _synchronize(device: torch.device) -> None:
