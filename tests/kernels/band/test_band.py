@@ -9,6 +9,7 @@ import pytest
 import torch
 from looping import looped, tiered
 
+import nsa_lab.attention.kernels.band.launch  # noqa: F401 - registers the operators
 from nsa_lab import attention
 from nsa_lab.attention import geometry, reference
 from nsa_lab.attention.kernels import compressed_attention, launch_table, window_attention
