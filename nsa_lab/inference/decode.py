@@ -76,7 +76,7 @@ class Decoder:
 
     def crop(self, n_tokens: int) -> None:
         """Remove the last `n_tokens` tokens of every sequence. Raises the errors of `Cache.crop`."""
-        self.cache.crop(n_tokens)
+        self.cache.crop([n_tokens] * self.cache.batch)
 
     @torch.no_grad()
     def append(

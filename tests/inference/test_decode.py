@@ -319,7 +319,7 @@ def test_removed_tokens_leave_no_trace(variant: dict, monkeypatch: pytest.Monkey
             torch.testing.assert_close(row[:count], model(text[None])[0, len(text) - count :], rtol=0, atol=1e-10)
     assert 5 < refusals < 40
     for n_tokens in (-1, min(decoder.cache.starts) + 1):
-        with pytest.raises(ValueError, match=f"crop: expected 0 to {min(decoder.cache.starts)} tokens"):
+        with pytest.raises(ValueError, match=re.escape(f"crop: expected 0 to {list(decoder.cache.starts)} tokens")):
             decoder.crop(n_tokens)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -188,6 +189,10 @@ def test_packed_documents_equal_single_documents(model: hf.NSALabForCausalLM) ->
             {"position_ids": torch.tensor([[0, 0, 1]]), "attention_mask": torch.tensor([[1, 1, 0]])},
             "without padding and cache",
         ),
+        (
+            {"position_ids": torch.tensor([[0, 1, 2]]), "attention_mask": torch.tensor([[1, 0, 1]])},
+            "count up by one from token to token, without a step at padding",
+        ),
         ({"position_ids": torch.tensor([[0, 1]])}, r"the shape of input_ids, \(1, 3\), got \(1, 2\)"),
         ({"seq_idx": torch.tensor([[0, 0, 1]])}, "seq_idx: not supported alone; separate documents with position_ids="),
         ({"attention_mask": torch.tensor([[0, 1]])}, r"expected \[B, T\] as input_ids \(1, 3\)"),
@@ -216,6 +221,23 @@ def test_arguments_that_contradict_the_architecture_are_rejected(tmp_path: Path)
             hf.NSALabConfig(architecture, **{name: 1})
     with pytest.raises(ValueError, match=r"branches= belongs to the architecture; use architecture="):
         hf.NSALabConfig(branches=["sel"])
+    for name, nearest in (
+        ("n_layer", "architecture={'n_layers': ...}"),
+        ("rope_thetas", "architecture={'rope_theta': ...}"),
+        ("hidden_sizes", "hidden_size="),
+        ("num_hidden_layer", "num_hidden_layers="),
+        ("max_position_embedding", "max_position_embeddings="),
+        ("backends", "backend="),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"NSALabConfig: {name}= is no setting; the nearest is {nearest}")):
+            hf.NSALabConfig(architecture, **{name: 1})
+    # Names that transformers and other packages pass.
+    options = transformers.PreTrainedConfig().to_dict() | vars(transformers.GenerationConfig())
+    names = ("num_labels", "pruned_heads", "sep_token_id", "torch_dtype", "rope_scaling", "hidden_act", "my_note")
+    options = {name: value for name, value in options.items() if name != "model_type"} | dict.fromkeys(names, None)
+    hf.NSALabConfig(
+        architecture, **{name: value for name, value in options.items() if not name.startswith("_")} | {"num_labels": 2}
+    )
     hf.NSALabForCausalLM(hf.NSALabConfig(architecture)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="num_hidden_layers = 1: expected 2"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=1)
@@ -661,12 +683,66 @@ def test_cropped_cache_continues(model: hf.NSALabForCausalLM) -> None:
         torch.testing.assert_close(
             other, model(torch.cat([tokens[:, :33], tokens[:, :9]], 1)).logits[:, 33:], rtol=0, atol=1e-9
         )
+    with pytest.raises(ValueError, match="crop: expected at most 42 columns, got 43"):
+        cache.crop(-43)
+    cache.reset()
+    model(tokens, cache=cache)
+    assert cache.get_seq_length() == 40
+
+
+def test_cropped_padding_leaves_no_trace() -> None:
+    """Padding at the end, between tokens and before them; beams change the order of the rows."""
+    model, tokens, more = make_model().eval(), sample_bytes(2, 40), sample_bytes(2, 5)
     mask = torch.ones_like(tokens)
-    mask[1, -4:] = 0
-    cache = model(tokens, attention_mask=mask, use_cache=True)[hf.CACHE_ARGUMENT]
-    cache.crop(0)
-    with pytest.raises(NotImplementedError, match="expected at most 0 columns, which have no padding, got 1"):
+    mask[0, :3] = mask[1, 33:36] = mask[1, -3:] = 0
+    for n_removed in (0, 2, 4, 7):
+        cache = model(tokens, attention_mask=mask, use_cache=True)[hf.CACHE_ARGUMENT]
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.crop(-n_removed)
+        n = 40 - n_removed
+        assert torch.equal(cache.make_mask(2), mask[[1, 0], :n].bool())
+        other = model(more, cache=cache).logits
+        for row, source in enumerate((1, 0)):
+            text = torch.cat([tokens[source, :n][mask[source, :n].bool()], more[row]])
+            torch.testing.assert_close(other[row], model(text[None]).logits[0, -5:], rtol=0, atol=1e-9)
+
+
+def test_positions_continue_the_cached_tokens() -> None:
+    """Positions are not an input of the cached path, so those that do not count on are refused."""
+    model, tokens = make_model().eval(), sample_bytes(2, 9)
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = mask[1, 4] = 0
+    positions = mask.cumsum(1) - 1
+    for first, padding, expected in (
+        (None, None, [9, 9]),
+        (torch.arange(9)[None], None, [9, 9]),
+        (torch.arange(9)[None] + 100, None, [109, 109]),
+        (positions, mask, [6, 8]),
+        (positions + torch.tensor([[0], [50]]), mask, [6, 58]),
+    ):
+        cache = model(tokens, attention_mask=padding, position_ids=first, use_cache=True)[hf.CACHE_ARGUMENT]
+        cache.reorder_cache(torch.tensor([1, 0]))
         cache.crop(-1)
+        right = torch.tensor([[expected[1] - 1], [expected[0] - 1]])
+        model(tokens[:, :1], position_ids=right, cache=cache)
+        model(tokens[:, :1], cache=cache)
+        model(tokens[:, :2], position_ids=right + torch.tensor([[2, 3]]), cache=cache)
+        wrong = right + torch.tensor([[4], [5]])
+        message = f"position_ids: expected {right[1, 0] + 4} for the first new token of row 1, after cached tokens, got {wrong[1, 0]}; omit"
+        with pytest.raises(ValueError, match=message):
+            model(tokens[:, :1], position_ids=wrong, cache=cache)
+
+
+@pytest.mark.slow
+def test_a_generated_pad_token_is_a_token_for_an_assistant() -> None:
+    """`transformers` infers padding from the pad token, also in the text that an assistant continues."""
+    model, prompt, options = make_model().eval(), sample_bytes(1, 9), {"max_new_tokens": 40, "do_sample": False}
+    assistant = make_model(n_layers=1).eval()
+    expected = model.generate(prompt, eos_token_id=None, **options)
+    for token in sorted(set(expected[0, 9:].tolist()) - set(prompt[0].tolist()))[::4]:
+        inputs = {"eos_token_id": None, "pad_token_id": token, "assistant_model": assistant}
+        for mask in (None, torch.ones_like(prompt)):
+            assert torch.equal(model.generate(prompt, attention_mask=mask, **inputs, **options), expected)
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:

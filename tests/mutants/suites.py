@@ -233,8 +233,14 @@ OTHERS = {
         "calls_return_a_cache_as_configured",
         "labels_that_padding_predicts_are_ignored",
         "tied_embedding_is_saved",
+        "a_generated_pad_token_is_a_token_for_an_assistant",
     ),
-    "inference.hf.cache": cases("inference/test_hf.py", "cropped_cache_continues"),
+    "inference.hf.cache": cases(
+        "inference/test_hf.py",
+        "cropped_cache_continues",
+        "cropped_padding_leaves_no_trace",
+        "positions_continue_the_cached_tokens",
+    ),
     "inference.hf.configuration": cases(
         "inference/test_hf.py",
         "model_saved_without_a_tokenizer_can_be_imported",

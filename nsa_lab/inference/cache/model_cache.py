@@ -77,15 +77,17 @@ class Cache:
         self._written = tuple(map(max, self._written, ends))
         self._set_lengths([start + count for start, count in zip(self.starts, counts, strict=True)], update_lengths)
 
-    def crop(self, n_tokens: int) -> None:
-        """Remove the last `n_tokens` tokens of every sequence.
+    def crop(self, counts: Sequence[int]) -> None:
+        """Remove the last counts[i] tokens of sequence i.
 
         Later tokens overwrite them, except in the rings, where they have replaced earlier tokens. Raises ValueError if a
         sequence is shorter, NotImplementedError if the rings no longer have the tokens before the removed ones.
         """
-        starts = [start - n_tokens for start in self.starts]
-        if n_tokens < 0 or min(starts) < 0:
-            raise ValueError(f"crop: expected 0 to {min(self.starts)} tokens, which all sequences have, got {n_tokens}")
+        starts = [start - count for start, count in zip(self.starts, counts, strict=True)]
+        if min(counts) < 0 or min(starts) < 0:
+            raise ValueError(
+                f"crop: expected 0 to {list(self.starts)} tokens, which the sequences have, got {list(counts)}"
+            )
         n_overwritten = max(
             (written - start for written, start in zip(self._written, starts, strict=True) if start), default=0
         )

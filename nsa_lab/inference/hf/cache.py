@@ -7,12 +7,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache as TransformersCache
 
 from nsa_lab.inference.cache import Cache
 from nsa_lab.inference.decode import Decoder
-from nsa_lab.inference.hf.inputs import PaddingPermutation
+from nsa_lab.inference.hf.inputs import PaddingPermutation, find_first_offset
 from nsa_lab.model import NSATransformer
 
 MIN_CACHE_TOKENS = 256  # initial capacity; a full cache grows to twice the tokens needed
@@ -24,7 +25,8 @@ class ColumnCache(TransformersCache):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(layers=[])
         self._model, self._n_columns = model, 0
-        self._n_last_columns = 0  # columns at the end without padding
+        self._mask: Tensor | None = None  # of all columns, bool [B, n] on the CPU; None without padding
+        self._offset: Tensor | None = None  # position of the first token, [B, 1] or [1, 1]; None if unknown
 
     @property
     def tokens(self) -> Cache | None:
@@ -44,11 +46,36 @@ class ColumnCache(TransformersCache):
         return copied
 
     def _add_columns(self, n_columns: int, permutation: PaddingPermutation | None) -> None:
+        if permutation is not None or self._mask is not None:
+            new = torch.ones(self.batch_size, n_columns) if permutation is None else permutation.mask.cpu()
+            self._mask = torch.cat([self.make_mask(len(new)), new.bool()], 1)
         self._n_columns += n_columns
-        if permutation is None:
-            self._n_last_columns += n_columns
-        elif permutation.n_last_columns < n_columns:
-            self._n_last_columns = permutation.n_last_columns
+
+    def make_mask(self, n_rows: int) -> Tensor:
+        """Return the mask of all columns, bool [B, n] on the CPU: True for a token, False for padding."""
+        return torch.ones(n_rows, self._n_columns, dtype=torch.bool) if self._mask is None else self._mask
+
+    def check_positions(self, positions: Tensor, mask: Tensor | None) -> None:
+        """Raise ValueError unless positions [B, n] or [1, n] of new columns continue those of the cached tokens.
+
+        The positions count up by one in each row, as `build_layout` checks. mask: [B, n], None without padding.
+        """
+        starts = (0,) if self.tokens is None else self.tokens.starts
+        n_cached = torch.tensor(starts, device=positions.device)[:, None]
+        offset = find_first_offset(positions.expand(max(len(positions), len(n_cached)), -1), mask) - n_cached
+        if self._offset is None:
+            # Cached tokens without positions and without padding have the positions from 0.
+            self._offset = torch.zeros_like(offset) if self._n_columns and self._mask is None else offset
+        is_equal = offset.eq(self._offset)
+        if mask is not None:
+            is_equal |= ~mask.to(positions.device).bool().any(1, keepdim=True)
+        if not bool(is_equal.all()):
+            row = int(is_equal[:, 0].byte().argmin())
+            expected, got = (int(first.expand(len(is_equal), 1)[row]) + starts[row] for first in (self._offset, offset))
+            raise ValueError(
+                f"position_ids: expected {expected} for the first new token of row {row}, after cached tokens, got {got}; "
+                "omit position_ids, or pass them in every call"
+            )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._n_columns
@@ -59,27 +86,29 @@ class ColumnCache(TransformersCache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.tokens is not None:
             self.tokens.reorder(beam_idx.tolist())
+        self._mask = None if self._mask is None else self._mask[beam_idx.cpu()]
+        if self._offset is not None and len(self._offset) > 1:
+            self._offset = self._offset[beam_idx.to(self._offset.device)]
 
     def reset(self) -> None:
         self._drop_tokens()
-        self._n_columns = self._n_last_columns = 0
+        self._n_columns, self._mask, self._offset = 0, None, None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last columns: -n removes n, and n (before transformers 5.24) keeps the first n.
 
-        Raises NotImplementedError for columns with padding, and for more than the rings of the cache can restore.
+        Raises ValueError for more columns than there are, NotImplementedError for more than the rings of the cache can
+        restore.
         """
         n_removed = -tokens_to_remove if tokens_to_remove <= 0 else max(self._n_columns - tokens_to_remove, 0)
         if not n_removed or self.tokens is None:
             return
-        if n_removed > self._n_last_columns:
-            raise NotImplementedError(
-                f"{type(self).__name__}.crop: expected at most {self._n_last_columns} columns, which have no padding, got "
-                f"{n_removed}; use a new cache"
-            )
-        self.tokens.crop(n_removed)
+        if n_removed > self._n_columns:
+            raise ValueError(f"{type(self).__name__}.crop: expected at most {self._n_columns} columns, got {n_removed}")
+        removed = self.make_mask(self.batch_size)[:, self._n_columns - n_removed :]
+        self.tokens.crop(removed.sum(1).tolist())
         self._n_columns -= n_removed
-        self._n_last_columns -= n_removed
+        self._mask = None if self._mask is None else self._mask[:, : self._n_columns]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         raise NotImplementedError(f"{type(self).__name__}: a cache cannot be repeated; repeat the prompts instead")

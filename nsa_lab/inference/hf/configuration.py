@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from nsa_lab.runs.atomic_io import write_text
 REMOTE_CODE = "nsa_lab_in_transformers.py"
 _AUTO_CLASSES = {"AutoConfig": "NSALabConfig", "AutoModel": "NSALabModel", "AutoModelForCausalLM": "NSALabForCausalLM"}
 _TOKENIZER = "NSALabTokenizer"
+# Similarity, by difflib, from which a name is a misspelt setting. Names that `transformers` passes are below 0.75.
+MISSPELT = 0.75
 AUTO_MAP = {auto: f"{REMOTE_CODE.removesuffix('.py')}.{name}" for auto, name in _AUTO_CLASSES.items()}
 TOKENIZER_AUTO_MAP = {"AutoTokenizer": [f"{REMOTE_CODE.removesuffix('.py')}.{_TOKENIZER}", None]}
 
@@ -45,7 +48,8 @@ class NSALabConfig(SavedWithImport, PreTrainedConfig):
     prompts to it. None: unknown. The ids of special tokens equal the tokenizer's. `use_cache`: whether a call of the model
     returns a cache by default; `generate` uses one in any case.
 
-    Raises ConfigError for an invalid architecture, ValueError for arguments that contradict it or belong to it.
+    Raises ConfigError for an invalid architecture, ValueError for arguments that contradict it or belong to it, and for
+    misspelt ones.
     """
 
     model_type = "nsa_lab"
@@ -64,11 +68,7 @@ class NSALabConfig(SavedWithImport, PreTrainedConfig):
     ) -> None:
         config = ModelConfig(**(architecture or {}))
         sizes = _get_sizes(config)
-        misplaced = [name for name in kwargs if name in ModelConfig.model_fields and name not in sizes]
-        if misplaced:
-            raise ValueError(
-                f"NSALabConfig: {misplaced[0]}= belongs to the architecture; use architecture={{{misplaced[0]!r}: ...}}"
-            )
+        _check_names(kwargs, sizes)
         self.architecture, self.backend = config.model_dump(), backend
         for name, value in sizes.items():
             setattr(self, name, value)
@@ -94,6 +94,19 @@ class NSALabConfig(SavedWithImport, PreTrainedConfig):
         os.makedirs(save_directory, exist_ok=True)
         write_remote_code(save_directory)
         return super().save_pretrained(save_directory, *args, **kwargs)
+
+
+def _check_names(names: Iterable[str], sizes: Iterable[str]) -> None:
+    """Raise ValueError for a setting of the architecture and for a misspelt one. Other names belong to `transformers`."""
+    known = [*sizes, *ModelConfig.model_fields, "backend", "max_position_embeddings", "use_cache"]
+    for name in names:
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=MISSPELT)
+        if not nearest or name in sizes:
+            continue
+        is_part = nearest[0] in ModelConfig.model_fields and nearest[0] not in sizes
+        form = f"architecture={{{nearest[0]!r}: ...}}" if is_part else f"{nearest[0]}="
+        reason = "belongs to the architecture; use" if name == nearest[0] else "is no setting; the nearest is"
+        raise ValueError(f"NSALabConfig: {name}= {reason} {form}")
 
 
 def _get_sizes(config: ModelConfig) -> dict[str, int]:

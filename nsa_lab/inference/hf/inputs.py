@@ -36,8 +36,9 @@ def slice_mask(mask: Tensor, n_rows: int, n_columns: int) -> Tensor | None:
 def build_layout(inputs: Tensor, mask: Tensor | None, use_cache: bool, arguments: Mapping[str, Any]) -> Span | None:
     """Return the layout given by `position_ids` in `arguments`: packed documents, or None for one text per row.
 
-    Positions that count up by one may start anywhere: RoPE depends only on distances. Raises ValueError for other
-    positions, and if documents are separated only by another argument.
+    Positions that count up by one from token to token may start anywhere: RoPE depends only on distances. Padding between
+    tokens takes no position. Raises ValueError for other positions, and if documents are separated only by another
+    argument.
     """
     positions = arguments.get("position_ids")
     if positions is None:
@@ -55,12 +56,10 @@ def build_layout(inputs: Tensor, mask: Tensor | None, use_cache: bool, arguments
             "from their values; omit them for one text per row, or compile the blocks (torch.compile of each Block)"
         )
     positions = positions.expand(n_rows, -1)
-    counts_up = positions.diff(dim=1).eq(1)
-    if mask is not None:
-        counts_up |= ~(mask[:, 1:].bool() & mask[:, :-1].bool())
-    if bool(counts_up.all()):
+    counts_up, is_zero = positions.diff(dim=1).eq(1), positions.eq(0)
+    is_same = compute_offsets(positions, mask) == find_first_offset(positions, mask)
+    if bool((is_same if mask is None else is_same | ~mask.bool()).all()):
         return None
-    is_zero = positions.eq(0)
     if (
         n_rows > 1
         or mask is not None
@@ -68,30 +67,42 @@ def build_layout(inputs: Tensor, mask: Tensor | None, use_cache: bool, arguments
         or not (bool(is_zero[0, 0]) and bool((counts_up | is_zero[:, 1:]).all()))
     ):
         raise ValueError(
-            "position_ids: expected positions that count up by one or, in a single row without padding and cache, "
-            "positions that restart at 0 for each document; omit them for one text per row"
+            "position_ids: expected positions that count up by one from token to token, without a step at padding or, in a "
+            "single row without padding and cache, positions that restart at 0 for each document; omit them for one text "
+            "per row"
         )
     starts = is_zero[0].nonzero().flatten().tolist()
     return Span.packed(torch.tensor([*starts, n_columns], dtype=torch.int32, device=inputs.device))
 
 
+def compute_offsets(positions: Tensor, mask: Tensor | None) -> Tensor:
+    """Return position minus index among the tokens of its row, int64 [B, T]: equal for all tokens that count up by one."""
+    if mask is None:
+        return positions - torch.arange(positions.shape[1], device=positions.device)
+    return positions - (mask.to(positions.device).bool().cumsum(1) - 1)
+
+
+def find_first_offset(positions: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the offset of the first token of each row, int64 [B, 1]; 0 for a row of padding."""
+    offsets = compute_offsets(positions, mask)
+    if mask is None:
+        return offsets[:, :1]
+    is_token = mask.to(positions.device).bool()
+    return offsets.gather(1, is_token.byte().argmax(1, keepdim=True)) * is_token.any(1, keepdim=True)
+
+
 class PaddingPermutation:
-    """Column order of a mask [B, T] per row, tokens first, and its inverse."""
+    """Column order of a mask [B, T] per row, tokens first, and its inverse. `mask`: bool, True for a token."""
 
     def __init__(self, mask: Tensor) -> None:
-        self._mask = mask.bool()
-        self._indices = self._mask.logical_not().byte().argsort(dim=1, stable=True)
+        self.mask = mask.bool()
+        self._indices = self.mask.logical_not().byte().argsort(dim=1, stable=True)
         self._inverse = self._indices.argsort(dim=1)
 
     @cached_property
     def counts(self) -> list[int]:
         """Number of tokens per row."""
-        return [int(count) for count in self._mask.sum(1).tolist()]
-
-    @cached_property
-    def n_last_columns(self) -> int:
-        """Number of columns at the end without any padding."""
-        return int(self._mask.all(0).flip(0).byte().cumprod(0).sum())
+        return [int(count) for count in self.mask.sum(1).tolist()]
 
     def apply(self, x: Tensor) -> Tensor:
         """Return x [B, T, ...] with the tokens of each row first."""
@@ -99,7 +110,7 @@ class PaddingPermutation:
 
     def restore(self, x: Tensor) -> Tensor:
         """Return x [B, n, ...] of the first n columns, n <= T, in the order of the mask; zeros for the rest."""
-        missing = self._mask.shape[1] - x.shape[1]
+        missing = self.mask.shape[1] - x.shape[1]
         return _gather_columns(pad(x, (0, 0, 0, missing)) if missing else x, self._inverse)
 
 

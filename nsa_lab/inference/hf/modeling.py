@@ -31,6 +31,11 @@ from nsa_lab.model.placement import Placement, find_placement
 # Name of the cache in the arguments and the output of `forward`: `cache` since transformers 5.24.
 CACHE_ARGUMENT = next(name for name in ("cache", "past_key_values") if name in CausalLMOutputWithPast.__dataclass_fields__)
 IGNORED_LABEL = -100
+# Further arguments of `forward`, by name only.
+OTHER_ARGUMENTS = (
+    *("output_attentions", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
+    "cache_position",
+)
 
 
 @dataclass
@@ -38,6 +43,19 @@ class NSALabOutput(CausalLMOutputWithPast):
     """Output of `NSALabForCausalLM`. `aux_loss`: the selection loss in training, 0-d, before its weight; otherwise None."""
 
     aux_loss: Tensor | None = None
+
+
+class Inputs(NamedTuple):
+    """Inputs of all columns, padding included."""
+
+    tokens: Tensor | None
+    """int64 [B, T]; None with embeddings."""
+    embeddings: Tensor | None
+    """[B, T, C]; None with tokens."""
+    mask: Tensor | None
+    """[B, T] or longer."""
+    positions: Tensor | None
+    """[B, T] or [1, T]."""
 
 
 class Outputs(NamedTuple):
@@ -139,16 +157,9 @@ class NSALabModel(SavedWithImport, PreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
         return_dict: bool | None = None,
         cache: NSALabCache | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        cu_seq_lens_k: Tensor | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
-        seq_idx: Tensor | None = None,
-        cache_position: Tensor | None = None,
-        **unknown: Any,
+        **others: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """Return `last_hidden_state` [B, T, C], the normalized output of the last block. Arguments and errors as in
         `NSALabForCausalLM.forward`.
@@ -156,22 +167,14 @@ class NSALabModel(SavedWithImport, PreTrainedModel):
         In training, the gradient of the weighted selection loss is added to that of `last_hidden_state`: a loss computed
         from it also trains the indexer.
         """
-        arguments = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "inputs_embeds": inputs_embeds,
-            "use_cache": use_cache,
-            "output_hidden_states": output_hidden_states,
-            "output_attentions": output_attentions,
-            "cache": cache,
-            "cu_seq_lens_q": cu_seq_lens_q,
-            "cu_seq_lens_k": cu_seq_lens_k,
-            "seq_idx": seq_idx,
-            "unknown": unknown,
-        }
-        outputs = self._run(arguments, output="hidden")
+        outputs = self._run(
+            Inputs(input_ids, inputs_embeds, attention_mask, position_ids),
+            self._get_cache(cache, past_key_values),
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            others=others,
+            output="hidden",
+        )
         hidden = self._add_selection_loss(outputs.result)
         if not self._get_flag(return_dict, "return_dict", default=True):
             return tuple(part for part in (hidden, outputs.cache, outputs.hidden_states) if part is not None)
@@ -193,13 +196,23 @@ class NSALabModel(SavedWithImport, PreTrainedModel):
         """Return an argument of `forward`; None: the value of the configuration."""
         return bool(getattr(self.config, name, default) if value is None else value)
 
-    def _run(self, arguments: Mapping[str, Any], output: str, columns: Tensor | slice | None = None) -> Outputs:
+    def _run(
+        self,
+        inputs: Inputs,
+        cache: NSALabCache | None,
+        *,
+        use_cache: bool | None,
+        output_hidden_states: bool | None,
+        others: Mapping[str, Any],
+        output: str,
+        columns: Tensor | slice | None = None,
+    ) -> Outputs:
         """Check the arguments of `forward` and run the model. `output`, `columns`: as in `NSATransformer.forward`."""
-        self._check_names(arguments)
-        cache, use_cache = self._get_cache(arguments), arguments["use_cache"]
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
-        tokens, embeddings = arguments["input_ids"], arguments["inputs_embeds"]
+        self._check_names(others)
+        has_cache = cache is not None or bool(
+            self.config.use_cache and not self.training if use_cache is None else use_cache
+        )
+        tokens, embeddings = inputs.tokens, inputs.embeddings
         if (tokens is None) == (embeddings is None):
             raise ValueError(
                 f"{type(self).__name__}.forward: expected either input_ids= or inputs_embeds=, got both or neither"
@@ -209,23 +222,23 @@ class NSALabModel(SavedWithImport, PreTrainedModel):
                 f"input_ids: expected int64 [B, T], B and T at least 1, got {tuple(tokens.shape)}; begin an empty text "
                 "with the separator token"
             )
-        if self._get_flag(arguments["output_attentions"], "output_attentions"):
+        if self._get_flag(others.get("output_attentions"), "output_attentions"):
             raise NotImplementedError(
                 f"{type(self).__name__}.forward: attention weights are not an output, because no kernel computes their "
                 "matrix; omit output_attentions=, and use NSATransformer.observe for selected blocks and gates"
             )
         self._resolve_backends()
-        inputs = embeddings if tokens is None else tokens
-        n_rows, n_columns = inputs.shape[:2]
-        mask = None if arguments["attention_mask"] is None else slice_mask(arguments["attention_mask"], n_rows, n_columns)
+        data = cast(Tensor, embeddings if tokens is None else tokens)
+        mask = None if inputs.mask is None else slice_mask(inputs.mask, *data.shape[:2])
         permutation = None if mask is None else PaddingPermutation(mask)
-        span = build_layout(inputs, mask, cache is not None or use_cache, arguments)
+        span = build_layout(data, mask, has_cache, {"position_ids": inputs.positions, **others})
         if permutation is not None:
-            inputs = permutation.apply(inputs)
-        tokens, embeddings = (inputs, None) if embeddings is None else (None, inputs)
-        with_hidden = self._get_flag(arguments["output_hidden_states"], "output_hidden_states")
-        if cache is None and use_cache:
+            tokens, embeddings = (None if x is None else permutation.apply(x) for x in (tokens, embeddings))
+        with_hidden = self._get_flag(output_hidden_states, "output_hidden_states")
+        if cache is None and has_cache:
             cache = NSALabCache(self.model)
+        if cache is not None and inputs.positions is not None:
+            cache.check_positions(inputs.positions, mask)
         # Padding moves columns: with a mask, the requested ones are selected after the order is restored.
         early_columns = columns if cache is None and permutation is None and not with_hidden else None
         hidden_states: tuple[Tensor, ...] = ()
@@ -246,25 +259,25 @@ class NSALabModel(SavedWithImport, PreTrainedModel):
             result = result[:, columns]
         return Outputs(result, hidden_states if with_hidden else None, cache)
 
-    def _check_names(self, arguments: Mapping[str, Any]) -> None:
+    def _check_names(self, others: Mapping[str, Any]) -> None:
         """Raise TypeError for a keyword that `forward` does not have, and for a cache under another name."""
-        for name, value in arguments["unknown"].items():
+        for name, value in others.items():
+            if name in OTHER_ARGUMENTS:
+                continue
             if isinstance(value, TransformersCache):
                 raise TypeError(
                     f"{type(self).__name__}.forward: expected the cache as cache= or past_key_values=, got {name}=; "
                     "install a tested version of transformers (5.0 to 5.24)"
                 )
-            known = [
-                known for known in inspect.signature(type(self).forward).parameters if known not in ("self", "unknown")
-            ]
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+            own = [known for known in inspect.signature(type(self).forward).parameters if known not in ("self", "others")]
+            nearest = difflib.get_close_matches(name, [*own, *OTHER_ARGUMENTS], n=1, cutoff=0)[0]
             raise TypeError(
                 f"{type(self).__name__}.forward: got an unexpected keyword argument {name}=; the nearest is {nearest}="
             )
 
-    def _get_cache(self, arguments: Mapping[str, Any]) -> NSALabCache | None:
+    def _get_cache(self, *caches: NSALabCache | None) -> NSALabCache | None:
         """Return the cache that was passed, or None. Raises TypeError for two of them and for one of another class."""
-        given = [arguments[name] for name in ("cache", "past_key_values") if arguments[name] is not None]
+        given = [cache for cache in caches if cache is not None]
         if len(given) == 2:
             raise TypeError(
                 f"{type(self).__name__}.forward: cache= and past_key_values= are the same argument; give only one"
@@ -313,6 +326,17 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
             model_kwargs[CACHE_ARGUMENT] = NSALabCache(self.model)
         return result
 
+    def _prepare_attention_mask_for_generation(
+        self, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Infer padding from the pad token only in a prompt. After cached tokens, as an assistant's, it is a token."""
+        caches = (model_kwargs.get(name) for name in ("cache", "past_key_values"))
+        cache = next((cache for cache in caches if isinstance(cache, NSALabCache)), None)
+        if cache is None or not 0 < cache.get_seq_length() <= inputs_tensor.shape[1]:
+            return super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)
+        mask = cache.make_mask(len(inputs_tensor)).to(inputs_tensor.device, torch.int64)
+        return pad(mask, (0, inputs_tensor.shape[1] - mask.shape[1]), value=1)
+
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` reads its signature
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Pass the cache as `past_key_values`: under its name since transformers 5.24, PEFT 0.21 does not find it, and adds
@@ -354,28 +378,22 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
         cache: NSALabCache | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        cu_seq_lens_k: Tensor | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
-        seq_idx: Tensor | None = None,
-        cache_position: Tensor | None = None,
-        **unknown: Any,
+        **others: Any,
     ) -> NSALabOutput | tuple[Any, ...]:
         """Return logits [B, T, V] of input_ids int64 [B, T], and the loss for `labels`. Logits of padding are undefined.
 
-        attention_mask: [B, T] or longer; the last T columns are used. 1 for a token, 0 for padding on either side.
+        attention_mask: [B, T] or longer; the last T columns are used. 1 for a token, 0 for padding, which takes no position.
         position_ids: in a single row without padding or cache, positions that restart at 0 separate documents, as
             `DataCollatorWithFlattening` packs them; each document is computed as if alone. None: one text per row.
-        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, seq_idx: accepted with position_ids, which they repeat.
+        others, by name only: cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k and seq_idx are accepted with
+            position_ids, which they repeat; cache_position is not used; output_attentions is refused.
         inputs_embeds: [B, T, C], outputs of the embedding or other vectors, instead of input_ids.
         use_cache: return a cache of the tokens. With a cache there are no gradients. None: as in the configuration, and
-            False in training mode. cache_position is not used.
+            False in training mode.
         cache, past_key_values: a cache from an earlier call, under either name. The output uses the name of the installed
             `transformers` version.
         labels: int64 [B, T], shifted inside; shift_labels (by name only): int64 [B, T], already shifted, which are used if
@@ -385,34 +403,27 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
         num_items_in_batch: number of labels in all micro-batches of an optimizer step, by which the loss is then divided.
         output_hidden_states: return the inputs of all blocks and the normalized output of the last block.
         logits_to_keep: number of columns at the end (0: all), or an index of columns.
-        output_hidden_states, output_attentions, return_dict: None: as in the configuration.
+        output_hidden_states, return_dict: None: as in the configuration.
 
         Raises ValueError for other masks and positions, and for both kinds of input; TypeError for both cache names at
         once, a cache of another class and unknown keywords; NotImplementedError for attention weights as outputs.
         """
         # Not a parameter: a Trainer takes every parameter whose name contains "label" for a column of its data.
-        shift_labels = unknown.pop("shift_labels", None)
-        arguments = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "inputs_embeds": inputs_embeds,
-            "use_cache": use_cache,
-            "output_hidden_states": output_hidden_states,
-            "output_attentions": output_attentions,
-            "cache": cache,
-            "cu_seq_lens_q": cu_seq_lens_q,
-            "cu_seq_lens_k": cu_seq_lens_k,
-            "seq_idx": seq_idx,
-            "unknown": unknown,
-        }
+        shift_labels = others.pop("shift_labels", None)
         has_labels = labels is not None or shift_labels is not None
         if isinstance(logits_to_keep, Tensor):
             columns = logits_to_keep
         else:
             columns = slice(-logits_to_keep, None) if logits_to_keep else None
-        outputs = self._run(arguments, output="logits", columns=None if has_labels else columns)
+        outputs = self._run(
+            Inputs(input_ids, inputs_embeds, attention_mask, position_ids),
+            self._get_cache(cache, past_key_values),
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            others=others,
+            output="logits",
+            columns=None if has_labels else columns,
+        )
         logits, loss, aux_loss = outputs.result, None, self._selection_loss
         if has_labels:
             if shift_labels is None:
