@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 from nsa_lab.attention import resolve_backend
-from nsa_lab.config import RunConfig
+from nsa_lab.config import RunConfig, StageConfig
 from nsa_lab.data import Batch, BuildProgress, DataError, ProgressMeter, describe_split
 from nsa_lab.runs import resolve
 from nsa_lab.runs.checkpoint_files import find_problems
@@ -39,6 +39,7 @@ from nsa_lab.train import checkpoint_state
 from nsa_lab.train.build import Builders, TrainContext, build_context, force_eager, select_device, set_determinism
 from nsa_lab.train.checkpoint import CheckpointStore
 from nsa_lab.train.checkpoint_writer import CheckpointWriter
+from nsa_lab.train.communication import count_text_tokens
 from nsa_lab.train.distributed import World
 from nsa_lab.train.estimate import (
     MIN_PRODUCTION_PARAMS,
@@ -242,12 +243,18 @@ def check_documents(context: TrainContext) -> PreflightCheck:
 
 
 def check_gradients(context: TrainContext) -> PreflightCheck:
-    """Run the largest micro-batch forward and backward, without an update."""
-    train = context.config.train
+    """Run this rank's largest micro-batch forward and backward, without an update."""
+    train, world = context.config.train, context.world
+
+    def count_own_tokens(stage: StageConfig) -> int:
+        size = world.get_context_size(stage.sequences_per_step)
+        return count_text_tokens(stage, size, world.size) // size
+
     first_step, stage = max(
-        zip(train.first_steps, train.plan, strict=True), key=lambda start: start[1].sequences_per_forward * start[1].seq_len
+        zip(train.first_steps, train.plan, strict=True), key=lambda first_and_stage: count_own_tokens(first_and_stage[1])
     )
-    batch = context.batches.weighted_batch(first_step - 1, 0, min(stage.sequences_per_forward, stage.sequences_per_step))
+    start, n_sequences = world.get_sequence_share(stage.sequences_per_step)
+    batch = context.batches.weighted_batch(first_step - 1, start, min(stage.sequences_per_forward, n_sequences))
     if context.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(context.device)
     span, n_tokens = make_span(batch.documents, batch.inputs.shape[1]), batch.inputs.numel()
@@ -255,16 +262,14 @@ def check_gradients(context: TrainContext) -> PreflightCheck:
         computed = context.stepper.compute_logits(context.model, batch, span)
         loss = sum_token_losses(computed.logits, computed.targets)
         (loss + context.stepper.compute_auxiliary_loss(n_tokens)).backward()
-    if computed.shard is not None and not context.world.is_sharded:
+    if computed.shard is not None and not world.is_sharded:
         # Each rank has the gradient of its tokens.
         for parameter in context.model.parameters():
             if parameter.grad is not None:
-                context.world.all_reduce(parameter.grad)
+                world.all_reduce(parameter.grad)
     trained = [(name, parameter) for name, parameter in context.model.named_parameters() if parameter.requires_grad]
     missing = [
-        name
-        for name, parameter in trained
-        if parameter.grad is None or not _is_usable(context.world.full_tensor(parameter.grad))
+        name for name, parameter in trained if parameter.grad is None or not _is_usable(world.full_tensor(parameter.grad))
     ]
     context.optimizer.zero_grad(set_to_none=True)
     if stage.seq_len < context.config.nsa.l:
@@ -288,7 +293,8 @@ def check_memory(context: TrainContext, estimate: ResourceEstimate) -> Preflight
         return PreflightCheck(
             "memory", True, "the device is a CPU", f"{format_size(estimate.memory_bytes)} of tensors estimated, for a GPU"
         )
-    moment_bytes = sum(2 * 4 * parameter.numel() for parameter in context.model.parameters())
+    # A sharded parameter counts the numbers of all ranks.
+    moment_bytes = sum(2 * 4 * parameter.numel() for parameter in context.model.parameters()) // context.world.n_shards
     peak_bytes = torch.cuda.max_memory_allocated(context.device) + moment_bytes
     capacity = get_memory_capacity(context.device)
     return PreflightCheck(
