@@ -56,7 +56,7 @@ class ColumnCache(TransformersCache):
         return torch.ones(n_rows, self._n_columns, dtype=torch.bool) if self._mask is None else self._mask
 
     def check_positions(self, positions: Tensor, mask: Tensor | None) -> None:
-        """Raise ValueError unless positions [B, n] or [1, n] of new columns continue those of the cached tokens.
+        """Raise ValueError unless positions [B, n] or [1, n] of new columns continue the positions of cached tokens.
 
         The positions count up by one in each row, as `build_layout` checks. mask: [B, n], None without padding.
         """

@@ -386,7 +386,7 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
     ) -> NSALabOutput | tuple[Any, ...]:
         """Return logits [B, T, V] of input_ids int64 [B, T], and the loss for `labels`. Logits of padding are undefined.
 
-        attention_mask: [B, T] or longer; the last T columns are used. 1 for a token, 0 for padding, which takes no position.
+        attention_mask: [B, T] or longer; the last T columns are used. 1 for a token, 0 for padding, which has no position.
         position_ids: in a single row without padding or cache, positions that restart at 0 separate documents, as
             `DataCollatorWithFlattening` packs them; each document is computed as if alone. None: one text per row.
         others, by name only: cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k and seq_idx are accepted with
