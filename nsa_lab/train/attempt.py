@@ -131,7 +131,7 @@ class _Attempt:
                 code = self._train_and_record_end()
             finally:
                 self.recorder.close()
-                # All ranks stop, halt and end at the same step. An error may be that of one rank.
+                # All ranks stop, halt and end at the same step. One rank can fail without the others.
                 self.world.destroy_process_group(is_alone=code in (directory.EXIT_USAGE, directory.EXIT_BUG))
         return code
 

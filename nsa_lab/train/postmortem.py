@@ -26,7 +26,7 @@ from nsa_lab.train.validation import compute_branch_statistics, compute_norms_by
 def collect_postmortem(context: TrainContext, finding: Finding, weights_step: int) -> dict[str, Any]:
     """Return data, micro-batch losses, norms and layer statistics of the step of `finding`, as JSON values.
 
-    If several ranks share each sequence, losses and gradients are those of this rank's tokens. Collective.
+    If several ranks share each sequence, losses and gradients belong to the tokens of this rank. Collective.
     `weights_step`: the number of steps that the current weights have completed.
     """
     index = max(finding.step - 1, 0)
