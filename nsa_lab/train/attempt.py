@@ -186,6 +186,8 @@ class _Attempt:
             with self.recorder.phases("restore"):
                 completed_steps, spike_losses = self._resume(context)
             is_evaluated = any(event["kind"] == "eval" and event["step"] == completed_steps for event in self.events)
+            # On another host, the events that a rank has read may be older.
+            is_evaluated = bool(self.world.broadcast_from_first(float(is_evaluated), device))
             trainer = Trainer(
                 self.folder,
                 context,
