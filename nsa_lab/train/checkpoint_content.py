@@ -37,7 +37,8 @@ _STATE_TYPES: dict[str, type] = {
     **dict.fromkeys(("step", "threads", "ranks"), int),
 }
 _WEIGHT_TYPE = "F32"  # of the weights that are trained, at every precision
-_NONNEGATIVE = ("exp_avg_sq", "step")  # of the optimizer's state
+_MOMENT_NAMES = ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"})  # of AdamW and Muon
+_NONNEGATIVE = ("exp_avg_sq", "step")
 _FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -112,28 +113,36 @@ def _check_probe(path: Path) -> None:
     header = _read_header(path)
     if list(header) != ["logits"] or header["logits"][0] not in _FLOAT_TYPES:
         raise ContentError(f"expected logits, got {', '.join(header) or 'nothing'}")
+    if problem := find_nonfinite_weights(path):
+        raise ContentError(problem)
 
 
 def _check_optimizer(path: Path) -> None:
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     _check_rng(_get_mapping(content, "rng"))
     shapes = {name: shape for name, (_, shape) in _read_header(path.with_name(MODEL)).items()}
-    for name, moments in _get_mapping(content, "moments").items():
-        for key, moment in _get_mapping(content["moments"], name).items():
+    n_steps, all_moments = parse_step(path.parent), _get_mapping(content, "moments")
+    if n_steps and not all_moments:
+        raise ContentError(f"moments: expected those of {n_steps} steps, got none")
+    for name, moments in all_moments.items():
+        for key, moment in _get_mapping(all_moments, name).items():
             # Names that the weights do not have are those of another model, which `describe_mismatch` explains.
-            if (
-                not isinstance(moment, Tensor)
-                or not moment.is_floating_point()
-                or (moment.ndim and list(moment.shape) != shapes.get(name, [*moment.shape]))
-            ):
-                raise ContentError(f"{name}.{key}: expected a moment of shape {shapes.get(name)}, got {moment!r:.60}")
+            shape = [] if key == "step" else shapes.get(name)
+            if not isinstance(moment, Tensor) or (shape is not None and list(moment.shape) != shape):
+                raise ContentError(f"{name}.{key}: expected a moment of shape {shape}, got {moment!r:.60}")
             _check_values(f"{name}.{key}", moment)
-        if not moments:
-            raise ContentError(f"{name} has no moments")
+            if key == "step" and moment > n_steps:
+                raise ContentError(f"{name}.step: expected at most {n_steps} steps, got {float(moment):g}")
+        if set(moments) not in _MOMENT_NAMES:
+            raise ContentError(f"{name}: expected the moments of AdamW or Muon, got {', '.join(moments) or 'none'}")
 
 
 def _check_values(name: str, tensor: Tensor) -> None:
-    """Raise `ContentError` for values that training never has: NaN, infinite, or a negative second moment or step."""
+    """Raise `ContentError` for values that training never has: half precision, NaN, infinity, or a negative second moment
+    or step.
+    """
+    if tensor.dtype != torch.float32:
+        raise ContentError(f"{name}: expected torch.float32, got {tensor.dtype}")
     if n_nonfinite := int(tensor.isfinite().logical_not().sum()):
         raise ContentError(describe_nonfinite(name, n_nonfinite, tensor.numel()))
     if name.rpartition(".")[2] in _NONNEGATIVE and (n_negative := int((tensor < 0).sum())):

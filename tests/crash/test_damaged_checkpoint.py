@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from looping import looped
+from safetensors.torch import load_file, save_file
 
 from nsa_lab.config import RunConfig
 from nsa_lab.runs import directory, events, lifecycle
@@ -162,6 +163,21 @@ def set_moment(kind: str, value: float) -> Callable[[Path], None]:
     return edit
 
 
+def edit_moments(change: Callable[[dict[str, Any], dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Return an edit of all moments and of those of the first weight."""
+
+    def edit(folder: Path) -> None:
+        content = torch.load(folder / OPTIMIZER, weights_only=True)
+        change(content["moments"], next(iter(content["moments"].values())))
+        torch.save(content, folder / OPTIMIZER)
+
+    return edit
+
+
+def spoil_probe(folder: Path) -> None:
+    save_file({"logits": load_file(folder / "probe.safetensors")["logits"] * math.nan}, folder / "probe.safetensors")
+
+
 def save_optimizer(content: Any) -> Callable[[Path], None]:
     return lambda folder: torch.save(content, folder / OPTIMIZER)
 
@@ -192,6 +208,15 @@ SIGNED: dict[str, tuple[Callable[[Path], None], str]] = {
     "second moment of infinity": (set_moment("exp_avg_sq", math.inf), "exp_avg_sq: 1 of "),
     "negative second moment": (set_moment("exp_avg_sq", -1.0), "are negative"),
     "negative count of steps": (set_moment("step", -6.0), "step: 1 of 1 values are negative"),
+    "more steps than were trained": (set_moment("step", 7.0), "step: expected at most 6 steps, got 7"),
+    "no moments": (edit_moments(lambda every, _: every.clear()), "moments: expected those of 6 steps, got none"),
+    "no second moment": (edit_moments(lambda _, first: first.pop("exp_avg_sq")), "expected the moments of AdamW or Muon"),
+    "one moment for all weights": (
+        edit_moments(lambda _, first: first.update(exp_avg=torch.zeros(()))),
+        "exp_avg: expected a moment of shape [",
+    ),
+    "half precision": (edit_moments(lambda _, first: first.update(exp_avg=first["exp_avg"].half())), "got torch.float16"),
+    "probe of NaN": (spoil_probe, "logits: 8,192 of 8,192 values are NaN or infinite"),
     "truncated weights": (truncate(MODEL, 0.7), MODEL),
     "probe of nothing": (write("probe.safetensors", b""), "probe.safetensors"),
 }

@@ -123,6 +123,8 @@ def test_cache_is_accepted_under_both_names_only(model: hf.NSALabForCausalLM) ->
         torch.testing.assert_close(model(tokens[:, 7:], **{name: cache}).logits, whole[:, 7:])
     with pytest.raises(TypeError, match="are the same argument"):
         model(tokens, cache=cache, past_key_values=cache)
+    with pytest.raises(ValueError, match="expected a cache of this model, got that of another one"):
+        make_model()(tokens, cache=cache)
     with pytest.raises(TypeError, match=r"got memory=; install a tested version of transformers"):
         model(tokens, memory=cache)
 
@@ -203,6 +205,15 @@ def test_packed_documents_equal_single_documents(model: hf.NSALabForCausalLM) ->
             {"input_ids": torch.ones(1, 0, dtype=torch.int64)},
             "input_ids: expected .* begin an empty text with the separator",
         ),
+        ({"attention_mask": [[1, 1, 1]]}, r"attention_mask: expected a tensor \[B, T\], got a list"),
+        ({"position_ids": [[0, 1, 2]]}, r"position_ids: expected a tensor \[B, T\], got a list"),
+        (
+            {"labels": torch.ones(1, 2, dtype=torch.int64)},
+            r"labels: expected int64 \[B, T\], \(1, 3\), got torch.int64 \(1, 2\)",
+        ),
+        ({"labels": torch.ones(1, 3)}, "labels: expected int64 .* got torch.float32"),
+        ({"shift_labels": torch.ones(3, dtype=torch.int64)}, "shift_labels: expected int64"),
+        ({"logits_to_keep": -3}, "logits_to_keep = -3: expected a number of columns"),
         ({"attention_mask": torch.zeros(1, 3), "use_cache": True}, "attention_mask: expected a token in at least one row"),
     ],
 )
@@ -231,6 +242,9 @@ def test_arguments_that_contradict_the_architecture_are_rejected(tmp_path: Path)
     ):
         with pytest.raises(ValueError, match=re.escape(f"NSALabConfig: {name}= is no setting; the nearest is {nearest}")):
             hf.NSALabConfig(architecture, **{name: 1})
+    for wrong in (-4, 0, 2.5, True):
+        with pytest.raises(ValueError, match=f"max_position_embeddings = {wrong}: expected an integer of at least 1"):
+            hf.NSALabConfig(architecture, max_position_embeddings=wrong)
     # Names that transformers and other packages pass.
     options = transformers.PreTrainedConfig().to_dict() | vars(transformers.GenerationConfig())
     names = ("num_labels", "pruned_heads", "sep_token_id", "torch_dtype", "rope_scaling", "hidden_act", "my_note")
@@ -728,8 +742,8 @@ def test_positions_continue_the_cached_tokens() -> None:
         model(tokens[:, :1], cache=cache)
         model(tokens[:, :2], position_ids=right + torch.tensor([[2, 3]]), cache=cache)
         wrong = right + torch.tensor([[4], [5]])
-        message = f"position_ids: expected {right[1, 0] + 4} for the first new token of row 1, after cached tokens, got {wrong[1, 0]}; omit"
-        with pytest.raises(ValueError, match=message):
+        row = f"{right[1, 0] + 4} for the first new token of row 1, after cached tokens, got {wrong[1, 0]}"
+        with pytest.raises(ValueError, match=f"position_ids: expected {row}; omit"):
             model(tokens[:, :1], position_ids=wrong, cache=cache)
 
 

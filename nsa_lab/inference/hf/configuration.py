@@ -73,6 +73,11 @@ class NSALabConfig(SavedWithImport, PreTrainedConfig):
         for name, value in sizes.items():
             setattr(self, name, value)
         if max_position_embeddings is not None:
+            if type(max_position_embeddings) is not int or max_position_embeddings < 1:
+                raise ValueError(
+                    f"NSALabConfig: max_position_embeddings = {max_position_embeddings!r}: expected an integer of at "
+                    "least 1, or None if the trained length is unknown"
+                )
             self.max_position_embeddings = max_position_embeddings
         self.use_cache = use_cache
         self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id

@@ -18,6 +18,8 @@ def slice_mask(mask: Tensor, n_rows: int, n_columns: int) -> Tensor | None:
 
     Traced by torch.export or torch.compile, which must not read values, the mask is returned unchecked.
     """
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"attention_mask: expected a tensor [B, T], got a {type(mask).__name__}")
     if mask.ndim != 2 or mask.shape[0] != n_rows or mask.shape[1] < n_columns:
         raise ValueError(
             f"attention_mask: expected [B, T] as input_ids {(n_rows, n_columns)}, or longer by the cached tokens, got "
@@ -46,6 +48,8 @@ def build_layout(inputs: Tensor, mask: Tensor | None, use_cache: bool, arguments
             raise ValueError(f"{other[0]}: not supported alone; separate documents with position_ids= that restart at 0")
         return None
     n_rows, n_columns = inputs.shape[:2]
+    if not isinstance(positions, Tensor):
+        raise ValueError(f"position_ids: expected a tensor [B, T], got a {type(positions).__name__}")
     if positions.ndim != 2 or positions.shape[0] not in (1, n_rows) or positions.shape[1] != n_columns:
         raise ValueError(
             f"position_ids: expected the shape of input_ids, {(n_rows, n_columns)}, got {tuple(positions.shape)}"

@@ -276,7 +276,9 @@ class NSALabModel(SavedWithImport, PreTrainedModel):
             )
 
     def _get_cache(self, *caches: NSALabCache | None) -> NSALabCache | None:
-        """Return the cache that was passed, or None. Raises TypeError for two of them and for one of another class."""
+        """Return the cache that was passed, or None. Raises TypeError for two of them and for one of another class,
+        ValueError for that of another model.
+        """
         given = [cache for cache in caches if cache is not None]
         if len(given) == 2:
             raise TypeError(
@@ -287,6 +289,11 @@ class NSALabModel(SavedWithImport, PreTrainedModel):
                 f"{type(self).__name__}.forward: expected an NSALabCache, got {type(given[0]).__name__}; "
                 "omit it in the first call with use_cache=True, which returns one (prefix tuning, whose keys and values "
                 "belong to no branch, is not supported: use prompt tuning)"
+            )
+        if given and given[0]._model is not self.model:
+            raise ValueError(
+                f"{type(self).__name__}.forward: expected a cache of this model, got that of another one; omit it in the "
+                "first call with use_cache=True, which returns one"
             )
         return given[0] if given else None
 
@@ -405,14 +412,19 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
         logits_to_keep: number of columns at the end (0: all), or an index of columns.
         output_hidden_states, return_dict: None: as in the configuration.
 
-        Raises ValueError for other masks and positions, and for both kinds of input; TypeError for both cache names at
-        once, a cache of another class and unknown keywords; NotImplementedError for attention weights as outputs.
+        Raises ValueError for other masks, positions and labels, for both kinds of input, and for another model's cache;
+        TypeError for both cache names at once, a cache of another class and unknown keywords; NotImplementedError for
+        attention weights as outputs.
         """
         # Not a parameter: a Trainer takes every parameter whose name contains "label" for a column of its data.
         shift_labels = others.pop("shift_labels", None)
         has_labels = labels is not None or shift_labels is not None
         if isinstance(logits_to_keep, Tensor):
             columns = logits_to_keep
+        elif logits_to_keep < 0:
+            raise ValueError(
+                f"logits_to_keep = {logits_to_keep}: expected a number of columns, 0 for all, or their indices"
+            )
         else:
             columns = slice(-logits_to_keep, None) if logits_to_keep else None
         outputs = self._run(
@@ -426,6 +438,11 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
         )
         logits, loss, aux_loss = outputs.result, None, self._selection_loss
         if has_labels:
+            for name, given in (("labels", labels), ("shift_labels", shift_labels)):
+                if given is not None and (given.shape != logits.shape[:2] or given.dtype != torch.int64):
+                    raise ValueError(
+                        f"{name}: expected int64 [B, T], {tuple(logits.shape[:2])}, got {given.dtype} {tuple(given.shape)}"
+                    )
             if shift_labels is None:
                 shift_labels = pad(cast(Tensor, labels)[:, 1:], (0, 1), value=IGNORED_LABEL)
             if attention_mask is not None:
