@@ -6,6 +6,7 @@ Every rank computes each case alone, and its share of it with the others, in flo
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -222,6 +223,7 @@ def main(store: str, rank: int, n_ranks: int, model: str | None = None) -> None:
     for name, text, batch in cases if model is None else cases[:2]:
         check_case(name, text, batch, rank, n_ranks, ("torch",) if model else ("torch", "reference"))
     distributed.destroy_process_group()
+    gc.collect()  # see World.destroy_process_group
 
 
 if __name__ == "__main__":
