@@ -91,6 +91,8 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(section: str, key: st
         ({"nsa": {"l": 24}}, ["nsa.l = 24", "nsa.d = 16", "nsa.l = 16 or 32"]),
         ({"nsa": {"l_sel": 40}}, ["nsa.l_sel = 40", "32 or 48"]),
         ({"nsa": {"d": 0}}, ["nsa.d = 0", "greater than or equal to 1"]),
+        ({"runtime": {"heartbeat_s": 1e30}}, ["runtime.heartbeat_s = 1e+30", "less than or equal to 86400"]),
+        ({"runtime": {"heartbeat_s": 1e-300}}, ["runtime.heartbeat_s = 1e-300", "greater than or equal to 0.001"]),
         ({"nsa": {"n_sel": 2}}, ["nsa.n_sel = 2", "n_sel >= 3"]),
         ({"nsa": {"w": 0}}, ["nsa.w = 0"]),
         ({"nsa": {"phi": "max"}}, ["nsa.phi = 'max'", "avg", "linear", "mlp"]),

@@ -38,7 +38,7 @@ class RuntimeConfig(Section):
         le=MAX_SIZE,
         description="ranks that share each sequence; more where the ranks cannot share the sequences of a step otherwise",
     )
-    heartbeat_s: float = Field(default=10.0, gt=0, description="seconds between heartbeat events")
+    heartbeat_s: float = Field(default=10.0, ge=0.001, le=86_400, description="seconds between heartbeat events")
     profile: Literal["smoke", "production"] = Field(
         default="smoke", description="production: preflight rejects toy models, save_every 0 and synthetic data"
     )

@@ -48,7 +48,7 @@ def generate(
     vocab_size = model.config.vocab_size
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens = {max_new_tokens!r}: expected an integer >= 1")
-    if seed is not None and not (isinstance(seed, int) and -(2**63) <= seed < 2**63):
+    if seed is not None and not (type(seed) is int and -(2**63) <= seed < 2**63):
         raise ValueError(f"seed = {seed!r}: expected a 64-bit integer, or None for torch's global generator")
     if stream is not None and not callable(stream):
         raise ValueError(f"stream: expected a function of a prompt index and a token, got {type(stream).__name__}")
@@ -153,7 +153,13 @@ def _encode_prompt(prompt: Tensor | str, index: int, vocab_size: int) -> Tensor:
                 f"prompts[{index}]: text needs a model with 256 tokens (bytes), and this model has {vocab_size}; "
                 "encode it with the run's tokenizer (nsa_lab.data.load_tokenizer) and give int64 tokens"
             )
-        prompt = torch.tensor(list(prompt.encode("utf-8")), dtype=torch.int64)
+        try:
+            prompt = torch.tensor(list(prompt.encode("utf-8")), dtype=torch.int64)
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"prompts[{index}]: expected text that UTF-8 can encode, got {error.object[error.start]!r} at position "
+                f"{error.start}; remove it, or give bytes as int64 tokens"
+            ) from None
     if not isinstance(prompt, Tensor):
         raise ValueError(f"prompts[{index}]: expected an int64 tensor [T] or text, got {type(prompt).__name__}")
     if prompt.dtype != torch.int64 or prompt.ndim != 1:

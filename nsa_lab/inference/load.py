@@ -38,16 +38,18 @@ def load_model(
     config.yaml, or its weights do not match the model or are not finite; `ConfigError` for an invalid config.yaml, dtype
     or device; `MissingPackage` without the packages of nsa-lab[train].
     """
-    _check_device_and_dtype(device, dtype)
+    device = _check_device_and_dtype(device, dtype)
     require("safetensors")
     folder = _resolve_checkpoint(path)
     problems = checkpoint_files.find_problems(folder)
     if problems:
         remedy = (
-            "install nsa-lab again" if resolve.is_packaged_model(folder.parents[1]) else "use another checkpoint of the run"
+            "install nsa-lab again"
+            if resolve.is_packaged_model(folder.parent.parent)
+            else "use another checkpoint of the run"
         )
         raise NoCheckpoint(f"{folder}: {', '.join(problems)}; {remedy}")
-    config = RunConfig.from_yaml(folder.parents[1] / directory.CONFIG)
+    config = RunConfig.from_yaml(folder.parent.parent / directory.CONFIG)
     _check_config(folder, config)
     model_config = config.model_at(checkpoint_files.parse_step(folder))
     model = NSATransformer(model_config, backend=backend, device=device, dtype=dtype, seed=0)
@@ -81,12 +83,12 @@ def _check_config(folder: Path, config: RunConfig) -> None:
     differences = list_changed_settings(trajectory, config) if isinstance(trajectory, dict) else ["settings not recorded"]
     if differences:
         raise NoCheckpoint(
-            f"{folder.parents[1] / directory.CONFIG}: expected the configuration of the checkpoint {folder.name} with hash "
-            f"{recorded}, got {config.hash()} ({'; '.join(differences)}); restore the file"
+            f"{folder.parent.parent / directory.CONFIG}: expected the configuration of the checkpoint {folder.name} with "
+            f"hash {recorded}, got {config.hash()} ({'; '.join(differences)}); restore the file"
         )
 
 
-def _read_weights(folder: Path, device: torch.device | str) -> dict[str, Tensor]:
+def _read_weights(folder: Path, device: torch.device) -> dict[str, Tensor]:
     """Return the weights of a checkpoint by name; of a sharded one, those that all ranks wrote."""
     if (folder / WEIGHTS).is_file():
         from safetensors import SafetensorError
@@ -104,23 +106,30 @@ def _read_weights(folder: Path, device: torch.device | str) -> dict[str, Tensor]
         raise NoCheckpoint(str(error)) from error
 
 
-def _check_device_and_dtype(device: torch.device | str, dtype: torch.dtype) -> None:
+def _check_device_and_dtype(device: torch.device | str, dtype: torch.dtype) -> torch.device:
+    """Return the device of the weights. Raises `ConfigError` for a device or dtype that cannot compute."""
     if dtype not in SUPPORTED_DTYPES:
         supported = ", ".join(map(str, SUPPORTED_DTYPES))
         raise ConfigError(f"load_model: dtype = {dtype!r}: expected one of {supported}, for example dtype=torch.bfloat16")
     try:
-        device_type = torch.device(device).type
-    except RuntimeError:
+        parsed = torch.device(device)
+    except (RuntimeError, TypeError):
         raise ConfigError(f"load_model: device = {device!r}: expected a torch device, for example cpu or cuda") from None
-    if device_type == "cuda" and not torch.cuda.is_available():
+    if parsed.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"load_model: device = '{device}': torch finds no CUDA device; use cpu, or install a CUDA build")
+    try:
+        torch.zeros(1, device=parsed).item()
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"load_model: device = '{device}': torch cannot compute on it ({reason}); use cpu") from None
+    return torch.device("cpu") if parsed.type == "cpu" else parsed  # which all libraries accept, without an index
 
 
 def _resolve_checkpoint(path: str | Path) -> Path:
     folder = next((candidate for candidate in (Path(path), resolve.MODELS_DIR / path) if os.path.isdir(candidate)), None)
     if folder is None:
         raise NoCheckpoint(
-            f"{Path(path).resolve()}: no such folder; give a run directory, a folder in its {directory.CHECKPOINTS}/, or "
+            f"{Path(path).absolute()}: no such folder; give a run directory, a folder in its {directory.CHECKPOINTS}/, or "
             f"the name of a model; {resolve.describe_models()}; {resolve.describe_runs(resolve.get_outputs_dir())}"
         )
     return find_checkpoint(folder) if (folder / directory.CONFIG).is_file() else folder.resolve()

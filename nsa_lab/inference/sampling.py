@@ -26,13 +26,13 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.temperature, int | float) and 0 <= self.temperature < math.inf):
+        if not (_is_number(self.temperature) and 0 <= self.temperature < math.inf):
             raise ValueError(
                 f"temperature = {self.temperature!r}: expected a finite number >= 0 (0: the most likely token)"
             )
         if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
             raise ValueError(f"top_k = {self.top_k!r}: expected an integer >= 1, or None for all tokens")
-        if self.top_p is not None and not (isinstance(self.top_p, int | float) and 0 < self.top_p <= 1):
+        if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise ValueError(f"top_p = {self.top_p!r}: expected a probability in (0, 1], or None for all tokens")
 
     def sample(self, logits: Tensor, generator: torch.Generator) -> int:
@@ -53,6 +53,10 @@ class Sampling:
         if self.top_p is not None and self.top_p < 1:
             p = _apply_top_p(p, self.top_p)
         return p
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _apply_top_p(p: Tensor, top_p: float) -> Tensor:

@@ -233,6 +233,10 @@ def test_stop_text_matches_only_in_full() -> None:
         ({"stop": 256}, r"stop = 256: expected a token in 0..255"),
         ({"stop": ["\n", ""]}, "stop = '': expected at least one character"),
         ({"stop": [1.5]}, "stop: expected a token id, a text or bytes, or a list of these, got float"),
+        ({"prompts": ["a", "b\ud800"]}, r"prompts\[1\]: expected text that UTF-8 can encode, got '\\ud800' at position 1"),
+        ({"temperature": True}, "temperature = True: expected a finite number"),
+        ({"top_p": True}, "top_p = True: expected a probability"),
+        ({"seed": True}, "seed = True: expected a 64-bit integer"),
     ],
 )
 def test_invalid_arguments_are_rejected_before_sampling(byte_model: NSATransformer, arguments: dict, message: str) -> None:

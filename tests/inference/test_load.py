@@ -73,6 +73,9 @@ def test_load_errors_name_the_remedy(tmp_path: Path) -> None:
         load_model(folder)
     with pytest.raises(NoCheckpoint, match="no such folder; give a run directory"):
         load_model(tmp_path / "nowhere")
+    for path, words in (("/", "MANIFEST.json is missing"), ("\x00", "no such folder"), ("/dev/zero", "no such folder")):
+        with pytest.raises(NoCheckpoint, match=words):
+            load_model(path)
 
 
 def test_invalid_dtype_and_device_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,10 +84,13 @@ def test_invalid_dtype_and_device_are_rejected(monkeypatch: pytest.MonkeyPatch) 
         ({"dtype": "bfloat16"}, "dtype = 'bfloat16': expected one of torch.float64, .*, for example dtype=torch.bfloat16"),
         ({"dtype": torch.int8}, "dtype = torch.int8: expected one of"),
         ({"device": "gpu"}, "device = 'gpu': expected a torch device"),
+        ({"device": None}, "device = None: expected a torch device"),
+        ({"device": "meta"}, "device = 'meta': torch cannot compute on it .*; use cpu"),
         ({"device": "cuda:1"}, "device = 'cuda:1': torch finds no CUDA device; use cpu"),
     ):
         with pytest.raises(ConfigError, match=words):
             load_model("needle-8m", **place)
+    assert load_model("needle-8m", device="cpu:7").head.weight.device == torch.device("cpu")
 
 
 def test_weights_with_other_names_are_rejected(tmp_path: Path) -> None:
