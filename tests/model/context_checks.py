@@ -6,11 +6,11 @@ Every rank computes each case alone, and its share of it with the others, in flo
 from __future__ import annotations
 
 import copy
-import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from nsa_lab.attention import Span
 from nsa_lab.attention.context_parallel import ContextShard
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.model import NSATransformer, SparseAttention
+from nsa_lab.train.distributed import World
 
 TOLERANCE = 1e-12
 NSA: dict[str, Any] = {"l": 8, "d": 4, "l_sel": 8, "n_sel": 4, "w": 13, "phi": "mlp"}
@@ -118,12 +119,14 @@ def draw(model: NSATransformer, batch: int, text: Span) -> tuple[Tensor, Tensor]
     return tokens, torch.randn(batch, text.n_queries, model.config.vocab_size, dtype=torch.float64)
 
 
-def check_case(name: str, text: Span, batch: int, rank: int, n_ranks: int, backends: tuple[str, ...]) -> None:
+def check_case(
+    name: str, text: Span, batch: int, rank: int, n_ranks: int, backends: tuple[str, ...], device: torch.device
+) -> None:
     for backend in backends:
         if MODELS[name][0].get("attention") == "dense" and backend == "reference":
             continue
-        model = make_model(name, backend)
-        tokens, weights = draw(model, batch, text)
+        model = make_model(name, backend).to(device)
+        tokens, weights = (x.to(device) for x in draw(model, batch, text))
         expected, expected_gradients = compute(model, tokens, text, weights)
         shard = ContextShard(text, rank, n_ranks, distributed.group.WORLD)
         logits, gradients = compute(model, shard.take(tokens), shard, shard.take(weights))
@@ -137,12 +140,12 @@ def compare(what: str, actual: Tensor, expected: Tensor) -> None:
     assert error <= TOLERANCE, f"{what}: relative error {error:.3g}"
 
 
-def check_gradient_sum(group: Any, rank: int, n_ranks: int) -> None:
+def check_gradient_sum(group: Any, rank: int, n_ranks: int, device: torch.device | None = None) -> None:
     """The gradient of gathered rows in bfloat16 is the sum over the ranks, rounded once."""
     generator = torch.Generator().manual_seed(0)
     shard = ContextShard(Span.full(61), rank, n_ranks, group)
-    gradients = torch.randn(n_ranks, 2, 61, 5, generator=generator).bfloat16()
-    own = torch.zeros(2, shard.n_queries, 5, dtype=torch.bfloat16, requires_grad=True)
+    gradients = torch.randn(n_ranks, 2, 61, 5, generator=generator).bfloat16().to(device)
+    own = torch.zeros(2, shard.n_queries, 5, dtype=torch.bfloat16, device=device, requires_grad=True)
     (gradient,) = torch.autograd.grad(shard.gather(own), own, gradients[rank])
     assert torch.equal(gradient, shard.take(gradients.double().sum(0).bfloat16()))
 
@@ -216,14 +219,18 @@ def compare_threads(name: str, text: Span, batch: int, n_ranks: int) -> None:
 
 def main(store: str, rank: int, n_ranks: int, model: str | None = None) -> None:
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", store=distributed.FileStore(store, n_ranks), rank=rank, world_size=n_ranks)
-    check_gradient_sum(distributed.group.WORLD, rank, n_ranks)
+    use_gpus = torch.cuda.device_count() >= n_ranks
+    device = torch.device("cuda", rank) if use_gpus else torch.device("cpu")
+    if use_gpus:
+        torch.cuda.set_device(device)
+    world = World(rank, n_ranks, rank, n_ranks, Path(store))
+    world.init_process_group(device)
+    check_gradient_sum(distributed.group.WORLD, rank, n_ranks, device)
     cases = [case for case in list_cases(n_ranks) if model in (None, case[0])]
     # With one model, a full text and a packed one are enough.
     for name, text, batch in cases if model is None else cases[:2]:
-        check_case(name, text, batch, rank, n_ranks, ("torch",) if model else ("torch", "reference"))
-    distributed.destroy_process_group()
-    gc.collect()  # see World.destroy_process_group
+        check_case(name, text, batch, rank, n_ranks, ("torch",) if model else ("torch", "reference"), device)
+    world.destroy_process_group()
 
 
 if __name__ == "__main__":
