@@ -212,7 +212,7 @@ def check_shared_preflight(world: World, folder: str) -> None:
     loss = torch.tensor(float(diagnosis["micro_batch_losses"][0])) / world.size
     expected = float(collect_postmortem(single, Finding("test", 1, 0.0, 0.0, "halt", ""), 0)["micro_batch_losses"][0])
     assert world.all_reduce(loss).item() == pytest.approx(expected, abs=0.02), "ranks have one token more or less"
-    # What reaches the tokens before it, or other documents, is found on every rank.
+    # Every rank finds that a token reaches earlier ones and other documents.
     context.model.blocks[0].mlp.register_forward_hook(lambda module, inputs, output: output + 1e-3 * output.mean(1, True))
     assert not check_causality(context).ok and not check_documents(context).ok
 
