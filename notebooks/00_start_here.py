@@ -36,7 +36,8 @@
 # * **Learner:** [01][1] and [02][2] build NSA from scratch. [07][7] shows tiny models that learn to find facts, and
 #   [08][8] what NSA saves during generation.
 # * **Engineer:** [03][3] shows what the kernels guarantee and how fast they are. [04][4] is a first training run, and
-#   [08][8] is cached decoding. To use the layer, read [NSA in your own model](../docs/tutorials/nsa_in_your_model.md).
+#   [08][8] is cached decoding. To use the layer, read [NSA in your own model](../docs/tutorials/nsa_in_your_model.md);
+#   to convert a model that you have, read [10][10].
 # * **Researcher:** [09][9] has the results on long texts, over three seeds. [07][7] has the ablations, and [06][6] the
 #   checks of a training run, each of which can fail.
 #
@@ -53,6 +54,7 @@
 # | [07_does_selection_find][7] | does the selection find facts? tiny models | 25 minutes | a few minutes |
 # | [08_decoding][8] | what a decoding step reads, and its speed | 15 minutes | a few minutes |
 # | [09_long_texts][9] | results at 65,536 bytes, and a model to try | 20 minutes | ten minutes |
+# | [10_convert][10] | a dense model becomes a sparse one | 10 minutes | two minutes |
 #
 # **Parameters.** Each notebook starts with a cell of parameters. Change the values there, then select *Run → Run All
 # Cells*. The outputs in the repository were made with the values shown, on a CPU; those of 05 show the record of a run on
@@ -77,6 +79,7 @@
 # [7]: 07_does_selection_find.ipynb
 # [8]: 08_decoding.ipynb
 # [9]: 09_long_texts.ipynb
+# [10]: 10_convert.ipynb
 
 # %%
 # %load_ext nsa_lab.workbook

@@ -48,6 +48,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
         "reference": "production_50k_dense-20261121",
         "sample_tokens": 100,
     },
+    "10_convert": {"outputs": NEW_RUNS},
 }
 # Pictures of other pages: file in docs/pictures, and the notebook and start of the alt text of the figure.
 PICTURES = {

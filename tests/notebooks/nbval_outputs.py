@@ -29,6 +29,7 @@ TEXTS = {
     ),
     "08_decoding": ("1,500 tokens in 101 chunks: ", "4,096 tokens of context, dense", "of 6 correct"),
     "09_long_texts": ("2 texts of 2,048 bytes", "chosen blocks     │", "no selected branch│"),
+    "10_convert": ("converted loss", "16 blocks of 64 tokens, 8 selected: the logits are different", "generated 8"),
 }
 
 outputs_by_notebook: dict[str, list[Any]] = {}
