@@ -150,6 +150,7 @@ def evaluate(
     blocks: Annotated[
         list[int] | None,
         typer.Option(
+            min=1,
             metavar="N",
             help="Converted models: compare N selected blocks with dense attention, in conversion.json (repeatable)",
         ),

@@ -23,7 +23,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from nsa_lab.config import ConfigError, NSAConfig
 from nsa_lab.convert.models import ConvertedModel, sparsify
 from nsa_lab.convert.settings import ConversionSettings
-from nsa_lab.runs.atomic_io import write_bytes, write_text
+from nsa_lab.runs.atomic_io import open_regular, write_bytes, write_text
+from nsa_lab.runs.finite_weights import describe_nonfinite
 from nsa_lab.runs.resolve import ADAPTER_INFO
 
 WEIGHTS, INFO = "adapter.safetensors", ADAPTER_INFO
@@ -142,7 +143,8 @@ def read_adapter_info(folder: str | Path) -> AdapterInfo:
 def _read_weights(folder: Path, info: AdapterInfo) -> dict[str, Tensor]:
     path = folder / WEIGHTS
     try:
-        data = path.read_bytes()
+        with open_regular(path) as file:
+            data = file.read()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; download or save the adapter again") from None
     if hashlib.sha256(data).hexdigest() != info.sha256:
@@ -151,9 +153,13 @@ def _read_weights(folder: Path, info: AdapterInfo) -> dict[str, Tensor]:
             "the adapter again"
         )
     try:
-        return load(data)
+        weights = load(data)
     except SafetensorError as error:
         raise ConfigError(f"{path}: {error}; download or save the adapter again") from None
+    for name, weight in weights.items():
+        if problem := describe_nonfinite(name, weight):
+            raise ConfigError(f"{path}: {problem}; download or save the adapter again")
+    return weights
 
 
 def _get_settings(model: Any) -> ConversionSettings:

@@ -65,8 +65,7 @@ def load_model(
     model = model.to(dtype).eval()
     for name, weight in model.state_dict().items():
         # Also finite weights that are too large for `dtype`.
-        if n_nonfinite := int(weight.isfinite().logical_not().sum()):
-            problem = describe_nonfinite(name, n_nonfinite, weight.numel())
+        if problem := describe_nonfinite(name, weight):
             raise NoCheckpoint(f"{folder}: {problem} in {dtype}; use an earlier checkpoint of the run, or another dtype")
     return model
 

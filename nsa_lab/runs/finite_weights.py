@@ -1,9 +1,10 @@
-"""Find weights that are NaN or infinite in a .safetensors file, without torch."""
+"""Find weights that are NaN or infinite, also in a .safetensors file without torch."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +21,10 @@ _EXPONENTS = {
 }
 
 
-def describe_nonfinite(name: str, n_nonfinite: int, n_values: int) -> str:
-    """Return the problem of a tensor with values that are not finite."""
-    return f"{name}: {n_nonfinite:,} of {n_values:,} values are NaN or infinite"
+def describe_nonfinite(name: str, tensor: Any) -> str | None:
+    """Return the problem of a torch tensor with NaN or infinite values; None without one."""
+    n_nonfinite = int(tensor.isfinite().logical_not().sum())
+    return _format_problem(name, n_nonfinite, tensor.numel()) if n_nonfinite else None
 
 
 def find_nonfinite_weights(path: Path) -> str | None:
@@ -46,5 +48,9 @@ def find_nonfinite_weights(path: Path) -> str | None:
                 values = np.fromfile(file, bits, min(CHUNK_VALUES, n_values - first))
                 n_nonfinite += int(np.count_nonzero((values & exponent) == exponent))
             if n_nonfinite:
-                return describe_nonfinite(name, n_nonfinite, n_values)
+                return _format_problem(name, n_nonfinite, n_values)
     return None
+
+
+def _format_problem(name: str, n_nonfinite: int, n_values: int) -> str:
+    return f"{name}: {n_nonfinite:,} of {n_values:,} values are NaN or infinite"

@@ -143,8 +143,8 @@ def _check_values(name: str, tensor: Tensor) -> None:
     """
     if tensor.dtype != torch.float32:
         raise ContentError(f"{name}: expected torch.float32, got {tensor.dtype}")
-    if n_nonfinite := int(tensor.isfinite().logical_not().sum()):
-        raise ContentError(describe_nonfinite(name, n_nonfinite, tensor.numel()))
+    if problem := describe_nonfinite(name, tensor):
+        raise ContentError(problem)
     if name.rpartition(".")[2] in _NONNEGATIVE and (n_negative := int((tensor < 0).sum())):
         raise ContentError(f"{name}: {n_negative:,} of {tensor.numel():,} values are negative")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,12 @@ def test_an_adapter_of_another_model_or_with_damage_is_refused(tmp_path: Path) -
     for family, options in (("Qwen3", {}), ("Llama", {"num_hidden_layers": 2}), ("Llama", {"rope_parameters": None})):
         with pytest.raises(ConfigError, match="expected a model of the architecture of base"):
             load_adapter(make_dense(family, **options), tmp_path)
+    spoiled = make_trained()
+    with torch.no_grad():
+        next(value for name, value in spoiled.named_parameters() if "indexer" in name).view(-1)[3] = -math.inf
+    save_adapter(spoiled, tmp_path / "infinite", base_model="base")
+    with pytest.raises(ConfigError, match=r"1 of .* values are NaN or infinite; download or save the adapter again"):
+        load_adapter(make_dense(), tmp_path / "infinite")
     path = tmp_path / "adapter.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ConfigError, match="another hash"):

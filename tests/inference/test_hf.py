@@ -748,6 +748,34 @@ def test_positions_continue_the_cached_tokens() -> None:
 
 
 @pytest.mark.slow
+def test_masks_with_holes_generate_as_their_tokens() -> None:
+    """Padding before, between and after tokens, by every way to generate; each row as its tokens in a single row."""
+    model, tokens = make_model().eval(), sample_bytes(2, 14)
+    mask = torch.ones_like(tokens)
+    mask[0, :5] = mask[1, 3] = mask[1, 7:9] = 0
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 255}
+    rows = [tokens[row][mask[row].bool()][None] for row in range(2)]
+    expected = torch.cat([model.generate(row, max_new_tokens=8, **options)[:, -8:] for row in rows])
+    beams = torch.cat([model.generate(row, max_new_tokens=8, num_beams=3, **options)[:, -8:] for row in rows])
+    inputs = {"attention_mask": mask, "max_new_tokens": 8, **options}
+    assert torch.equal(model.generate(tokens, num_beams=3, **inputs)[:, -8:], beams)
+    embeddings = model.get_input_embeddings()(tokens)
+    for how in ({}, {"use_cache": False}, {"prefill_chunk_size": 5}, {"position_ids": mask.cumsum(1) - 1}):
+        assert torch.equal(model.generate(tokens, **how, **inputs)[:, -8:], expected), how
+    assert torch.equal(model.generate(inputs_embeds=embeddings, **inputs), expected)
+    part = model.generate(tokens, return_dict_in_generate=True, **inputs | {"max_new_tokens": 3})
+    continued = model.generate(part.sequences, max_new_tokens=5, **{hf.CACHE_ARGUMENT: part[hf.CACHE_ARGUMENT]}, **options)
+    assert torch.equal(continued[:, -8:], expected)
+    assistant = make_model(n_layers=1).eval()
+    for row in range(2):
+        for how in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}):
+            single = inputs | {"attention_mask": mask[row : row + 1]}
+            assert torch.equal(model.generate(tokens[row : row + 1], **how, **single)[0, -8:], expected[row])
+    with pytest.raises(ValueError, match="count up by one from token to token, without a step at padding"):
+        model.generate(tokens, position_ids=torch.arange(14)[None], **inputs)
+
+
+@pytest.mark.slow
 def test_a_generated_pad_token_is_a_token_for_an_assistant() -> None:
     """`transformers` infers padding from the pad token, also in the text that an assistant continues."""
     model, prompt, options = make_model().eval(), sample_bytes(1, 9), {"max_new_tokens": 40, "do_sample": False}
