@@ -386,6 +386,15 @@ for name, options, check in (
 ):
     options = options.replace("{text_file}", "{folder}/t.txt")
     case("evaluate", name, f"evaluate needle-8m --out {{folder}}/out {options}", EVALUATE, check, {})
+CONVERSION = "nsa_lab.evaluate.conversion.evaluate_conversion"
+case(
+    "evaluate",
+    "blocks",
+    "evaluate needle-8m --out {folder}/out --blocks 16 --blocks 32",
+    CONVERSION,
+    lambda run, *, blocks, **_: blocks == [16, 32],
+    {},
+)
 DEMO = "nsa_lab.bench.demo.run_demo"
 case("demo", "seconds", "demo --seconds 9", DEMO, lambda seconds, picture: seconds == 9)
 case("demo", "picture", "demo --picture {folder}/p.png", DEMO, lambda seconds, picture: picture.name == "p.png")
@@ -458,6 +467,11 @@ BENCH: dict[str, tuple[str, list[tuple[str, str, Callable[..., bool]]]]] = {
             ("part", "--part step", lambda *_, parts, **__: parts == ("step",)),
             ("preset", "--preset {params}", lambda *_, model, **__: model is not None),
             ("shared_only", "--shared-only", lambda *_, alone, **__: not alone),
+            (
+                "gradient_checkpointing",
+                "--gradient-checkpointing",
+                lambda *_, gradient_checkpointing, **__: gradient_checkpointing,
+            ),
             ("device", "", lambda *_, device, **__: device == "cpu"),
         ],
     ),
