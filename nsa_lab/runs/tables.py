@@ -69,7 +69,7 @@ class Table:
             title=title, caption=caption, box=box.HEAVY_HEAD if self.is_boxed else None, pad_edge=self.is_boxed
         )
         for column in self._get_columns():
-            table.add_column(Text(column.name), justify=column.align, no_wrap=column.is_whole, overflow="fold")
+            table.add_column(Text(make_one_line(column.name)), justify=column.align, no_wrap=column.is_whole, overflow="fold")
         for number, row in enumerate(self.rows):
             cells = (
                 Text(make_one_line(format_cell(cell)), cell.style if isinstance(cell, Styled) else "", overflow="fold")
@@ -91,7 +91,7 @@ class Table:
         The character keeps the lines unwrapped on a page.
         """
         lines = [
-            [column.name for column in self._get_columns()],
+            [make_one_line(column.name) for column in self._get_columns()],
             *([make_one_line(format_cell(cell)) for cell in row] for row in self.rows),
         ]
         return "\n".join(f"{name:<{first_width}}│" + "".join(f"{text:>{width}}" for text in rest) for name, *rest in lines)

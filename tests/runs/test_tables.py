@@ -34,7 +34,7 @@ def test_markdown_has_one_line_per_row() -> None:
 
 def test_control_characters_in_a_value_are_shown() -> None:
     """A name with a line feed, an escape sequence or a mark that reverses the text takes one line in every form."""
-    table = Table(("run", "n"), [("a\nb\tc\r\x1b[31m\x9b2J\u202ed\u2028", 1), ("x", 2)], title="t", caption="c")
+    table = Table(("r\nun", "n"), [("a\nb\tc\r\x1b[31m\x9b2J\u202ed\u2028", 1), ("x", 2)], title="t", caption="c")
     console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
     console.print(table)
     shown, escapes = console.file.getvalue(), "a\\nb\\tc\\x0d\\x1b[31m\\x9b2J\\u202ed\\u2028"
