@@ -55,7 +55,7 @@ def check_attention_mass(history: History, limits: Limits) -> Verdict:
 
 
 def check_converted_loss(history: History, limits: Limits) -> Verdict:
-    """Check that the loss with selected blocks is close to dense attention's, and below the loss with the nearest blocks."""
+    """Check that selected blocks have nearly the loss of dense attention, and a lower one than the nearest blocks."""
     name, limit = "converted loss", limits.conversion_gap
     last = _get_last_comparison(history)
     if isinstance(last, str):

@@ -13,7 +13,7 @@ QUESTIONS = {
     "Is the gate alive?": ("gates moved", "gates alive"),
     "Is selection doing anything?": ("attention mass", "selection finds", "selection chooses", "selection reaches"),
 }
-DECIDING_CHECK = "selection finds"
+DECIDING_CHECKS = ("selection finds", "attention mass")
 BRANCH_QUESTIONS = ("Is the gate alive?", "Is selection doing anything?")
 
 
@@ -44,8 +44,8 @@ def _answer_question(question: str, own: Sequence[Verdict], verdicts: Sequence[V
         return Verdict(question, False, None, None, "; ".join(f"{verdict.name}: {verdict.text}" for verdict in failed))
     if not own:
         return Verdict(question, None, None, None, "not applicable to this model")
-    # Answers that need the selection decide, whatever the statistics of single layers are.
-    decided = [verdict for verdict in own if verdict.name == DECIDING_CHECK and verdict.ok]
+    # Answers or attention mass that need the selection decide, whatever the statistics of single layers are.
+    decided = [verdict for verdict in own if verdict.name in DECIDING_CHECKS and verdict.ok]
     is_unknown = not decided and any(verdict.ok is None for verdict in own)
     level = WARNING if any(verdict.level == WARNING for verdict in own) else ""
     texts = dict.fromkeys(verdict.text for verdict in own)
@@ -55,8 +55,8 @@ def _answer_question(question: str, own: Sequence[Verdict], verdicts: Sequence[V
 def _list_failed(question: str, own: Sequence[Verdict], verdicts: Sequence[Verdict]) -> list[Verdict]:
     """Return at most two failed checks that answer the question.
 
-    If answers need the selection, a failed statistic of it does not answer whether it does anything.
+    If answers or attention mass need the selection, a failed statistic of it does not answer whether it does anything.
     """
-    if any(verdict.name == DECIDING_CHECK and verdict.ok for verdict in own):
+    if any(verdict.name in DECIDING_CHECKS and verdict.ok for verdict in own):
         return []
     return [verdict for verdict in (verdicts if question == next(iter(QUESTIONS)) else own) if verdict.ok is False][:2]
