@@ -69,7 +69,8 @@ class Table:
             title=title, caption=caption, box=box.HEAVY_HEAD if self.is_boxed else None, pad_edge=self.is_boxed
         )
         for column in self._get_columns():
-            table.add_column(Text(make_one_line(column.name)), justify=column.align, no_wrap=column.is_whole, overflow="fold")
+            name = Text(make_one_line(column.name))
+            table.add_column(name, justify=column.align, no_wrap=column.is_whole, overflow="fold")
         for number, row in enumerate(self.rows):
             cells = (
                 Text(make_one_line(format_cell(cell)), cell.style if isinstance(cell, Styled) else "", overflow="fold")
