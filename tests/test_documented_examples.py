@@ -59,7 +59,10 @@ def list_commands() -> Iterator[tuple[str, list[str], bool]]:
     for path in [*MARKDOWN, *NOTEBOOKS]:
         page = read_page(path)
         lines = [
-            line for language in ("", "bash", "sh") for block in list_blocks(page, language) for line in block.splitlines()
+            line
+            for language in ("", "bash", "sh")
+            for block in list_blocks(page, language)
+            for line in block.replace("\\\n", " ").splitlines()  # a backslash continues a line
         ]
         inline = re.findall(r"`((?:nsa-lab|papermill|make) [^`\n]+)`", page)
         for line, is_whole in [*((line, True) for line in lines), *((line, False) for line in inline)]:
