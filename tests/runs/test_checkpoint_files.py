@@ -125,10 +125,12 @@ def test_signed_manifests_that_cannot_be_used(tmp_path: Path) -> None:
     folder = tmp_path / "step-00000010"
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "elsewhere").write_bytes(b"weights")
     files = {"model.safetensors": make_manifest_entry(b"weights")}
     entry = files["model.safetensors"]
     bad = [{"files": files}, *({"step": step, "files": files} for step in ("10", True, None, 10.0))]
     bad += [{"step": 10, "files": {**files, name: entry}} for name in ("a" * 5000, "a\0b", "..", "\ud800", "")]
+    bad += [{"step": 10, "files": {**files, str(path): entry}} for path in ("../elsewhere", tmp_path / "elsewhere")]
     for index, manifest in enumerate([{"step": 10, "files": files}, *bad]):
         (folder / "MANIFEST.json").write_text(json.dumps({**manifest, "digest": compute_digest(manifest)}))
         assert bool(find_problems(folder)) == (index > 0), manifest
