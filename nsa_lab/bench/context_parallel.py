@@ -1,8 +1,8 @@
 """`nsa-lab bench ranks`: several ranks that share one sequence, compared with one rank: attention, and a training step.
 
 The ranks are processes of this host, one per GPU. In every case rank 0 first computes everything while the others wait,
-then all compute together, so the ratio is from one run. A time ends when the slowest rank ends. The results must agree
-before anything is timed.
+then all compute together, so the ratio is from one run. A time is the mean of several calls in a row on rank 0. The results
+must agree before anything is timed.
 
 * operator: gather the keys and values of all branches, compress, attend, and return the gradients, for random inputs.
 * step: the trainer's own step of a model on one sequence (as `bench train`).
@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -183,21 +182,25 @@ def _measure_on_rank(folder: Path, rank: int, n_ranks: int) -> None:
 def _time_calls(
     device: torch.device, n_warmup: int, n_timed: int, run: Callable[[], object], meet: Callable[[], object]
 ) -> tuple[float, int | None]:
-    """Return the median time of `run` in milliseconds and its peak memory. `meet`: a barrier before every call."""
-    times: list[float] = []
+    """Return the mean time of `run` in milliseconds and its peak memory. `meet`: a barrier of all ranks.
+
+    The calls follow each other without a barrier, as the steps of a training run do: the collectives of `run` couple the
+    ranks, and a barrier of NCCL takes milliseconds, because the CPU polls for its end.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    for _ in range(n_warmup + n_timed):
-        meet()
-        _synchronize(device)
-        start = time.perf_counter()
+    for _ in range(n_warmup):
         run()
-        _synchronize(device)
-        meet()  # the call ends when the slowest rank has ended
-        _synchronize(device)
-        times.append((time.perf_counter() - start) * 1e3)
+    _synchronize(device)
+    meet()
+    start = time.perf_counter()
+    for _ in range(n_timed):
+        run()
+    _synchronize(device)
+    milliseconds = (time.perf_counter() - start) * 1e3 / n_timed
+    meet()
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return statistics.median(times[n_warmup:]), peak
+    return milliseconds, peak
 
 
 def _synchronize(device: torch.device) -> None:
