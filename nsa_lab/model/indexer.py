@@ -140,3 +140,9 @@ class Indexer(nn.Module):
             elif self.norm is not None:
                 k = self.norm(k)
         return k
+
+
+def freeze_all_but_indexers(model: nn.Module) -> None:
+    """Freeze all weights of a model except in its indexers."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".indexer." in name)

@@ -17,6 +17,7 @@ from torch import nn
 from nsa_lab.config import ConfigError, RunConfig, StageConfig
 from nsa_lab.data import Dataset, EvalBatches, StagedBatches, make_validation_batches, prepare
 from nsa_lab.model import NSATransformer, SparseAttention
+from nsa_lab.model.indexer import freeze_all_but_indexers
 from nsa_lab.train.distributed import World
 from nsa_lab.train.estimate import check_state_fits
 from nsa_lab.train.step import Stepper, make_optimizer
@@ -44,8 +45,7 @@ def build_model(config: RunConfig, device: torch.device) -> NSATransformer:
 
         load_initial_weights(model, train.initial_weights)
     if train.trainable == "indexer":
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(".indexer." in name)
+        freeze_all_but_indexers(model)
         for module in model.modules():
             if isinstance(module, SparseAttention):
                 module.trains_densely = True

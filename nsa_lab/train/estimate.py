@@ -18,6 +18,7 @@ import torch
 
 from nsa_lab.config import ConfigError, ModelConfig, RunConfig, TrainConfig
 from nsa_lab.model import NSATransformer
+from nsa_lab.model.indexer import freeze_all_but_indexers
 from nsa_lab.runs.summary import format_duration, format_size
 from nsa_lab.train.communication import (
     StageCommunication,
@@ -28,11 +29,8 @@ from nsa_lab.train.communication import (
 from nsa_lab.train.muon import find_muon_matrices
 from nsa_lab.train.telemetry.system_metrics import get_memory_capacity
 
-# float32 weights and gradients, and two float32 moments.
-STATE_BYTES_PER_PARAM = 16
-# A checkpoint contains weights and moments.
-CHECKPOINT_BYTES_PER_PARAM = 12
-BYTES_PER_MOMENT = 4
+# All in float32.
+BYTES_PER_WEIGHT = BYTES_PER_GRADIENT = BYTES_PER_MOMENT = 4
 # Minimum size of a model with runtime.profile = production.
 MIN_PRODUCTION_PARAMS = 50_000_000
 # A part of a record of `nsa-lab bench train`, shipped with the package for estimates without another measurement.
@@ -111,15 +109,15 @@ def estimate_resources(config: RunConfig, tokens_per_s: float | None = None, n_r
     `tokens_per_s`: assumed speed of all ranks together. Default: `train.min_tokens_per_s`, the slowest speed that the run
     accepts; None if that is 0.
     """
-    model, train = build_meta_model(config.model), config.train
+    model, train = _build_trained_meta_model(config), config.train
     flops, params, tokens = compute_flops_per_token(model, train), model.parameter_count(), train.tokens
     speed = tokens_per_s or train.min_tokens_per_s or None
-    omitted_bytes = count_omitted_moments(model, train) * BYTES_PER_MOMENT
     state_bytes = compute_state_bytes(model, config, 1 if config.runtime.parallel == "ddp" else n_ranks)
     activations = estimate_activation_bytes(config, n_ranks)
     n_checkpoints = count_retained_checkpoints(config)
     shard_bytes = min(tokens, config.data.max_tokens or tokens) * (1 if config.model.vocab_size <= 256 else 2)
-    checkpoint_bytes = params * CHECKPOINT_BYTES_PER_PARAM - omitted_bytes
+    # A checkpoint contains weights and moments.
+    checkpoint_bytes = params * BYTES_PER_WEIGHT + count_moments(model, train) * BYTES_PER_MOMENT
     return ResourceEstimate(
         name=config.name,
         attention=config.model.attention,
@@ -148,7 +146,7 @@ def check_state_fits(config: RunConfig, device: torch.device, n_ranks: int = 1, 
 
     `n_shards`: number of ranks that share one copy of the state.
     """
-    model, capacity = build_meta_model(config.model), get_memory_capacity(device)
+    model, capacity = _build_trained_meta_model(config), get_memory_capacity(device)
     params, needed_bytes = model.parameter_count(), compute_state_bytes(model, config, n_shards)
     if needed_bytes > capacity:
         table_size = model.ngrams.table.weight.numel() if model.ngrams else 0
@@ -165,8 +163,11 @@ def compute_state_bytes(model: NSATransformer, config: RunConfig, n_shards: int 
 
     `n_shards`: number of ranks that share one copy of the state; 1: nothing is gathered.
     """
+    n_trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     state_bytes = (
-        model.parameter_count() * STATE_BYTES_PER_PARAM - count_omitted_moments(model, config.train) * BYTES_PER_MOMENT
+        model.parameter_count() * BYTES_PER_WEIGHT
+        + n_trained * BYTES_PER_GRADIENT
+        + count_moments(model, config.train) * BYTES_PER_MOMENT
     )
     if n_shards == 1:
         return state_bytes
@@ -174,9 +175,10 @@ def compute_state_bytes(model: NSATransformer, config: RunConfig, n_shards: int 
     return -(-state_bytes // n_shards) + largest_layer * (2 if config.runtime.precision == "bf16" else 4)
 
 
-def count_omitted_moments(model: NSATransformer, train: TrainConfig) -> int:
-    """Return how many numbers the optimizer state has less than two per weight: one per weight that Muon updates."""
-    return sum(weight.numel() for weight in find_muon_matrices(model)) if train.optimizer == "muon" else 0
+def count_moments(model: NSATransformer, train: TrainConfig) -> int:
+    """Return the numbers in the optimizer's moments: two per trained weight, but one if Muon updates it."""
+    single = {id(weight) for weight in find_muon_matrices(model)} if train.optimizer == "muon" else set[int]()
+    return sum(weight.numel() * (1 if id(weight) in single else 2) for weight in model.parameters() if weight.requires_grad)
 
 
 def compute_flops_per_token(
@@ -211,6 +213,14 @@ def build_meta_model(model: ModelConfig) -> NSATransformer:
         return NSATransformer(model, backend="torch", device="meta")
 
 
+def _build_trained_meta_model(config: RunConfig) -> NSATransformer:
+    """Build the model of a run on the meta device; only weights that are trained require a gradient."""
+    model = build_meta_model(config.model)
+    if config.train.trainable == "indexer":
+        freeze_all_but_indexers(model)
+    return model
+
+
 def count_retained_checkpoints(config: RunConfig) -> int:
     """Return the maximum number of checkpoints on disk: the last ones, the permanent ones and the one being written."""
     train = config.train
@@ -227,7 +237,8 @@ def estimate_activation_bytes(config: RunConfig, n_ranks: int = 1) -> int:
     branches and their sum; the MLP before and after its activation. Measured on one H200 at 65,536 tokens, compiled: 414
     KB per token for the production model without an indexer, 314 KB for its dense baseline. The tensors of an indexer and
     of the selection loss are not counted. With gradient checkpointing, only the residual stream of each layer is stored,
-    plus one layer that is recomputed. If several ranks share each sequence, each has a part of these tensors, and the keys
+    plus one layer that is recomputed. With a frozen trunk, these are the input and the projections of each indexer, plus one
+    layer. If several ranks share each sequence, each has a part of these tensors, and the keys
     and values of all tokens, as gathered and after RoPE.
     """
     model, train = config.model, config.train
@@ -246,19 +257,22 @@ def estimate_activation_bytes(config: RunConfig, n_ranks: int = 1) -> int:
         + dtype_bytes * (n_projection_copies * projected_width + output_width + mlp_width)
         + n_branches * model.n_heads * 8
     )
-    stored_bytes = (
-        4 * model.dim * model.n_layers + layer_bytes
-        if config.runtime.gradient_checkpointing
-        else layer_bytes * model.n_layers
-    )
+    is_frozen = train.trainable == "indexer"
+    if is_frozen:
+        index_width = (model.n_index_queries + model.index_groups) * model.index_width
+        stored_bytes = model.n_scoring_layers * dtype_bytes * (model.dim + 2 * index_width) + layer_bytes
+    elif config.runtime.gradient_checkpointing:
+        stored_bytes = 4 * model.dim * model.n_layers + layer_bytes
+    else:
+        stored_bytes = layer_bytes * model.n_layers
     # N-grams: the rows that are looked up, in float32 and in the compute dtype, and their indices.
     ngram_bytes = (
         (model.ngrams - 1) * (model.ngram_width * (4 if dtype_bytes == 4 else 4 + dtype_bytes) + 8) if model.ngrams else 0
     )
-    # Logits in the compute dtype, in float32, their softmax and its gradient.
-    loss_bytes = model.vocab_size * (dtype_bytes + 3 * 4)
+    # Logits in the compute dtype, in float32, their softmax and, if the trunk is trained, its gradient.
+    loss_bytes = model.vocab_size * (dtype_bytes + (2 if is_frozen else 3) * 4)
     token_bytes = stored_bytes + ngram_bytes + loss_bytes
-    n_stored_layers = 1 if config.runtime.gradient_checkpointing else model.n_layers
+    n_stored_layers = 1 if is_frozen or config.runtime.gradient_checkpointing else model.n_layers
     key_bytes = round(2 * count_key_numbers(model) * dtype_bytes * n_stored_layers)
     return max(
         count_text_tokens(stage, size, n_ranks) * token_bytes // size

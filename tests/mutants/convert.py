@@ -25,5 +25,5 @@ MUTANTS = [
     Mutant("convert: gate and up are swapped", "convert.nsa_model", "[layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]", "[layer.mlp.up_proj.weight, layer.mlp.gate_proj.weight]"),
     Mutant("convert: trained indexers are not copied", "convert.nsa_model", "own.indexer.load_state_dict(attention.indexer.state_dict())", "init_indexer(own, own.indexer)"),
     Mutant("convert: sliding windows are converted", "convert.settings", "if getattr(dense, \"sliding_window\", None) is not None and has_window:", "if False:"),
-    Mutant("convert: the trunk is trained", "train.build", "parameter.requires_grad_(\".indexer.\" in name)", "pass"),
+    Mutant("convert: the trunk is trained", "train.build", "        freeze_all_but_indexers(model)\n", ""),
 ]  # fmt: skip

@@ -415,10 +415,16 @@ MUTANTS = [
     ),
     Mutant("muon: AdamW's half takes a bad update", "train.muon", "found_inf=self.found_inf,", "found_inf=None,"),
     Mutant(
+        "plan: a frozen trunk has gradients and moments",
+        "train.estimate",
+        'if config.train.trainable == "indexer":',
+        "if False:",
+    ),
+    Mutant(
         "plan: muon holds two moments of its matrices, too",
         "train.estimate",
-        'if train.optimizer == "muon" else 0',
-        'if train.optimizer == "nobody" else 0',
+        'if train.optimizer == "muon" else set[int]()',
+        'if train.optimizer == "nobody" else set[int]()',
     ),
     Mutant(
         "resume: muon goes on where there was adamw",

@@ -12,6 +12,7 @@ from looping import looped
 
 from nsa_lab.config import ConfigError, ModelConfig, RunConfig
 from nsa_lab.model import NSATransformer
+from nsa_lab.train.build import build_model
 from nsa_lab.train.estimate import (
     build_meta_model,
     check_state_fits,
@@ -26,6 +27,7 @@ from nsa_lab.train.estimate import (
 from nsa_lab.train.step import make_optimizer
 from nsa_lab.train.telemetry import system_metrics
 
+PARAMS = Path(__file__).parents[2] / "params"
 PRODUCTION = RunConfig.from_dict(
     {
         "name": "production",
@@ -82,6 +84,15 @@ def test_min_tokens_per_s_is_the_default_speed() -> None:
     assert estimate_resources(gated).tokens_per_s == 5000.0 and estimate_resources(gated, 8000.0).tokens_per_s == 8000.0
 
 
+def test_a_frozen_trunk_needs_a_fraction_of_the_activation_memory() -> None:
+    frozen = RunConfig.from_yaml(PARAMS / "convert_smollm2.yaml")
+    sections = frozen.to_dict()
+    sections["train"]["trainable"] = "all"
+    planned, whole = estimate_resources(frozen), estimate_resources(RunConfig.from_dict(sections))
+    logits = 32_768 * 49_152 * 10
+    assert logits < planned.activation_bytes < logits + 0.2 * (whole.activation_bytes - logits)
+
+
 def test_memory_falls_with_checkpointing_and_smaller_micro_batches() -> None:
     sections = PRODUCTION.to_dict()
     whole = estimate_resources(PRODUCTION)
@@ -118,21 +129,29 @@ def test_n_gram_lookups_save_the_estimated_bytes() -> None:
     assert planned[1] - planned[0] == 3 * 40 * 3 * (21 * 4 + 8) == saved_bytes[1] - saved_bytes[0]
 
 
+@pytest.mark.parametrize("trainable", ["all", "indexer"])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_state_bytes_are_those_after_a_step(kind: str) -> None:
+def test_state_bytes_are_those_after_a_step(kind: str, trainable: str) -> None:
     """The step counters, one number per tensor of AdamW, are not counted."""
     shape = {"dim": 24, "n_layers": 2, "n_heads": 2, "n_kv_groups": 1, "d_k": 10, "d_v": 6, "mlp": "gated"}
-    config = RunConfig.from_dict({"model": shape, "train": {"optimizer": kind}})
-    model = NSATransformer(config.model)
+    train = {"optimizer": kind, "trainable": trainable}
+    sections: dict[str, Any] = {"model": shape, "train": train}
+    if trainable == "indexer":
+        sections["model"] = shape | {"branches": ["sel"], "indexer_block": 1, "selection_loss": 0.05}
+        sections["nsa"] = {"l": 8, "d": 8, "l_sel": 8, "n_sel": 4}
+    config = RunConfig.from_dict(sections)
+    model = build_model(config, torch.device("cpu"))
     optimizer = make_optimizer(model, config.train)
-    for p in model.parameters():
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
         p.grad = torch.zeros_like(p)
     optimizer.step()
-    numbers = sum(p.numel() for p in model.parameters())
+    numbers, n_trained = (sum(p.numel() for p in weights) for weights in (model.parameters(), trained))
     moments = sum(t.numel() for state in optimizer.state.values() for t in state.values() if t.ndim)
-    assert (moments == 2 * numbers) is (kind == "adamw")
+    assert (n_trained == numbers) is (trainable == "all")
+    assert (moments == 2 * numbers) is (kind == "adamw" and trainable == "all")
     planned = estimate_resources(config)
-    assert planned.state_bytes == 4 * (2 * numbers + moments)
+    assert planned.state_bytes == 4 * (numbers + n_trained + moments)
     assert planned.checkpoint_bytes == 4 * (numbers + moments)
 
 
