@@ -16,6 +16,7 @@ from torch import nn
 
 from nsa_lab.config import ConfigError, RunConfig, StageConfig
 from nsa_lab.data import Dataset, EvalBatches, StagedBatches, make_validation_batches, prepare
+from nsa_lab.data.tokenizer import ByteTokenizer
 from nsa_lab.model import NSATransformer, SparseAttention
 from nsa_lab.model.indexer import freeze_all_but_indexers
 from nsa_lab.train.distributed import World
@@ -41,6 +42,12 @@ def build_model(config: RunConfig, device: torch.device) -> NSATransformer:
     model = NSATransformer(config.model_at(0), backend=runtime.backend, device=device, dtype=dtype, seed=config.train.seed)
     model.gradient_checkpointing = runtime.gradient_checkpointing
     if train.initial_weights:
+        if config.data.tokenizer == "byte" and config.model.vocab_size > ByteTokenizer.vocab_size:
+            raise ConfigError(
+                f"data.tokenizer = byte and model.vocab_size = {config.model.vocab_size:,}: expected the tokenizer of "
+                f"train.initial_weights = {train.initial_weights}; set data.tokenizer to its tokenizer.json, or use "
+                "nsa-lab convert, which sets it"
+            )
         from nsa_lab.convert import load_initial_weights  # needs the extra hf
 
         load_initial_weights(model, train.initial_weights)

@@ -154,3 +154,7 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         RunConfig.from_dict({**sections, "model": without, "nsa": nsa})
     with pytest.raises(ConfigError, match=r"runtime\.parallel"):
         RunConfig.from_dict({**sections, "runtime": {"parallel": "fsdp"}})
+    # The preset alone, without the settings that `nsa-lab convert` takes from the source.
+    sections["model"]["vocab_size"] = 300
+    with pytest.raises(ConfigError, match=r"data\.tokenizer = byte and model\.vocab_size = 300: expected the tokenizer"):
+        build_model(RunConfig.from_dict(sections), torch.device("cpu"))
