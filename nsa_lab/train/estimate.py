@@ -237,9 +237,9 @@ def estimate_activation_bytes(config: RunConfig, n_ranks: int = 1) -> int:
     branches and their sum; the MLP before and after its activation. Measured on one H200 at 65,536 tokens, compiled: 414
     KB per token for the production model without an indexer, 314 KB for its dense baseline. The tensors of an indexer and
     of the selection loss are not counted. With gradient checkpointing, only the residual stream of each layer is stored,
-    plus one layer that is recomputed. With a frozen trunk, these are the input and the projections of each indexer, plus one
-    layer. If several ranks share each sequence, each has a part of these tensors, and the keys
-    and values of all tokens, as gathered and after RoPE.
+    plus one layer that is recomputed. With a frozen trunk, these are the input and the projections of each indexer, plus
+    one layer. If several ranks share each sequence, each has a part of these tensors, and the keys and values of all
+    tokens, as gathered and after RoPE.
     """
     model, train = config.model, config.train
     dtype_bytes = 2 if config.runtime.precision == "bf16" else 4
