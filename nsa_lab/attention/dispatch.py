@@ -200,15 +200,19 @@ def nsa_attention(
     if all(module is kernels for module in modules.values()):
         return kernels.nsa_attention(*tensors, nsa, blocks=blocks, **span_kwargs)
     outs: list[Tensor] = []
+    # `outs.append(f(...))` would have a bound method on the stack where torch.compile leaves the graph in f, and compile the
+    # rest anew in every call, because it is another object each time.
     if k_cmp is not None and v_cmp is not None:
         out, lse = modules["compressed"].compressed_attention(q, k_cmp, v_cmp, nsa, **span_kwargs)
         outs.append(out)
         if k_sel is not None and blocks is None:
             blocks = modules["selection"].select_blocks(q, k_cmp, lse, nsa, **span_kwargs)
     if k_sel is not None and v_sel is not None:
-        outs.append(modules["selected"].selected_attention(q, k_sel, v_sel, blocks, nsa, **span_kwargs)[0])
+        out, _ = modules["selected"].selected_attention(q, k_sel, v_sel, blocks, nsa, **span_kwargs)
+        outs.append(out)
     if k_win is not None and v_win is not None:
-        outs.append(modules["window"].window_attention(q, k_win, v_win, nsa, **span_kwargs)[0])
+        out, _ = modules["window"].window_attention(q, k_win, v_win, nsa, **span_kwargs)
+        outs.append(out)
     return outs[0] if gates is None else modules["combine"].combine(*outs, gates)
 
 

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from looping import looped
+from torch._dynamo.testing import CompileCounter
 
 from nsa_lab.attention import Span, dense
 from nsa_lab.config import ModelConfig, NSAConfig
@@ -95,3 +96,19 @@ def test_a_dense_layer_with_documents_is_one_graph(more: dict[str, object], monk
     assert graphs == 1
     torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(eager, apart, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("branches", [("cmp", "sel", "win"), ("sel", "win"), ("sel",)])
+def test_later_calls_compile_nothing(branches: tuple[str, ...]) -> None:
+    """Also where the torch backend leaves the graph: nothing on the stack there is another object in each call."""
+    nsa = CONFIG.nsa if "cmp" in branches else CONFIG.nsa.model_copy(update={"scores": "mean_key"})
+    model = NSATransformer(CONFIG.model_copy(update={"branches": branches, "nsa": nsa}), backend="torch", seed=0)
+    counter, frames = CompileCounter(), []
+    for block in model.blocks:
+        block.compile(dynamic=False, backend=counter)
+    for seed in range(3):
+        tokens = torch.randint(0, 256, (2, 53), generator=torch.Generator().manual_seed(seed))
+        model(tokens).logsumexp(-1).sum().backward()
+        frames.append(counter.frame_count)
+    assert frames[0] == frames[1] == frames[2] > 0
