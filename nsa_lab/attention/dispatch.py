@@ -200,8 +200,8 @@ def nsa_attention(
     if all(module is kernels for module in modules.values()):
         return kernels.nsa_attention(*tensors, nsa, blocks=blocks, **span_kwargs)
     outs: list[Tensor] = []
-    # `outs.append(f(...))` would have a bound method on the stack where torch.compile leaves the graph in f, and compile the
-    # rest anew in every call, because it is another object each time.
+    # With `outs.append(f(...))`, a bound method would be on the stack where torch.compile leaves the graph in f. It is
+    # another object in every call, so every call would compile again.
     if k_cmp is not None and v_cmp is not None:
         out, lse = modules["compressed"].compressed_attention(q, k_cmp, v_cmp, nsa, **span_kwargs)
         outs.append(out)

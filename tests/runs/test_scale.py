@@ -23,7 +23,7 @@ RECORD_BYTES, MEMORY_BYTES = 200_000_000, 500_000_000
 def test_health_of_a_long_record_takes_bounded_memory(tmp_path: Path) -> None:
     run_dir = write_long_run(tmp_path, RECORD_BYTES)
     assert (run_dir / directory.EVENTS).stat().st_size > RECORD_BYTES * 0.95
-    # The peak of a process includes that of the process that forked it: this one may be large, the one between is not.
+    # The peak of a process includes the size of its parent at the fork. This process may be large, a new one is not.
     measure = (
         "import resource, subprocess, sys; code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode; "
         "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss); sys.exit(code)"
