@@ -773,6 +773,11 @@ def test_masks_with_holes_generate_as_their_tokens() -> None:
             assert torch.equal(model.generate(tokens[row : row + 1], **how, **single)[0, -8:], expected[row])
     with pytest.raises(ValueError, match="count up by one from token to token, without a step at padding"):
         model.generate(tokens, position_ids=torch.arange(14)[None], **inputs)
+    # The first token after padding at the end is undefined: its logits are those of padding. `transformers` only warns, and
+    # continues from position 0 of the padding.
+    mask[1, 12:] = 0
+    for how in ({}, {"use_cache": False}, {"num_beams": 2}):
+        assert model.generate(tokens, **how, **inputs).shape == (2, 22), how
 
 
 @pytest.mark.slow

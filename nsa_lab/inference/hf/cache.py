@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache as TransformersCache
 
 from nsa_lab.inference.cache import Cache
 from nsa_lab.inference.decode import Decoder
-from nsa_lab.inference.hf.inputs import PaddingPermutation, find_first_offset
+from nsa_lab.inference.hf.inputs import PaddingPermutation, find_end_offsets
 from nsa_lab.model import NSATransformer
 
 MIN_CACHE_TOKENS = 256  # initial capacity; a full cache grows to twice the tokens needed
@@ -62,13 +62,19 @@ class ColumnCache(TransformersCache):
         """
         starts = (0,) if self.tokens is None else self.tokens.starts
         n_cached = torch.tensor(starts, device=positions.device)[:, None]
-        offset = find_first_offset(positions.expand(max(len(positions), len(n_cached)), -1), mask) - n_cached
+        positions = positions.expand(max(len(positions), len(n_cached)), -1)
+        offset, last_offset = (x - n_cached for x in find_end_offsets(positions, mask))
         if self._offset is None:
             # Cached tokens without positions and without padding have the positions from 0.
             self._offset = torch.zeros_like(offset) if self._n_columns and self._mask is None else offset
+        elif self._mask is not None:
+            restarts = ~self._mask[:, -1:].to(offset.device) & positions[:, :1].eq(1)  # as in `find_continued`
+            self._offset = torch.where(restarts, offset, self._offset)
         is_equal = offset.eq(self._offset)
+        is_text = torch.ones_like(is_equal)
         if mask is not None:
-            is_equal |= ~mask.to(positions.device).bool().any(1, keepdim=True)
+            is_text = mask.to(positions.device).bool().any(1, keepdim=True)
+            is_equal |= ~is_text
         if not bool(is_equal.all()):
             row = int(is_equal[:, 0].byte().argmin())
             expected, got = (int(first.expand(len(is_equal), 1)[row]) + starts[row] for first in (self._offset, offset))
@@ -76,6 +82,7 @@ class ColumnCache(TransformersCache):
                 f"position_ids: expected {expected} for the first new token of row {row}, after cached tokens, got {got}; "
                 "omit position_ids, or pass them in every call"
             )
+        self._offset = torch.where(is_text, last_offset, self._offset)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._n_columns

@@ -39,8 +39,8 @@ def build_layout(inputs: Tensor, mask: Tensor | None, use_cache: bool, arguments
     """Return the layout given by `position_ids` in `arguments`: packed documents, or None for one text per row.
 
     Positions that count up by one from token to token may start anywhere: RoPE depends only on distances. Padding between
-    tokens takes no position. Raises ValueError for other positions, and if documents are separated only by another
-    argument.
+    tokens takes no position; what `generate` passes after padding at the end of a row is accepted (`find_continued`).
+    Raises ValueError for other positions, and if documents are separated only by another argument.
     """
     positions = arguments.get("position_ids")
     if positions is None:
@@ -61,8 +61,7 @@ def build_layout(inputs: Tensor, mask: Tensor | None, use_cache: bool, arguments
         )
     positions = positions.expand(n_rows, -1)
     counts_up, is_zero = positions.diff(dim=1).eq(1), positions.eq(0)
-    is_same = compute_offsets(positions, mask) == find_first_offset(positions, mask)
-    if bool((is_same if mask is None else is_same | ~mask.bool()).all()):
+    if bool(find_continued(positions, mask).all()):
         return None
     if (
         n_rows > 1
@@ -86,13 +85,30 @@ def compute_offsets(positions: Tensor, mask: Tensor | None) -> Tensor:
     return positions - (mask.to(positions.device).bool().cumsum(1) - 1)
 
 
-def find_first_offset(positions: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the offset of the first token of each row, int64 [B, 1]; 0 for a row of padding."""
+def find_continued(positions: Tensor, mask: Tensor | None) -> Tensor:
+    """Return where a token continues the position of the token before it, bool [B, T]; True for padding and first tokens.
+
+    After padding at the end of a prompt, `generate` counts from the position of the last column, 0 for padding: its first
+    token has the position 1. This also counts as continued.
+    """
+    is_token = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask.to(positions.device).bool()
+    columns = torch.arange(positions.shape[1], device=positions.device)
+    previous = pad(torch.where(is_token, columns, -1).cummax(1).values[:, :-1], (1, 0), value=-1)
+    offsets = compute_offsets(positions, mask)
+    is_same = (previous < 0) | (offsets == offsets.gather(1, previous.clamp_min(0)))
+    restarts = ~is_token[:, :-1] & positions[:, :-1].eq(0) & positions[:, 1:].eq(1)
+    return is_same | pad(restarts, (1, 0)) | ~is_token
+
+
+def find_end_offsets(positions: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the offsets of the first and of the last token of each row, int64 [B, 1]; 0 for a row of padding."""
     offsets = compute_offsets(positions, mask)
     if mask is None:
-        return offsets[:, :1]
+        return offsets[:, :1], offsets[:, -1:]
     is_token = mask.to(positions.device).bool()
-    return offsets.gather(1, is_token.byte().argmax(1, keepdim=True)) * is_token.any(1, keepdim=True)
+    n_columns, is_text = is_token.shape[1], is_token.any(1, keepdim=True)
+    first, last = is_token.byte().argmax(1, keepdim=True), n_columns - 1 - is_token.byte().flip(1).argmax(1, keepdim=True)
+    return offsets.gather(1, first) * is_text, offsets.gather(1, last) * is_text
 
 
 class PaddingPermutation:
