@@ -61,7 +61,8 @@ def build_layout(inputs: Tensor, mask: Tensor | None, use_cache: bool, arguments
         )
     positions = positions.expand(n_rows, -1)
     counts_up, is_zero = positions.diff(dim=1).eq(1), positions.eq(0)
-    if bool(find_continued(positions, mask).all()):
+    # Each generation step has one column, and would wait for the GPU.
+    if n_columns == 1 or bool(find_continued(positions, mask).all()):
         return None
     if (
         n_rows > 1
