@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ from nsa_lab.config import NSAConfig
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+OptionalTensor = TypeVar("OptionalTensor", bound=Tensor | None)
 
 
 class ShardPiece(NamedTuple):
@@ -174,12 +177,13 @@ class ContextShard:
         # sends the bytes of the first, and the sum is computed here in float32. For random gradients of four ranks, the
         # error of the sum is 0.17%, that of rounding it once, and with a reduce-scatter in bfloat16 it is 0.27%. The sum is
         # also in the order of the ranks, so that it is the same in every run.
-        by_rank = text.new_zeros(self.size, text.shape[0], self._most_rows, *text.shape[2:])
+        by_rank = text.new_empty(self.size, text.shape[0], self._most_rows, *text.shape[2:])
         for rank, rows in enumerate(by_rank):
             row = 0
             for part in self.list_ranges(rank):
                 rows[:, row : row + part.stop - part.start] = text[:, part]
                 row += part.stop - part.start
+            rows[:, row:] = 0
         received = _load_collective("all_to_all")(by_rank.flatten(0, 1), None, None, self._get_group())
         parts = torch.unflatten(_load_collective("wait")(received), 0, (self.size, -1))[:, :, : self.n_queries]
         return parts.sum(0, dtype=torch.promote_types(text.dtype, torch.float32)).to(text.dtype)
@@ -197,6 +201,41 @@ class PendingRows(NamedTuple):
         if self.shard.size == 1:
             return self.own
         return cast(Tensor, _GatherTextRows.apply(*self))  # pyright: ignore[reportUnknownMemberType]
+
+
+def split_queries(x: OptionalTensor, pieces: Sequence[ShardPiece]) -> Sequence[OptionalTensor]:
+    """Return the rows of every piece in x [B, n_queries, ...], a tensor of this rank's tokens; None if x is None."""
+    if x is None or len(pieces) == 1:
+        return [x] * len(pieces)
+    # The pieces have all rows in order. The gradient of a split is one concatenation; that of a slice is padded with zeros.
+    return cast("Any", torch.split(x, [piece.span.n_queries for piece in pieces], dim=1))
+
+
+def slice_keys(x: OptionalTensor, parts: Sequence[slice]) -> Sequence[OptionalTensor]:
+    """Return x[:, part] for every part of x [B, rows, ...], rows of the text; None if x is None. Differentiable."""
+    if x is None:
+        return [x] * len(parts)
+    return cast("Any", _SliceRows.apply(x, *parts) if len(parts) > 1 else [x[:, parts[0]]])  # pyright: ignore[reportUnknownMemberType]
+
+
+class _SliceRows(torch.autograd.Function):
+    """Slices that may overlap, whose gradients are added where they are: autograd would pad each to the whole text."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parts: slice) -> tuple[Tensor, ...]:
+        ctx.shape, ctx.parts = x.shape, parts
+        return tuple(x[:, part] for part in parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (longest, first), *others = sorted(zip(ctx.parts, grads, strict=True), key=lambda pair: -pair[1].shape[1])
+        total = first.new_empty(ctx.shape)
+        total[:, : longest.start] = 0
+        total[:, longest] = first
+        total[:, longest.stop :] = 0
+        for part, grad in others:
+            total[:, part] += grad
+        return total, *(None for _ in grads)
 
 
 class _GatherTextRows(torch.autograd.Function):

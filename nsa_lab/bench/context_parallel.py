@@ -30,7 +30,7 @@ from rich.console import Console
 from torch import Tensor, distributed
 
 from nsa_lab.attention import Span, compress, nsa_attention
-from nsa_lab.attention.context_parallel import ContextShard
+from nsa_lab.attention.context_parallel import ContextShard, slice_keys, split_queries
 from nsa_lab.bench.harness import Benchmark, Output, RandomInputs, RowColumn, Setup, make_record, measure_if_correct
 from nsa_lab.bench.training_speed import CPU_MODEL, make_bench_config
 from nsa_lab.config import ConfigError, ModelConfig
@@ -214,39 +214,55 @@ class _Operator:
     def __init__(self, model: ModelConfig, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
         self.model, self.tokens = model, tokens
         inputs = RandomInputs(device, dtype, seed=0)
-        self.q = inputs.normal(1, tokens, model.n_heads, model.d_k)
-        self.keys = inputs.normal(1, tokens, 3 * model.n_kv_groups, model.d_k + model.d_v)
-        self.gates = inputs.gates(1, tokens, model.n_heads, 3)
-        self.d_out = inputs.normal(1, tokens, model.n_heads, model.d_v)
+        # Keys, then values of every branch and group, as a projection returns them.
+        widths = 3 * model.n_kv_groups * model.d_k, 3 * model.n_kv_groups * model.d_v
+        self._inputs = [
+            inputs.normal(1, tokens, model.n_heads, model.d_k),
+            inputs.normal(1, tokens, 1, sum(widths)).flatten(2),
+            inputs.gates(1, tokens, model.n_heads, 3),
+            inputs.normal(1, tokens, model.n_heads, model.d_v),
+        ]
+        self._shares: dict[int, list[Tensor]] = {}
 
     def make_shard(self, world: World, group: Any) -> ContextShard:
         return ContextShard(Span.full(self.tokens), world.rank, world.size, group)
 
+    def take_inputs(self, shard: ContextShard) -> list[Tensor]:
+        """Return queries, keys with values, gates and output gradients of this rank's tokens, copied once."""
+        if shard.size not in self._shares:
+            self._shares[shard.size] = [shard.take(x) for x in self._inputs]
+        return self._shares[shard.size]
+
     def compute(self, world: World, group: Any) -> list[Tensor]:
         """Return the output and the gradients of queries, keys and gates of this rank's tokens."""
-        nsa, shard = self.model.nsa.model_copy(update={"phi": "avg"}), self.make_shard(world, group)
-        leaves = [shard.take(x).detach().requires_grad_() for x in (self.q, self.keys, self.gates)]
+        c, shard = self.model, self.make_shard(world, group)
+        nsa, pieces = c.nsa.model_copy(update={"phi": "avg"}), shard.pieces
+        *inputs, d_out = self.take_inputs(shard)
+        leaves = [x.detach().requires_grad_() for x in inputs]
         q, keys, gates = leaves
-        text = shard.gather(keys)
-        k, v = text.split([self.model.d_k, self.model.d_v], dim=3)
-        (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win) = (x.split(self.model.n_kv_groups, dim=2) for x in (k, v))
-        k_cmp, v_cmp = compress(k_cmp, nsa), compress(v_cmp, nsa)
+        text = shard.gather(keys).split([c.n_kv_groups * c.d_k] * 3 + [c.n_kv_groups * c.d_v] * 3, dim=2)
+        k_cmp, k_sel, k_win, v_cmp, v_sel, v_win = (x.unflatten(2, (c.n_kv_groups, -1)) for x in text)
+        compressed_rows = [piece.compressed_rows(shard.text, nsa) for piece in pieces]
+        key_rows = [piece.key_rows for piece in pieces]
+        tensors = zip(
+            split_queries(q, pieces),
+            *(slice_keys(compress(x, nsa), compressed_rows) for x in (k_cmp, v_cmp)),
+            *(slice_keys(x, key_rows) for x in (k_sel, v_sel, k_win, v_win)),
+            split_queries(gates, pieces),
+            strict=True,
+        )
         outs: list[Tensor] = []
-        for piece in shard.pieces:
-            rows, text_rows = piece.query_rows, piece.key_rows
-            compressed = piece.compressed_rows(shard.text, nsa)
-            cmp, sel, win = (
-                (k[:, part], v[:, part])
-                for k, v, part in ((k_cmp, v_cmp, compressed), (k_sel, v_sel, text_rows), (k_win, v_win, text_rows))
-            )
-            outs.append(nsa_attention(q[:, rows], *cmp, *sel, *win, gates[:, rows], nsa, span=piece.span))
+        for piece, own in zip(pieces, tensors, strict=True):
+            own_q, own_k_cmp, own_v_cmp, own_k_sel, own_v_sel, own_k_win, own_v_win, own_gates = own
+            branches = own_k_cmp, own_v_cmp, own_k_sel, own_v_sel, own_k_win, own_v_win
+            outs.append(nsa_attention(own_q, *branches, own_gates, nsa, span=piece.span))
         out = torch.cat(outs, dim=1)
-        return [out.detach(), *torch.autograd.grad(out, leaves, shard.take(self.d_out))]
+        return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
     def communicate(self, world: World, group: Any) -> None:
         """Gather the keys and scatter a gradient, without attention."""
         shard = self.make_shard(world, group)
-        own = shard.take(self.keys).detach().requires_grad_()
+        own = self.take_inputs(shard)[1].detach().requires_grad_()
         text = shard.gather(own)
         torch.autograd.grad(text, own, text.detach())
 

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from nsa_lab.attention import compress, dense_attention, nsa_attention, score_and_select_blocks, selection_loss
 from nsa_lab.attention.compile_utils import disable_compile
-from nsa_lab.attention.context_parallel import ContextShard
+from nsa_lab.attention.context_parallel import ContextShard, slice_keys, split_queries
 from nsa_lab.attention.layout import Layout
 from nsa_lab.config import BRANCHES, NSAConfig
 from nsa_lab.model.layers import Rotary, convolve_keys, rotate
@@ -191,17 +191,22 @@ def _select_blocks(layer: SparseAttention, q: Tensor, k: Tensor, nsa: NSAConfig,
 def _attend_pieces(
     layer: SparseAttention, q: Tensor, keys: _TextKeys, gates: Tensor | None, shard: ContextShard, blocks: Tensor | None
 ) -> Tensor:
-    nsa, backend = layer.config.nsa, layer.backends or "auto"
+    nsa, backend, pieces = layer.config.nsa, layer.backends or "auto", shard.pieces
+    compressed_rows = [piece.compressed_rows(shard.text, nsa) for piece in pieces]
+    key_rows = [piece.key_rows for piece in pieces]
+    inputs = zip(
+        split_queries(q, pieces),
+        *(slice_keys(x, compressed_rows) for x in (keys.k_cmp, keys.v_cmp)),
+        *(slice_keys(x, key_rows) for x in (keys.k_sel, keys.v_sel, keys.k_win, keys.v_win)),
+        split_queries(gates, pieces),
+        split_queries(blocks, pieces),
+        strict=True,
+    )
     outs: list[Tensor] = []
-    for piece in shard.pieces:
-        compressed_rows = piece.compressed_rows(shard.text, nsa)
-        k_cmp, v_cmp = (None if x is None else x[:, compressed_rows] for x in (keys.k_cmp, keys.v_cmp))
-        raw = (None if x is None else x[:, piece.key_rows] for x in (keys.k_sel, keys.v_sel, keys.k_win, keys.v_win))
-        k_sel, v_sel, k_win, v_win = raw
-        own_gates, own_blocks = (None if x is None else x[:, piece.query_rows] for x in (gates, blocks))
-        own_q = q[:, piece.query_rows]
-        tensors = own_q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, own_gates
-        outs.append(nsa_attention(*tensors, nsa, blocks=own_blocks, backend=backend, span=piece.span))
+    for piece, tensors in zip(pieces, inputs, strict=True):
+        own_q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, own_gates, own_blocks = tensors
+        branches = own_q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, own_gates
+        outs.append(nsa_attention(*branches, nsa, blocks=own_blocks, backend=backend, span=piece.span))
     return torch.cat(outs, dim=1)
 
 
@@ -225,10 +230,10 @@ def attend_dense_shard(layer: DenseAttention, qk: Tensor, values: Tensor, rotary
 
 def _attend_dense_pieces(q: Tensor, k: Tensor, v: Tensor, shard: ContextShard, backend: str = "torch") -> Tensor:
     """Return causal attention of this rank's queries to the keys of the text."""
+    pieces = shard.pieces
+    key_rows = [piece.key_rows for piece in pieces]
+    inputs = zip(split_queries(q, pieces), slice_keys(k, key_rows), slice_keys(v, key_rows), strict=True)
     outs = [
-        dense_attention(
-            q[:, piece.query_rows], k[:, piece.key_rows], v[:, piece.key_rows], backend=backend, span=piece.span
-        )
-        for piece in shard.pieces
+        dense_attention(*tensors, backend=backend, span=piece.span) for piece, tensors in zip(pieces, inputs, strict=True)
     ]
     return torch.cat(outs, dim=1)

@@ -728,6 +728,12 @@ MUTANTS = [
         "rows[:, row : row + part.stop - part.start] = text[:, : part.stop - part.start]",
     ),
     Mutant(
+        "context parallel: keys that two chunks read get the gradient of one",
+        "attention.context_parallel",
+        "total[:, part] += grad",
+        "total[:, part] = grad",
+    ),
+    Mutant(
         "context parallel: a row of the second chunk is one of the first",
         "attention.context_parallel",
         "(row, first_row + row - part.start)",
