@@ -398,8 +398,8 @@ def test_decoding_with_triton_equals_torch(variant: dict, monkeypatch: pytest.Mo
     monkeypatch.setattr(launch_table, "MAX_LINEAR_ROWS", 20)  # fewer than the rows of the chunk
     small_tile, tile = launch_table.LinearTile(4, 64, 64, 4, 1), launch_table.linear_tile
     monkeypatch.setattr(launch_table, "linear_tile", lambda *args: small_tile if args[1] <= 4 else tile(*args))
-    calls, select_topk = [], launch.select_topk
-    monkeypatch.setattr(launch, "select_topk", lambda *args: calls.append(args) or select_topk(*args))
+    calls, merge_parts = [], launch.merge_parts
+    monkeypatch.setattr(launch, "merge_parts", lambda *args: calls.append(args) or merge_parts(*args))
     nsa = NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=20, phi=variant.get("phi", "avg"), gate=variant.get("gate", "sigmoid"))
     variant = {name: value for name, value in variant.items() if name not in ("phi", "gate")}
     model = NSATransformer(
@@ -416,7 +416,7 @@ def test_decoding_with_triton_equals_torch(variant: dict, monkeypatch: pytest.Mo
         tokens, counts = by_torch.argmax(-1, keepdim=True), None
         assert torch.equal(by_kernels.argmax(-1, keepdim=True), tokens)
     # On a GPU the three single tokens used a graph: two warmup runs and the capture are also three runs.
-    assert len(calls) == (4 * len(model.blocks) if model.config.attention == "nsa" else 0)
+    assert len(calls) == 4 * len(model.blocks)
 
 
 def test_triton_version_that_fails_on_the_kernels_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,8 +125,8 @@ def test_decoding_splits_keys_within_its_limits() -> None:
         assert 1 <= blocks <= launch_table.IMPORTANCE_BLOCKS
         assert blocks == 1 or blocks * scores <= launch_table.IMPORTANCE_ELEMENTS
     for blocks in (0, 300, 1024, 10**5):
-        at_once, warps = launch_table.topk_tile(blocks)
-        assert min(blocks, launch_table.TOPK_BLOCKS) <= at_once == padded_width(at_once) and 1 <= warps <= 8
+        at_once = launch_table.topk_blocks(blocks)
+        assert min(blocks, launch_table.TOPK_BLOCKS) <= at_once == padded_width(at_once)
     for n_sel in range(1, 65):
         at_once = launch_table.slots_at_once(n_sel)
         assert at_once <= launch_table.SLOTS_AT_ONCE and -(-n_sel // at_once) == -(-n_sel // launch_table.SLOTS_AT_ONCE)

@@ -253,8 +253,8 @@ MUTANTS = [
     Mutant(
         "decoding kernels: a window of w - 1 keys",
         "attention.kernels.decoding.split_kv_attention",
-        "tl.where(is_cmp, NO_WINDOW, W)",
-        "tl.where(is_cmp, NO_WINDOW, W - 1)",
+        "tl.maximum(position - W + 1, 0)",
+        "tl.maximum(position - W + 2, 0)",
     ),
     Mutant(
         "decoding kernels: a part stores its peak as its total",
@@ -277,8 +277,8 @@ MUTANTS = [
     Mutant(
         "decoding kernels: the block before the query's own block competes",
         "attention.kernels.decoding.decode_topk",
-        "competes = j <= last_free",
-        "competes = j <= last_free + 1",
+        "make_sort_keys(score, j, j <= last_free)",
+        "make_sort_keys(score, j, j <= last_free + 1)",
     ),
     Mutant(
         "decoding kernels: new tokens past the cache capacity are written",
@@ -338,8 +338,8 @@ MUTANTS = [
     Mutant(
         "decoding kernels: the lowest indexer scores are selected",
         "attention.kernels.decoding.decode_topk",
-        "keys = to_ordered_bits(tl.where(score > MIN_SCORE, score, MIN_SCORE).to(tl.int32, bitcast=True))",
-        "keys = tl.where(score > MIN_SCORE, score, MIN_SCORE).to(tl.int32, bitcast=True)",
+        "to_ordered_bits(tl.where(score > MIN_SCORE, score, MIN_SCORE).to(tl.int32, bitcast=True))",
+        "tl.where(score > MIN_SCORE, score, MIN_SCORE).to(tl.int32, bitcast=True)",
     ),
     Mutant(
         "decoding kernels: a key that starts before a block counts in full",
@@ -362,8 +362,8 @@ MUTANTS = [
     Mutant(
         "decoding kernels: ties go to the higher index",
         "attention.kernels.decoding.decode_topk",
-        "tl.min(tl.where(keys == top, j, NO_BLOCK), 0)",
-        "tl.max(tl.where(keys == top, j, 0), 0)",
+        "(j ^ NO_BLOCK).to(tl.int64), EMPTY_KEY)",
+        "j.to(tl.int64), EMPTY_KEY)",
     ),
     Mutant(
         "block topk: negative scores are ordered by their bits",

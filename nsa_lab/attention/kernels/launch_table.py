@@ -286,7 +286,7 @@ DECODING_ROWS = 64
 MERGE_ELEMENTS, MERGE_WARPS = 4096, 2
 """For 32 sequences and 64 heads of width 128 on an H200: 4.5 us with two warps, 8.7 us with four, 23 us with eight."""
 IMPORTANCE_ELEMENTS, IMPORTANCE_BLOCKS = 4096, 64
-TOPK_BLOCKS, TOPK_BLOCKS_PER_THREAD = 2048, 8
+TOPK_BLOCKS = 2048
 LOGSUMEXP_KEYS = 256
 MAX_PDL_TOKENS = 4
 """Maximum number of new tokens for programmatic dependent launch. For 32 sequences it makes a step slower."""
@@ -333,10 +333,9 @@ def importance_blocks(scores: int) -> int:
     return max(min(IMPORTANCE_ELEMENTS // scores, IMPORTANCE_BLOCKS), 1)
 
 
-def topk_tile(n_blocks: int) -> tuple[int, int]:
-    """Return (selection blocks that are ranked at once, warps) if a query has at most `n_blocks` blocks."""
-    at_once = min(max(padded_width(max(n_blocks, 1)), 32), TOPK_BLOCKS)
-    return at_once, min(max(at_once // (32 * TOPK_BLOCKS_PER_THREAD), 1), 8)
+def topk_blocks(n_blocks: int) -> int:
+    """Return the selection blocks that are ranked at once if a query has at most `n_blocks` blocks."""
+    return min(max(padded_width(max(n_blocks, 1)), 32), TOPK_BLOCKS)
 
 
 def logsumexp_blocks(n_programs: int, n_blocks: int, strides_at_once: int) -> int:

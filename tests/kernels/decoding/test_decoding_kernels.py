@@ -75,13 +75,13 @@ ROUNDING = 2e-5
 @pytest.fixture
 def selected_blocks(monkeypatch):
     """Record the blocks that the kernels select in each call."""
-    calls, original = [], launch.select_topk
+    calls, original = [], launch.launch_selected_and_window
 
-    def record(*arguments):
-        calls.append(original(*arguments))
+    def record(*arguments, **options):
+        calls.append(original(*arguments, **options))
         return calls[-1]
 
-    monkeypatch.setattr(launch, "select_topk", record)
+    monkeypatch.setattr(launch, "launch_selected_and_window", record)
     return calls
 
 
@@ -228,6 +228,17 @@ def test_heads_with_different_score_scales(device, poisoned, selected_blocks):
     assert_same_selection(selected_blocks[-1], inputs, case)
 
 
+def select_topk(scores: torch.Tensor, lengths: torch.Tensor, nsa: NSAConfig) -> torch.Tensor:
+    """Return the blocks that the kernel selects by `scores` [B, T, G, n_blocks]."""
+    B, T, G, n_blocks = scores.shape
+    q = torch.zeros(B, T, G, 16, device=scores.device)
+    k = torch.zeros(B, n_blocks * nsa.l_sel, G, 16, device=scores.device)
+    parts, rule = launch.allocate_parts(q, None, k, None, nsa.n_sel, 0), SelectionRule.from_config(nsa)
+    return launch.launch_selected_and_window(
+        q, k, k, None, None, None, scores, lengths, parts, nsa.l_sel, 0, rule, is_first=True
+    )
+
+
 def select_by_loops(importance: torch.Tensor, nsa: NSAConfig) -> list[int]:
     return select_best_blocks(importance.tolist(), nsa)
 
@@ -245,7 +256,7 @@ def test_ties_go_to_the_lower_index(device, monkeypatch):
     importances = launch.compute_importance(
         T, G, selection_scores, lengths, (before + T) // nsa.l_sel + 1, nsa.l_sel, SelectionRule(nsa.n_sel)
     )
-    blocks = launch.select_topk(T, G, importances, lengths, nsa.l_sel, SelectionRule(nsa.n_sel))
+    blocks = select_topk(importances, lengths, nsa)
     for t in range(T):
         for g in range(G):
             position = before + t
@@ -266,7 +277,7 @@ def test_positive_and_negative_scores_are_ranked(blocks_at_once, device, monkeyp
     scores = torch.randn(1, T, G, n_blocks, generator=torch.Generator().manual_seed(1)) - 2
     scores[..., 3], scores[..., 7], scores[..., 12], scores[..., 50:] = float("inf"), float("nan"), float("-inf"), 9e9
     lengths = torch.tensor([before], dtype=torch.int32, device=device)
-    blocks = launch.select_topk(T, G, scores.to(device), lengths, nsa.l_sel, SelectionRule(nsa.n_sel))
+    blocks = select_topk(scores.to(device), lengths, nsa)
     for t in range(T):
         for g in range(G):
             importance = scores[0, t, g, : (before + t) // nsa.l_sel + 1].nan_to_num(-1e30, 1e30, -1e30)

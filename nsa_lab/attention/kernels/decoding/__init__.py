@@ -3,8 +3,8 @@
     rope_kv_append.py       rotate new tokens and write them into the cache
     compress_update.py      compress the blocks that new tokens complete
     kv_tiles.py             addresses of keys in the cache, and attention over a range of keys or over blocks
-    split_kv_attention.py   attention to parts of the keys (compressed and window, selected); merge of the partial outputs
-    decode_topk.py          scores of compressed keys or of an indexer -> selected blocks
+    split_kv_attention.py   attention to parts of the keys (compressed; selected and window); merge of the partial outputs
+    decode_topk.py          scores of compressed keys or of an indexer, and their highest
     decode_linear.py        linear layers of few rows
     pdl.py                  programmatic dependent launch
     launch.py               the launches of all kernels, in order

@@ -3,8 +3,8 @@
 The kernel that reads the compressed keys stores the scores of all heads, because a probability needs the sum over all keys.
 The importance of a block is then the sum of the probabilities of the few compressed keys that overlap it, so no matrix of
 keys times blocks is needed. For an indexer, whose keys do not overlap, a log-sum-exp per block and head is stored instead,
-and the heads are summed when the blocks are ranked. In both cases every competing block has a score, and the blocks with
-the highest scores are selected.
+and the heads are summed when the blocks are ranked. In both cases every competing block has a score. Each program that
+attends to selected blocks ranks all blocks (`select_topk`), which saves the launch of a separate kernel.
 """
 
 # Parameters of triton.jit functions have no Python types.
@@ -31,8 +31,8 @@ from nsa_lab.attention.kernels.fast_launch import cache_launches
 from nsa_lab.attention.kernels.kernel_names import UNSPECIALIZED_ARGS
 from nsa_lab.attention.kernels.tiles import get_batch_and_group
 
-EMPTY_KEY = tl.constexpr(-(2**31))
-"""Sort key of an empty slot; less than the key of every score."""
+EMPTY_KEY = tl.constexpr(-(2**63))
+"""Sort key of an empty slot; less than the key of every block."""
 
 
 # fmt: off
@@ -145,27 +145,23 @@ def nsa_block_logsumexp(
 
 
 @triton.jit
-def find_topk(keys, j, N_FREE: tl.constexpr, SLOTS: tl.constexpr):
-    """Return the N_FREE largest of the int32 `keys` of blocks `j`, sorted, and their block indices; ties: lower index
-    first.
-
-    Both have SLOTS elements, padded with EMPTY_KEY and NO_BLOCK.
-    """
-    slot = tl.arange(0, SLOTS)
-    top_keys = tl.full([SLOTS], EMPTY_KEY, tl.int32)
-    top_blocks = tl.full([SLOTS], NO_BLOCK, tl.int32)
-    for rank in range(N_FREE):
-        top = tl.max(keys, 0)
-        best_block = tl.min(tl.where(keys == top, j, NO_BLOCK), 0)
-        top_keys = tl.where(slot == rank, top, top_keys)
-        top_blocks = tl.where((slot == rank) & (top != EMPTY_KEY), best_block, top_blocks)
-        keys = tl.where(j == best_block, EMPTY_KEY, keys)
-    return top_keys, top_blocks
+def make_sort_keys(score, j, competes):
+    """Return an int64 key per block j. The larger key has the higher score or, for equal scores, the lower index."""
+    # A NaN score ranks last, so that the selected blocks are still a valid set.
+    bits = to_ordered_bits(tl.where(score > MIN_SCORE, score, MIN_SCORE).to(tl.int32, bitcast=True))
+    return tl.where(competes, (bits.to(tl.int64) << 32) | (j ^ NO_BLOCK).to(tl.int64), EMPTY_KEY)
 
 
 @triton.jit
-def interleave(a, b):
-    return tl.reshape(tl.join(a, b), [a.shape[0] + b.shape[0]])
+def find_topk(keys, N_FREE: tl.constexpr, SLOTS: tl.constexpr):
+    """Return the N_FREE largest of the `keys`, which are distinct, in SLOTS slots; the other slots have EMPTY_KEY."""
+    slot = tl.arange(0, SLOTS)
+    best = tl.full([SLOTS], EMPTY_KEY, tl.int64)
+    for rank in range(N_FREE):
+        top = tl.max(keys, 0)
+        best = tl.where(slot == rank, top, best)
+        keys = tl.where(keys == top, EMPTY_KEY, keys)
+    return best
 
 
 @triton.jit
@@ -187,56 +183,43 @@ def sum_over_blocks(scores_ptr, head, stop, n_blocks, HEADS: tl.constexpr, HEADS
     return peak, total
 
 
-@cache_launches
-@triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
-def nsa_block_topk_decode(
-    scores_ptr, lengths_ptr, blocks_ptr,
-    T, G, n_blocks,
+@triton.jit
+def select_topk(
+    scores_ptr, position, n_blocks,
     L_SEL: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, SINK: tl.constexpr, LOCAL: tl.constexpr,
-    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, BLOCKS: tl.constexpr, USE_PDL: tl.constexpr,
+    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, BLOCKS: tl.constexpr,
 ):
-    """Select the blocks of one query and group by a score per block, with the result of `block_topk.nsa_block_topk`.
+    """Return the blocks of the query at `position`, int32 [N_SEL_PAD], with the result of `block_topk.nsa_block_topk`.
 
-    With several HEADS per group, the scores are log-sum-exps of all visible blocks, and the sum of the heads' probabilities
-    ranks the blocks. Without scores all blocks fit into the slots. Each slot takes one reduction over the blocks, one after
-    another.
+    `scores_ptr`: scores of this query and group. With several HEADS per group, they are log-sum-exps of all visible blocks,
+    and the sum of the heads' probabilities ranks the blocks. Without scores all blocks fit into the slots. Each slot takes
+    one reduction over BLOCKS blocks, one after another.
     """
     N_FREE: tl.constexpr = N_SEL - SINK - LOCAL
-    row = tl.program_id(0).to(tl.int64)  # (b, t, g)
-    t = (row // G % T).to(tl.int32)
-    position = tl.load(lengths_ptr + row // (G * T)) + t
-    pdl_wait(USE_PDL)
     own_block = position // L_SEL
     slot = tl.arange(0, N_SEL_PAD)
     last_free = own_block - LOCAL
     selected = tl.where(slot + SINK <= last_free, slot + SINK, NO_BLOCK)
     if scores_ptr is not None:
         if needs_scores(position, L_SEL, N_SEL):
-            scores_ptr += row * (HEADS * n_blocks)
             head = tl.arange(0, HEADS_PAD)
             peak, inverse_total = tl.zeros([HEADS_PAD], tl.float32), tl.zeros([HEADS_PAD], tl.float32)
             if HEADS > 1:
                 peak, total = sum_over_blocks(scores_ptr, head, own_block + 1, n_blocks, HEADS, HEADS_PAD, BLOCKS)
                 inverse_total = 1.0 / tl.where(head < HEADS, total, 1.0)
-            best = tl.full([N_SEL_PAD], EMPTY_KEY, tl.int32)
-            selected = tl.full([N_SEL_PAD], NO_BLOCK, tl.int32)
+            best = tl.full([N_SEL_PAD], EMPTY_KEY, tl.int64)
             for first_block in range(SINK, last_free + 1, BLOCKS):
                 j = first_block + tl.arange(0, BLOCKS)
-                competes = j <= last_free
                 if HEADS > 1:
                     scores = load_scores(scores_ptr, head, j, last_free + 1, n_blocks, HEADS)
                     score = tl.sum(tl.exp2(scores - peak[:, None]) * inverse_total[:, None], 0)
                 else:
-                    score = tl.load(scores_ptr + j, mask=competes, other=MIN_SCORE)
-                # A NaN score ranks last, so that the selected blocks are still a valid set.
-                keys = to_ordered_bits(tl.where(score > MIN_SCORE, score, MIN_SCORE).to(tl.int32, bitcast=True))
-                top_keys, top_blocks = find_topk(tl.where(competes, keys, EMPTY_KEY), j, N_FREE, N_SEL_PAD)
+                    score = tl.load(scores_ptr + j, mask=j <= last_free, other=MIN_SCORE)
+                top = find_topk(make_sort_keys(score, j, j <= last_free), N_FREE, N_SEL_PAD)
                 if first_block > SINK:
-                    top_keys, top_blocks = find_topk(
-                        interleave(best, top_keys), interleave(selected, top_blocks), N_FREE, N_SEL_PAD
-                    )
-                best, selected = top_keys, top_blocks
+                    top = find_topk(tl.reshape(tl.join(best, top), [2 * N_SEL_PAD]), N_FREE, N_SEL_PAD)
+                best = top
+            selected = tl.where(best == EMPTY_KEY, NO_BLOCK, best.to(tl.int32) ^ NO_BLOCK)
     blocks = add_forced_blocks(selected[None, :], own_block + tl.zeros([1], tl.int32), N_SEL, N_SEL_PAD, SINK, LOCAL)
-    slot = slot[None, :]
-    tl.store(blocks_ptr + row * N_SEL + slot, blocks, mask=slot < N_SEL)
+    return tl.reshape(blocks, [N_SEL_PAD])
 # fmt: on

@@ -21,15 +21,6 @@ NO_PEAK = tl.constexpr(-3.0e38)
 
 # fmt: off
 @triton.jit
-def get_block_offset(block, stride_n, L_SEL: tl.constexpr):
-    """Return the offset of the first key of a selection block from the first key of its sequence and group.
-
-    A paged cache would look up its page here.
-    """
-    return block.to(tl.int64) * (stride_n * L_SEL)
-
-
-@triton.jit
 def get_slot_offsets(n, stride_n, slots):
     """Return the offsets of keys n in a ring of `slots` slots. A buffer that never wraps is also a ring."""
     return (n % slots).to(tl.int64) * stride_n
@@ -124,53 +115,29 @@ def store_part(part_out_ptr, part_sums_ptr, offsets, acc, peak, total, inside, D
 
 @triton.jit
 def attend_range(
-    q, k_base, v_base, stride_kn, stride_vn, position, start, stop, slots, stride, key_end, window,
-    scores_ptr, score_rows, store_rows, N, scale_log2,
+    q, k_base, v_base, stride_kn, stride_vn, position, start, stop, stride, key_end, scores_ptr, score_rows, store_rows, N,
+    scale_log2,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
     """Return acc, peak and total of attention to the keys [start, stop).
 
-    Key n ends at position n * stride + key_end. A query attends to keys that end at or before its position, and to no keys
-    before its `window` latest. If `scores_ptr` is given, the scores of rows in the mask `store_rows` are stored there.
-    FORMAT: how the keys are stored. Without `v_base`, the keys are the values.
+    Key n ends at position n * stride + key_end. A query attends to keys that end at or before its position. If `scores_ptr`
+    is given, the scores of rows in the mask `store_rows` are stored there. FORMAT: how the keys are stored. Without
+    `v_base`, the keys are the values.
     """
     acc, peak, total = init_sums(ROWS, DV_PAD)
     for first in range(start, stop, KEYS):
         n = first + tl.arange(0, KEYS)
-        k_rows = get_slot_offsets(n, stride_kn, slots)
+        k_rows, v_rows = n.to(tl.int64) * stride_kn, n.to(tl.int64) * stride_vn
         k = load_stored_rows(k_base, k_rows, tl.arange(0, DK_PAD), n < stop, DK, DK_PAD, FORMAT, q.dtype)
         v = k
         if v_base is not None:
-            v_rows = get_slot_offsets(n, stride_vn, slots)
             v = load_rows_masked(v_base, v_rows, tl.arange(0, DV_PAD), n < stop, DV, DV_PAD)
         scores = compute_scores(q, k) * scale_log2
         if scores_ptr is not None:
             store_scores(scores_ptr, score_rows, n, scores, store_rows, stop, N)
-        seen = (n * stride + key_end)[None, :] <= position[:, None]
-        seen = seen & (n[None, :] > position[:, None] - window) & (n < stop)[None, :]
+        seen = ((n * stride + key_end)[None, :] <= position[:, None]) & (n < stop)[None, :]
         acc, peak, total = add_tile(acc, peak, total, tl.where(seen, scores, float("-inf")), v)
-    return acc, peak, total
-
-
-@triton.jit
-def attend_blocks(
-    q, k_base, v_base, stride_kn, stride_vn, blocks_ptr, position, start, stop, N, scale_log2, L_SEL: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):
-    """Return acc, peak and total of attention to the keys up to `position` in the blocks [start, stop) of a query."""
-    TILES: tl.constexpr = (L_SEL + KEYS - 1) // KEYS
-    acc, peak, total = init_sums(ROWS, DV_PAD)
-    for step in range(start * TILES, stop * TILES):
-        block = tl.load(blocks_ptr + step // TILES)
-        position_in_block = step % TILES * KEYS + tl.arange(0, KEYS)
-        n = block * L_SEL + position_in_block
-        seen = (position_in_block < L_SEL) & (n <= position) & (n < N)
-        k_block = k_base + get_block_offset(block, stride_kn, L_SEL)
-        v_block = v_base + get_block_offset(block, stride_vn, L_SEL)
-        k = load_rows_masked(k_block, position_in_block * stride_kn, tl.arange(0, DK_PAD), seen, DK, DK_PAD)
-        v = load_rows_masked(v_block, position_in_block * stride_vn, tl.arange(0, DV_PAD), seen, DV, DV_PAD)
-        scores = compute_scores(q, k) * scale_log2
-        acc, peak, total = add_tile(acc, peak, total, tl.where(seen[None, :], scores, float("-inf")), v)
     return acc, peak, total
 # fmt: on

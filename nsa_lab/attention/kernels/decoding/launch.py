@@ -1,7 +1,7 @@
 """The launches of a decoding step. No size depends on the lengths of the sequences.
 
-Two kernels write the new tokens and the compressed blocks that they complete; five kernels, or six with an indexer, compute
-attention; one kernel computes linear layers.
+Two kernels write the new tokens and the compressed blocks that they complete; four kernels compute attention, or three
+without a compressed branch; one kernel computes linear layers.
 """
 
 # The functions of torch.library have no type annotations.
@@ -19,13 +19,13 @@ from nsa_lab.attention.kernels.block_topk import SelectionRule
 from nsa_lab.attention.kernels.decoding import decode_linear as linear_kernel
 from nsa_lab.attention.kernels.decoding.compress_update import nsa_compress_update, nsa_index_update
 from nsa_lab.attention.kernels.decoding.decode_linear import nsa_linear
-from nsa_lab.attention.kernels.decoding.decode_topk import nsa_block_importance, nsa_block_logsumexp, nsa_block_topk_decode
+from nsa_lab.attention.kernels.decoding.decode_topk import nsa_block_importance, nsa_block_logsumexp
 from nsa_lab.attention.kernels.decoding.pdl import get_pdl_options
 from nsa_lab.attention.kernels.decoding.rope_kv_append import nsa_rope_kv_append
 from nsa_lab.attention.kernels.decoding.split_kv_attention import (
-    nsa_compressed_and_window,
+    nsa_compressed_decode,
     nsa_gate_merge,
-    nsa_selected_decode,
+    nsa_selected_and_window,
 )
 from nsa_lab.attention.kernels.kernel_names import LOG2E
 from nsa_lab.attention.kernels.launch_table import Tile
@@ -89,23 +89,24 @@ def _attend_cached(
     rule = SelectionRule(n_sel, sink_blocks, local_blocks, head_max, block_max)
     # If all blocks that fit in the cache can be selected, scores are not needed.
     has_competition = k_sel is not None and blocks is None and ceil_div(k_sel.shape[1], l_sel) > n_sel
-    scores = _allocate_scores(q, k_cmp) if has_competition and index_q is None and k_cmp is not None else None
-    launch_compressed_and_window(q, k_cmp, v_cmp, k_win, v_win, lengths, scores, parts, l, d, w)
-    selected_blocks = torch.empty(0, dtype=torch.int32, device=q.device)
-    is_first = k_cmp is None and k_win is None  # no kernel has been launched here
-    if k_sel is not None and v_sel is not None:
-        if blocks is None:
-            T, G, n_blocks, block_scores = q.shape[1], k_sel.shape[2], ceil_div(k_sel.shape[1], l_sel), None
-            if scores is not None:
-                selection = SelectionScores(scores, parts.sums, parts.cmp_parts, l, d)
-                block_scores = compute_importance(T, G, selection, lengths, n_blocks, l_sel, rule)
-            elif has_competition and index_q is not None and k_index is not None:
-                block_scores = _score_blocks(
-                    index_q, k_index, lengths, n_blocks, index_l, index_d, l_sel, rule, is_first=is_first
-                )
-            blocks, is_first = select_topk(T, G, block_scores, lengths, l_sel, rule), False
-            selected_blocks = blocks
-        _launch_selected(q, k_sel, v_sel, blocks, lengths, parts, l_sel, is_first=is_first)
+    block_scores, selected_blocks = None, torch.empty(0, dtype=torch.int32, device=q.device)
+    T, n_blocks = q.shape[1], 0 if k_sel is None else ceil_div(k_sel.shape[1], l_sel)
+    if k_cmp is not None and v_cmp is not None:
+        scores = _allocate_scores(q, k_cmp) if has_competition and index_q is None else None
+        launch_compressed(q, k_cmp, v_cmp, lengths, scores, parts, l, d)
+        if scores is not None:
+            selection = SelectionScores(scores, parts.sums, parts.cmp_parts, l, d)
+            block_scores = compute_importance(T, k_cmp.shape[2], selection, lengths, n_blocks, l_sel, rule)
+    if has_competition and index_q is not None and k_index is not None:
+        block_scores = _score_blocks(
+            index_q, k_index, lengths, n_blocks, index_l, index_d, l_sel, rule, is_first=k_cmp is None
+        )
+    if k_sel is not None or k_win is not None:
+        is_first = k_cmp is None and block_scores is None  # no kernel has been launched here
+        selected = launch_selected_and_window(
+            q, k_sel, v_sel, k_win, v_win, blocks, block_scores, lengths, parts, l_sel, w, rule, is_first=is_first
+        )
+        selected_blocks = selected_blocks if selected is None else selected
     return merge_parts(q, gates, parts), selected_blocks
 
 
@@ -159,7 +160,7 @@ def _score_blocks(
     decoded = keys[..., :1].expand(*keys.shape[:3], q.shape[3])  # has the shape of keys that are not stored in fewer bits
     parts, scores = allocate_parts(q, decoded, None, None, 0, 0), _allocate_scores(q, keys)
     # The output is not used, so no values are read.
-    _launch_token_parts(q, keys, None, keys, None, lengths, scores, parts, l, d, 0)
+    launch_compressed(q, keys, None, lengths, scores, parts, l, d)
     selection = SelectionScores(scores, parts.sums, parts.cmp_parts, l, d)
     return compute_importance(T, G, selection, lengths, n_blocks, l_sel, rule)
 
@@ -167,7 +168,7 @@ def _score_blocks(
 def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     """See `kernels.cached_dense_attention`. It is the compressed branch with one block per token."""
     parts = allocate_parts(q, v, None, None, 0, 0)
-    launch_compressed_and_window(q, k, v, None, None, lengths, None, parts, 1, 1, 0)
+    launch_compressed(q, k, v, lengths, None, parts, 1, 1)
     return merge_parts(q, None, parts)
 
 
@@ -274,12 +275,12 @@ def allocate_parts(
     B, T, H, _ = q.shape
     G, Dv = next(x for x in (v_cmp, v_sel, v_win) if x is not None).shape[2:]
     tile = _get_tile(q, G, max(q.shape[3], Dv), T)
-    n_programs = B * G * _count_row_tiles(q, G, tile, T)
     cmp_parts = win_parts = sel_parts = 0
     if v_cmp is not None:
+        n_programs = B * G * _count_row_tiles(q, G, tile, T)
         cmp_parts = launch_table.decoding_parts(n_programs, ceil_div(v_cmp.shape[1], tile.keys))
     if v_win is not None:
-        win_parts = launch_table.decoding_parts(n_programs, ceil_div(w + T - 1, tile.keys))
+        win_parts = launch_table.decoding_parts(B * G * T, ceil_div(w, tile.keys))
     if v_sel is not None:
         sel_parts = launch_table.decoding_parts(B * G * T, n_sel)
     out = q.new_empty(B, T, H, cmp_parts + win_parts + sel_parts, Dv, dtype=torch.float32)
@@ -291,35 +292,20 @@ def _allocate_scores(q: Tensor, keys: Tensor) -> Tensor:
     return q.new_empty(*q.shape[:3], keys.shape[1], dtype=torch.float32)
 
 
-def launch_compressed_and_window(
-    q: Tensor, k_cmp: Tensor | None, v_cmp: Tensor | None, k_win: Tensor | None, v_win: Tensor | None, lengths: Tensor,
-    scores: Tensor | None, parts: PartialOutputs, l: int, d: int, w: int,
+def launch_compressed(
+    q: Tensor, k: Tensor, v: Tensor | None, lengths: Tensor, scores: Tensor | None, parts: PartialOutputs, l: int, d: int
 ) -> None:
-    """Fill `scores` and the parts of both branches, or of the one that exists."""
-    k, v = (k_win, v_win) if k_cmp is None or v_cmp is None else (k_cmp, v_cmp)
-    if k is None or v is None:
-        return
-    # The kernel reads no key of a branch without parts.
-    windows = (k, v) if k_win is None or v_win is None else (k_win, v_win)
-    _launch_token_parts(q, k, v, *windows, lengths, scores, parts, l, d, w)
-
-
-def _launch_token_parts(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor | None, k_win: Tensor, v_win: Tensor | None, lengths: Tensor,
-    scores: Tensor | None, parts: PartialOutputs, l: int, d: int, w: int,
-) -> None:
-    """See `launch_compressed_and_window`. Without values, the keys take their place."""
+    """Fill `scores` and the parts of the compressed branch. Without values, the keys take their place."""
     B, T, H, Dk = q.shape
-    (N, G), Dv = k_cmp.shape[1:3], parts.out.shape[4]
+    (N, G), Dv = k.shape[1:3], parts.out.shape[4]
     tile = _get_tile(q, G, max(Dk, Dv), T)
     row_tiles = _count_row_tiles(q, G, tile, T)
-    (k_cmp, key_format), (k_win, _) = get_load_format(k_cmp), get_load_format(k_win)
-    nsa_compressed_and_window[(B * G * row_tiles * (parts.cmp_parts + parts.win_parts),)](
-        q, k_cmp, v_cmp, k_win, v_win, lengths, scores, parts.out, parts.sums,
-        *get_strides(q, k_cmp), *_get_optional_strides(v_cmp), *get_strides(k_win), *_get_optional_strides(v_win),
-        T, N, k_win.shape[1], B, G, row_tiles, Dk**-0.5 * LOG2E,
-        HEADS=H // G, L=l, STRIDE=d, W=w,
-        CMP_PARTS=parts.cmp_parts, WIN_PARTS=parts.win_parts, PARTS=parts.sums.shape[3],
+    k, key_format = get_load_format(k)
+    nsa_compressed_decode[(B * G * row_tiles * parts.cmp_parts,)](
+        q, k, v, lengths, scores, parts.out, parts.sums,
+        *get_strides(q, k), *_get_optional_strides(v),
+        T, N, B, G, row_tiles, Dk**-0.5 * LOG2E,
+        HEADS=H // G, L=l, STRIDE=d, CMP_PARTS=parts.cmp_parts, PARTS=parts.sums.shape[3],
         DK=Dk, DV=Dv, DK_PAD=padded_width(Dk), DV_PAD=padded_width(Dv),
         ROWS=tile.rows, KEYS=tile.keys, FORMAT=key_format, **tile.compile_options(), **get_pdl_options(q.device, B * T),
     )
@@ -373,45 +359,43 @@ def compute_block_logsumexp(
     return logsumexp
 
 
-def select_topk(T: int, G: int, scores: Tensor | None, lengths: Tensor, l_sel: int, rule: SelectionRule) -> Tensor:
-    """Return the selected blocks int32 [B, T, G, n_sel] of T queries after `lengths`.
+def launch_selected_and_window(
+    q: Tensor, k_sel: Tensor | None, v_sel: Tensor | None, k_win: Tensor | None, v_win: Tensor | None,
+    given_blocks: Tensor | None, scores: Tensor | None, lengths: Tensor, parts: PartialOutputs, l_sel: int, w: int,
+    rule: SelectionRule, *, is_first: bool,
+) -> Tensor | None:
+    """Fill the parts of the selected branch and of the window, or of the one that exists. Return the blocks selected here.
 
     `scores`: float32 [B, T, G, blocks] of all blocks, or of several heads per group [B, T, G * heads, blocks]: log-sum-exps
-    in units of log2. None: all blocks can be selected.
+    in units of log2. None: all blocks can be selected, or `given_blocks` are. `is_first`: the previous kernel may be the
+    one that wrote the queries.
     """
-    B, n_blocks = lengths.shape[0], 0 if scores is None else scores.shape[3]
-    n_heads = 1 if scores is None else scores.shape[2] // G
-    blocks = torch.empty(B, T, G, rule.n_sel, dtype=torch.int32, device=lengths.device)
-    blocks_at_once, warps = launch_table.topk_tile(n_blocks)
-    nsa_block_topk_decode[(B * T * G,)](
-        scores, lengths, blocks,
-        T, G, n_blocks,
-        L_SEL=l_sel, N_SEL=rule.n_sel, N_SEL_PAD=padded_width(rule.n_sel), SINK=rule.sink_blocks, LOCAL=rule.local_blocks,
-        HEADS=n_heads, HEADS_PAD=padded_width(n_heads), BLOCKS=blocks_at_once, num_warps=warps,
-        **get_pdl_options(lengths.device, B * T),
-    )
-    return blocks
-
-
-def _launch_selected(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, lengths: Tensor, parts: PartialOutputs, l_sel: int, *,
-    is_first: bool,
-) -> None:
-    """Fill the parts of the selected branch. `is_first`: the previous kernel may be the one that wrote the queries."""
     B, T, H, Dk = q.shape
+    # The kernel reads nothing of a branch without parts.
+    k, v = (k_win, v_win) if k_sel is None or v_sel is None else (k_sel, v_sel)
+    assert k is not None and v is not None
+    k_win, v_win = (k, v) if k_win is None or v_win is None else (k_win, v_win)
     N, G, Dv = v.shape[1:]
+    blocks = None
+    if k_sel is not None and given_blocks is None:
+        blocks = torch.empty(B, T, G, rule.n_sel, dtype=torch.int32, device=q.device)
+    n_sel = rule.n_sel if given_blocks is None else given_blocks.shape[3]
+    n_blocks, score_heads = (0, 1) if scores is None else (scores.shape[3], scores.shape[2] // G)
     tile = _get_tile(q, G, max(Dk, Dv), 1)
     row_tiles = _count_row_tiles(q, G, tile, 1)
-    nsa_selected_decode[(B * G * T * row_tiles * parts.sel_parts,)](
-        q, k, v, blocks, lengths, parts.out, parts.sums,
-        *get_strides(q, k, v),
-        T, N, B, G, row_tiles, Dk**-0.5 * LOG2E,
-        HEADS=H // G, L_SEL=l_sel, N_SEL=blocks.shape[3],
-        FIRST_PART=parts.cmp_parts + parts.win_parts, SEL_PARTS=parts.sel_parts, PARTS=parts.sums.shape[3],
+    nsa_selected_and_window[(B * G * T * row_tiles * (parts.win_parts + parts.sel_parts),)](
+        q, k, v, k_win, v_win, given_blocks, scores, lengths, blocks, parts.out, parts.sums,
+        *get_strides(q, k, v, k_win, v_win),
+        T, N, k_win.shape[1], B, G, row_tiles, n_blocks, Dk**-0.5 * LOG2E,
+        HEADS=H // G, L_SEL=l_sel, N_SEL=n_sel, N_SEL_PAD=padded_width(n_sel), W=w,
+        SINK=rule.sink_blocks, LOCAL=rule.local_blocks, SCORE_HEADS=score_heads, SCORE_HEADS_PAD=padded_width(score_heads),
+        BLOCKS=launch_table.topk_blocks(n_blocks), FIRST_PART=parts.cmp_parts, WIN_PARTS=parts.win_parts,
+        SEL_PARTS=parts.sel_parts, PARTS=parts.sums.shape[3],
         DK=Dk, DV=Dv, DK_PAD=padded_width(Dk), DV_PAD=padded_width(Dv),
         ROWS=tile.rows, KEYS=min(tile.keys, padded_width(l_sel)),
         **tile.compile_options(), **get_pdl_options(q.device, B * T, not is_first),
     )
+    return blocks
 
 
 def merge_parts(q: Tensor, gates: Tensor | None, parts: PartialOutputs) -> Tensor:
