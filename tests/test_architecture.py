@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "convert": {"config", "attention", "model", "data", "runs", "inference"},
     "evaluate": {"config", "attention", "model", "data", "runs", "inference"},
     "train": {"config", "attention", "model", "data", "runs", "convert", "evaluate"},
-    "health": {"config", "runs"},
+    "health": {"config", "model", "runs"},  # model: readers of sharded checkpoints
     "figures": {"config", "attention", "runs", "health"},
     "report": {"config", "runs", "health", "figures"},
     "bench": {"config", "attention", "model", "data", "runs", "inference", "train"},

@@ -207,7 +207,7 @@ def split_queries(x: OptionalTensor, pieces: Sequence[ShardPiece]) -> Sequence[O
     """Return the rows of every piece in x [B, n_queries, ...], a tensor of this rank's tokens; None if x is None."""
     if x is None or len(pieces) == 1:
         return [x] * len(pieces)
-    # The pieces have all rows in order. The gradient of a split is one concatenation; that of a slice is padded with zeros.
+    # The pieces have all rows in order. Autograd would pad the gradient of each slice with zeros; a split needs one copy.
     return cast("Any", torch.split(x, [piece.span.n_queries for piece in pieces], dim=1))
 
 

@@ -21,7 +21,7 @@ from nsa_lab.runs.checkpoint_files import (
     list_steps,
 )
 from nsa_lab.runs.directory import READ_ERRORS, describe_read_error
-from nsa_lab.runs.finite_weights import find_nonfinite_weights
+from nsa_lab.runs.finite_weights import describe_nonfinite, find_nonfinite_weights
 from nsa_lab.runs.history import Attempt, History, find_stages
 
 
@@ -137,12 +137,19 @@ def _check_files(history: History, saved: set[int], recorded: set[int], n_due: i
 
 
 def _find_weight_problems(checkpoint: Path) -> list[str]:
-    """Return the problem of weights that are not finite. Sharded weights, which only torch reads, are not checked."""
-    weights = checkpoint / WEIGHT_FILES[0]
-    if not weights.is_file():
-        return []
+    """Return the problem of weights that are not finite, or that cannot be read."""
+    weights = next(path for name in WEIGHT_FILES if (path := checkpoint / name).is_file())
     try:
-        problem = find_nonfinite_weights(weights)
-    except READ_ERRORS as error:
+        problem = (find_nonfinite_weights if weights.name == WEIGHT_FILES[0] else _find_nonfinite_shards)(weights)
+    except (RuntimeError, *READ_ERRORS) as error:  # RuntimeError: a shard
         problem = f"{weights.name} cannot be read ({describe_read_error(error)})"
     return [problem] if problem else []
+
+
+def _find_nonfinite_shards(index: Path) -> str | None:
+    """Return the problem of the first of the sharded weights with NaN or infinite values; None without one."""
+    from nsa_lab.model import sharded_files  # imports torch; only sharded runs need it
+
+    tensors = sharded_files.iterate_tensors(index.parent, (sharded_files.WEIGHTS,))
+    problems = (describe_nonfinite(name.partition(".")[2], tensor) for name, tensor in tensors)
+    return next(filter(None, problems), None)

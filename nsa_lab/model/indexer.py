@@ -142,7 +142,12 @@ class Indexer(nn.Module):
         return k
 
 
+def is_indexer_weight(name: str) -> bool:
+    """Return whether the weight `name` of a model belongs to an indexer."""
+    return ".indexer." in name
+
+
 def freeze_all_but_indexers(model: nn.Module) -> None:
     """Freeze all weights of a model except in its indexers."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".indexer." in name)
+        parameter.requires_grad_(is_indexer_weight(name))

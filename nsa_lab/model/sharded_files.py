@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,15 @@ def read_shapes(folder: Path) -> dict[str, torch.Size]:
     return {key: entry.size for key, entry in _read_index(folder).state_dict_metadata.items()}  # pyright: ignore
 
 
-def iterate_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the key and value of every tensor in a sharded checkpoint, unsharded, one at a time. Raises `ShardError`."""
+def iterate_tensors(folder: Path, parts: Sequence[str] = (WEIGHTS, MOMENTS)) -> Iterator[tuple[str, Tensor]]:
+    """Yield the key and value of every tensor in `parts` of a sharded checkpoint, unsharded, one at a time.
+
+    Raises `ShardError`.
+    """
     for key, entry in _read_index(folder).state_dict_metadata.items():
         part, _, name = key.partition(".")
+        if part not in parts:
+            continue
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)  # pyright: ignore
         fill_tensors(folder, {part: {name: tensor}})
         yield key, tensor

@@ -10,7 +10,7 @@ import json
 import pickle
 import random
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nsa_lab.model.indexer import is_indexer_weight
 from nsa_lab.runs.atomic_io import read_bounded
 from nsa_lab.runs.checkpoint_files import parse_step
 from nsa_lab.runs.event_schema import is_finite
 from nsa_lab.runs.finite_weights import describe_nonfinite, find_nonfinite_weights
-from nsa_lab.train.checkpoint_state import MODEL, OPTIMIZER, PROBE, RANDOM, STATE
+from nsa_lab.train.checkpoint_state import MODEL, MOMENTS, OPTIMIZER, PROBE, RANDOM, STATE, WEIGHTS
 
 MAX_STATE_BYTES = 1 << 24
 # Errors of reading a file of unexpected content.
@@ -68,9 +69,13 @@ def _find_shard_problems(checkpoint: Path) -> list[str]:
         return []
     from nsa_lab.model import sharded_files
 
+    names: dict[str, set[str]] = {WEIGHTS: set(), MOMENTS: set()}
     try:
-        for name, tensor in sharded_files.iterate_tensors(checkpoint):
-            _check_values(name, tensor)
+        for key, tensor in sharded_files.iterate_tensors(checkpoint):
+            _check_values(key, tensor)
+            part, _, name = key.partition(".")
+            names[part].add(name if part == WEIGHTS else name.rpartition(".")[0])
+        _check_moment_names(checkpoint, names[MOMENTS], names[WEIGHTS])
     except ContentError as error:
         return [str(error)]
     except (sharded_files.ShardError, *READ_ERRORS) as error:
@@ -122,8 +127,7 @@ def _check_optimizer(path: Path) -> None:
     _check_rng(_get_mapping(content, "rng"))
     shapes = {name: shape for name, (_, shape) in _read_header(path.with_name(MODEL)).items()}
     n_steps, all_moments = parse_step(path.parent), _get_mapping(content, "moments")
-    if n_steps and not all_moments:
-        raise ContentError(f"moments: expected those of {n_steps} steps, got none")
+    _check_moment_names(path.parent, set(all_moments), shapes)
     for name, moments in all_moments.items():
         for key, moment in _get_mapping(all_moments, name).items():
             # Names that the weights do not have are those of another model, which `describe_mismatch` explains.
@@ -135,6 +139,19 @@ def _check_optimizer(path: Path) -> None:
                 raise ContentError(f"{name}.step: expected at most {n_steps} steps, got {float(moment):g}")
         if set(moments) not in _MOMENT_NAMES:
             raise ContentError(f"{name}: expected the moments of AdamW or Muon, got {', '.join(moments) or 'none'}")
+
+
+def _check_moment_names(checkpoint: Path, names: Set[str], weights: Iterable[str]) -> None:
+    """Raise `ContentError` unless all trained weights have moments. At step 0, the optimizer may have none yet.
+
+    A resumed run would give new moments to a weight without them.
+    """
+    trainable = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["trajectory"].get("train.trainable", "all")
+    trained = {name for name in weights if trainable == "all" or is_indexer_weight(name)}
+    missing = sorted(trained - names)
+    if missing and (names or parse_step(checkpoint)):
+        numbers = f"expected those of {len(trained)} trained weights, got none of {len(missing)}"
+        raise ContentError(f"moments: {numbers}, for example {missing[0]}")
 
 
 def _check_values(name: str, tensor: Tensor) -> None:
