@@ -59,6 +59,23 @@ class RunConfig(Section):
                 f"{list(model.branches)} and model.indexer_block = {model.indexer_block}; set model.branches: [sel] and "
                 "model.indexer_block: 1, or train.trainable: all"
             )
+        if train.teacher_weight and not (train.initial_weights and train.trainable == "all"):
+            raise ValueError(
+                f"train.teacher_weight = {train.teacher_weight:g}: expected pretrained weights that are trained, got "
+                f"train.initial_weights = {train.initial_weights} and train.trainable = {train.trainable}; use nsa-lab "
+                "convert with train.trainable: all, or train.teacher_weight: 0"
+            )
+        if train.teacher_weight and model.attention != "dense" and model.branches != ("sel",):
+            raise ValueError(
+                f"train.teacher_weight = {train.teacher_weight:g}: the teacher has dense attention with the weights of the "
+                f"selected branch only, and model.branches = {list(model.branches)}; set model.branches: [sel], or "
+                "train.teacher_weight: 0"
+            )
+        if train.teacher_weight and any(stage.rope_theta for stage in train.stages):
+            raise ValueError(
+                f"train.teacher_weight = {train.teacher_weight:g}: the teacher was not trained with the RoPE bases of "
+                "train.stages; remove their rope_theta, or set train.teacher_weight: 0"
+            )
         if train.initial_weights and self.runtime.parallel != "ddp":
             raise ValueError(
                 f"train.initial_weights = {train.initial_weights} and runtime.parallel = {self.runtime.parallel}: sharded "
@@ -197,6 +214,7 @@ DEFAULTS_OF_ADDED_KEYS: dict[str, dict[str, Any]] = {
         "planted_share": 1.0,
         "initial_weights": None,
         "trainable": "all",
+        "teacher_weight": 0.0,
     },
     "data": {"documents": "cross", "packing": "stream", "min_document_bytes": 0, "wordings": "single", "updates": 0.0},
 }

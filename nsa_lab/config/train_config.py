@@ -190,6 +190,12 @@ class TrainConfig(StageConfig):
         description="indexer: only the indexer is trained, while every layer attends to all tokens; evaluations attend to "
         "the selected blocks",
     )
+    teacher_weight: float = Field(
+        default=0.0,
+        ge=0,
+        description="weight of KL(teacher || model) in the training loss; the teacher has the initial weights and attends "
+        "to all tokens; 0: no teacher",
+    )
     log_every: int = Field(default=10, ge=1, le=MAX_COUNT, description="steps between logged steps")
     stats_every: int = Field(default=100, ge=1, le=MAX_COUNT, description="steps between gate and selection statistics")
     eval_every: int = Field(default=100, ge=0, le=MAX_COUNT, description="0: only before the first step")

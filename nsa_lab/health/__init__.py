@@ -81,6 +81,7 @@ CHECKS: tuple[Callable[[History, Limits], Verdict | None], ...] = (
     throughput_checks.check_throughput,
     throughput_checks.check_data_wait,
     throughput_checks.check_memory,
+    conversion_checks.check_teacher,
 )
 # In addition, of runs that convert a pretrained model (`RunConfig.is_conversion`).
 CONVERSION_CHECKS: tuple[Callable[[History, Limits], Verdict], ...] = (

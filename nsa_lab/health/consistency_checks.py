@@ -28,7 +28,8 @@ LEAST_TIME_RATIO, LARGEST_TIME_RATIO, MIN_INTERVALS = 0.05, 3.0, 5
 N_INTERVALS, CLOCK_S = (10, 100), 1.0  # intervals that are compared together, and the resolution of clocks
 # Fields that are measured in every reading.
 VARYING_FIELDS = (
-    *("first_loss", "marked_loss", "selection_loss", "grad_norm", "dt_s", "data_s", "tokens_per_s", "grad_norm_layers"),
+    *("first_loss", "marked_loss", "selection_loss", "teacher_kl", "grad_norm"),
+    *("dt_s", "data_s", "tokens_per_s", "grad_norm_layers"),
     *(f"norm_{branch}" for branch in BRANCHES),
 )
 

@@ -1,6 +1,7 @@
 """Checks of a conversion: the indexer learns, its blocks have the attention mass, the loss is close to dense attention's.
 
 The comparison is the event `conversion`, with dense attention, selected blocks and the nearest blocks on the same weights.
+`check_teacher` is about all runs that learn from a teacher, also dense ones.
 """
 
 from __future__ import annotations
@@ -73,6 +74,23 @@ def check_converted_loss(history: History, limits: Limits) -> Verdict:
     if selected >= nearest:
         return Verdict(name, False, gap, limit, f"{text}: the indexer is no better than the nearest blocks")
     return Verdict(name, False, gap, limit, f"{text} (limit: {limit:+.3f})").to_warning()
+
+
+def check_teacher(history: History, limits: Limits) -> Verdict | None:
+    """Check that the predictions stay close to the teacher's: mean divergence of the last fifth of the readings.
+
+    None for a run without a teacher.
+    """
+    name, limit = "teacher", limits.teacher_kl
+    if not history.config.train.teacher_weight:
+        return None
+    _, values = drop_nonfinite(*history.series("teacher_kl"))
+    if len(values) < MIN_READINGS:
+        return Verdict(name, None, None, limit, "too few readings of the divergence from the teacher")
+    count = -(-len(values) // 5)
+    first, last = float(values[:count].mean()), float(values[-count:].mean())
+    text = f"KL divergence from the teacher's predictions {last:.4f} nats per token, {first:.4f} at the beginning"
+    return Verdict(name, last <= limit, last, limit, f"{text} (limit: {limit:g})").to_warning()
 
 
 def _get_last_comparison(history: History) -> dict[str, Any] | str:

@@ -103,6 +103,7 @@ class Limits:
     selection_loss_errors: float = 3.0  # the same fall is unknown within this many standard errors of the readings
     attention_mass: float = 0.95  # minimum attention mass in a converted model's blocks / in the best blocks
     conversion_gap: float = 0.03  # maximum loss with selected blocks minus dense attention's, in nats per token
+    teacher_kl: float = 0.1  # maximum KL divergence from a teacher's predictions at the end, in nats per token
     dense_gap: float = 0.01  # maximum validation bpb relative to the dense baseline, minus 1
     plan_memory: float = 0.15  # maximum relative deviation of peak memory from the estimate
     plan_time: float = 0.25  # maximum relative deviation of the time from the estimate

@@ -90,6 +90,7 @@ class AttemptEvent(Event):
     packing: NotRequired[Annotated[list[dict[str, Number]], Field("statistics of packed rows in epoch 1, per stage")]]
     settings: NotRequired[Annotated[dict[str, float | str | bool | None], Field("monitor settings of this attempt")]]
     source_missing: NotRequired[Annotated[str, Field("why the original text was not available; the prepared one was")]]
+    teacher: NotRequired[Annotated[str, Field("digest of the teacher's weights")]]
     gpu_util: Annotated[str, Field("`on`, or why GPU utilization is not recorded")]
 
 
@@ -175,6 +176,9 @@ class StepEvent(Event):
     ]
     marked_loss: NotRequired[Annotated[Number, Field("loss of the answers to planted questions", "nats per token", low=0)]]
     selection_loss: NotRequired[Annotated[Number, Field("selection loss of the indexer, mean over layers", "nats")]]
+    teacher_kl: NotRequired[
+        Annotated[Number, Field("KL divergence of the model's predictions from the teacher's", "nats per token")]
+    ]
     lr: Annotated[Number, Field("learning rate", low=0)]
     grad_norm: Annotated[Number, Field("gradient norm before clipping", low=0)]
     dt_s: Annotated[Number, Field("duration of a step", "seconds", is_positive=True)]

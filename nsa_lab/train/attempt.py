@@ -38,6 +38,7 @@ from nsa_lab.train.estimate import average_over_stages, compute_flops_per_token
 from nsa_lab.train.guard import Finding, Halt
 from nsa_lab.train.preflight.startup_checks import run_preflight
 from nsa_lab.train.signals import StopRequested, StopSignals
+from nsa_lab.train.teacher import compute_fingerprint
 from nsa_lab.train.telemetry.event_log import EventLog
 from nsa_lab.train.telemetry.heartbeat import Heartbeat, StallRule
 from nsa_lab.train.telemetry.recorder import Recorder
@@ -249,6 +250,7 @@ class _Attempt:
                 for branch, resolved in context.model.backends.items()
             },
             "params": context.model.parameter_count(),
+            **({"teacher": compute_fingerprint(context.teacher)} if context.teacher else {}),
             **self._compute_work_per_token(context),
         }
 
@@ -285,7 +287,7 @@ class _Attempt:
             self._run_preflight(context)
             return 0, []
         state = checkpoint_state.read_state(path)
-        checkpoint_state.check_same_trajectory(state, self.config, context.dataset.identity)
+        checkpoint_state.check_same_trajectory(state, self.config, context.dataset.identity, context.facts.get("teacher"))
         checkpoint_state.restore(path, context)
         context.enter_stage(state["step"])
         difference = checkpoint_state.check_probe(

@@ -22,6 +22,7 @@ from nsa_lab.model.indexer import freeze_all_but_indexers
 from nsa_lab.train.distributed import World
 from nsa_lab.train.estimate import check_state_fits
 from nsa_lab.train.step import Stepper, make_optimizer
+from nsa_lab.train.teacher import make_teacher
 
 if TYPE_CHECKING:
     from nsa_lab.train.sharded_checkpoint import ShardWriter
@@ -76,6 +77,7 @@ class TrainContext:
     """Everything that a step, an evaluation or a preflight check needs.
 
     `evaluations`: held-out batches of each stage. `shard_writer`: writes checkpoints if weights are sharded, else None.
+    `teacher`: the model of `train.teacher_weight`, if that is above 0.
     """
 
     config: RunConfig
@@ -88,6 +90,7 @@ class TrainContext:
     optimizer: torch.optim.Optimizer
     stepper: Stepper
     shard_writer: ShardWriter | None = None
+    teacher: NSATransformer | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
     def get_evaluation(self, step: int) -> EvalBatches:
@@ -156,8 +159,11 @@ def build_context(
     world = replace(world, parallel=config.runtime.parallel, context_parallel=config.runtime.context_parallel)
     context_sizes = config.list_context_sizes(world.size)
     model = world.build_model(lambda: builders.model(config, device))
+    # Here, also in a resumed run, the model has its initial weights.
+    teacher = make_teacher(model, config.runtime) if train.teacher_weight else None
     if config.runtime.compile:
-        compile_blocks(model, len(train.plan))
+        for compiled in (model, teacher) if teacher else (model,):
+            compile_blocks(compiled, len(train.plan))
     # Sharding replaces the parameters, so create the optimizer after it.
     forward = world.wrap(model, device, seed=train.seed, use_bf16=use_bf16)
     optimizer = make_optimizer(model, train)
@@ -173,12 +179,15 @@ def build_context(
         auxiliary_loss=model.auxiliary_loss if config.model.has_selection_loss else None,
         separator=separator if use_masking else None,
         context_groups={size: world.make_context_group(size, device) for size in sorted(set(context_sizes)) if size > 1},
+        teacher=teacher,
     )
     if world.is_first:
         for line in describe_sharing(config, world.size):
             logger.info("%s", line)
     shard_writer = _make_shard_writer() if world.is_sharded else None
-    return TrainContext(config, world, device, dataset, batches, evaluations, model, optimizer, stepper, shard_writer)
+    return TrainContext(
+        config, world, device, dataset, batches, evaluations, model, optimizer, stepper, shard_writer, teacher
+    )
 
 
 def describe_sharing(config: RunConfig, n_ranks: int) -> list[str]:

@@ -42,11 +42,18 @@ class ResumeRefused(RuntimeError):
     """The checkpoint belongs to another trajectory, or the code computes something else than when it was saved."""
 
 
-def check_same_trajectory(state: dict[str, Any], config: RunConfig, data_identity: str) -> None:
-    """Raise `ResumeRefused` unless the checkpoint with this `state` is on the trajectory of `config` and the data."""
+def check_same_trajectory(state: dict[str, Any], config: RunConfig, data_identity: str, teacher: str | None = None) -> None:
+    """Raise `ResumeRefused` unless the checkpoint with this `state` is on the trajectory of `config` and the data.
+
+    `teacher`: fingerprint of the teacher's weights; None: no teacher.
+    """
     differences = list_changed_settings(state["trajectory"], config)
     if state["data_identity"] != data_identity:
         differences.append(f"data: {state['data_identity'][:16]} in the checkpoint, {data_identity[:16]} now")
+    if state.get("teacher") != teacher:
+        differences.append(
+            f"weights of the teacher (train.initial_weights): {state.get('teacher')} in the checkpoint, {teacher} now"
+        )
     if differences:
         raise ResumeRefused(
             "this run cannot resume from its checkpoint, because its trajectory would change: "

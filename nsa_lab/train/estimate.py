@@ -19,6 +19,7 @@ import torch
 from nsa_lab.config import ConfigError, ModelConfig, RunConfig, TrainConfig
 from nsa_lab.model import NSATransformer
 from nsa_lab.model.indexer import freeze_all_but_indexers
+from nsa_lab.model.transformer import BACKWARD_FLOPS
 from nsa_lab.runs.summary import format_duration, format_size
 from nsa_lab.train.communication import (
     StageCommunication,
@@ -27,6 +28,7 @@ from nsa_lab.train.communication import (
     estimate_communication,
 )
 from nsa_lab.train.muon import find_muon_matrices
+from nsa_lab.train.teacher import CHUNK_NUMBERS, FLOAT32_TENSORS_PER_CHUNK
 from nsa_lab.train.telemetry.system_metrics import get_memory_capacity
 
 # All in float32.
@@ -161,11 +163,14 @@ def check_state_fits(config: RunConfig, device: torch.device, n_ranks: int = 1, 
 def compute_state_bytes(model: NSATransformer, config: RunConfig, n_shards: int = 1) -> int:
     """Return the bytes of weights, gradients and moments on one rank, with the weights of the layer that is gathered.
 
+    A teacher (`train.teacher_weight`) has weights only.
+
     `n_shards`: number of ranks that share one copy of the state; 1: nothing is gathered.
     """
     n_trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    n_teacher = sum(w.numel() for name, w in model.named_parameters() if ".indexer." not in name)
     state_bytes = (
-        model.parameter_count() * BYTES_PER_WEIGHT
+        (model.parameter_count() + (n_teacher if config.train.teacher_weight else 0)) * BYTES_PER_WEIGHT
         + n_trained * BYTES_PER_GRADIENT
         + count_moments(model, config.train) * BYTES_PER_MOMENT
     )
@@ -184,13 +189,15 @@ def count_moments(model: NSATransformer, train: TrainConfig) -> int:
 def compute_flops_per_token(
     model: NSATransformer, train: TrainConfig, lengths: Sequence[Mapping[int, int]] | None = None
 ) -> dict[str, float]:
-    """Return the mean of `NSATransformer.flops_per_token` over all tokens of a run.
+    """Return the mean of `NSATransformer.flops_per_token` over all tokens of a run, with the forward pass of a teacher.
 
     `lengths`: for each stage, the number of documents of each length (`StagedBatches.count_document_lengths`). None: no
     document masking, or unknown documents; the result is then an upper bound.
     """
     stages = lengths or [stage.seq_len for stage in train.plan]
-    return average_over_stages(train, [model.flops_per_token(stage) for stage in stages])
+    flops = average_over_stages(train, [model.flops_per_token(stage) for stage in stages])
+    teacher_flops = flops["dense"] / (1 + BACKWARD_FLOPS) if train.teacher_weight else 0.0
+    return {kind: value + teacher_flops for kind, value in flops.items()}
 
 
 def average_over_stages(train: TrainConfig, stage_values: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -238,8 +245,9 @@ def estimate_activation_bytes(config: RunConfig, n_ranks: int = 1) -> int:
     KB per token for the production model without an indexer, 314 KB for its dense baseline. The tensors of an indexer and
     of the selection loss are not counted. With gradient checkpointing, only the residual stream of each layer is stored,
     plus one layer that is recomputed. With a frozen trunk, these are the input and the projections of each indexer, plus
-    one layer. If several ranks share each sequence, each has a part of these tensors, and the keys and values of all
-    tokens, as gathered and after RoPE.
+    one layer. With a teacher, its logits, the gradient of the divergence, and the tensors of one chunk. If several ranks
+    share each sequence, each has a part of these tensors, and the keys and values of all tokens, as gathered and after
+    RoPE.
     """
     model, train = config.model, config.train
     dtype_bytes = 2 if config.runtime.precision == "bf16" else 4
@@ -271,11 +279,15 @@ def estimate_activation_bytes(config: RunConfig, n_ranks: int = 1) -> int:
     )
     # Logits in the compute dtype, in float32, their softmax and, if the trunk is trained, its gradient.
     loss_bytes = model.vocab_size * (dtype_bytes + (2 if is_frozen else 3) * 4)
+    if train.teacher_weight:
+        loss_bytes += 2 * dtype_bytes * model.vocab_size
     token_bytes = stored_bytes + ngram_bytes + loss_bytes
     n_stored_layers = 1 if is_frozen or config.runtime.gradient_checkpointing else model.n_layers
     key_bytes = round(2 * count_key_numbers(model) * dtype_bytes * n_stored_layers)
+    n_chunk_tensors = FLOAT32_TENSORS_PER_CHUNK if train.teacher_weight else 0
     return max(
         count_text_tokens(stage, size, n_ranks) * token_bytes // size
+        + 4 * n_chunk_tensors * min(CHUNK_NUMBERS, count_text_tokens(stage, size, n_ranks) // size * model.vocab_size)
         + (count_text_tokens(stage, size, n_ranks) * key_bytes if size > 1 else 0)
         for stage, size in zip(train.plan, config.list_context_sizes(n_ranks), strict=True)
     )

@@ -2,8 +2,8 @@
 
 Invariants
 * The loss of a step is the weighted mean over all its tokens (the mean without weights), however they are grouped into
-  micro-batches and distributed over ranks. The auxiliary loss of the model is averaged in the same way and returned
-  separately.
+  micro-batches and distributed over ranks. The auxiliary loss of the model and the divergence from a teacher are averaged
+  in the same way and returned separately.
 * A loss or gradient norm that is not finite is detected on the device, and the update is skipped there: weights, moments
   and the optimizer's step counter do not change. The flag stays set, so later updates are skipped too, until the host has
   seen it.
@@ -30,11 +30,12 @@ from nsa_lab.train.cuda_graph import GradientGraphs, Spans
 from nsa_lab.train.distributed import World
 from nsa_lab.train.muon import Muon, find_muon_matrices
 from nsa_lab.train.packing import compute_logits, make_spans, take_share
+from nsa_lab.train.teacher import sum_kl_divergence
 
-LOSS, GRAD_NORM, NON_FINITE, STOP, AUXILIARY = range(5)
+LOSS, GRAD_NORM, NON_FINITE, STOP, AUXILIARY, TEACHER_KL = range(6)
 # Further results of a step with weights: summed loss and number of tokens with weight 1 (text), and of tokens with any
 # other nonzero weight (marked). With document masking also of the first token of every document.
-TEXT_LOSS, TEXT_TOKENS, MARKED_LOSS, MARKED_TOKENS, FIRST_LOSS, FIRST_TOKENS = range(5, 11)
+TEXT_LOSS, TEXT_TOKENS, MARKED_LOSS, MARKED_TOKENS, FIRST_LOSS, FIRST_TOKENS = range(6, 12)
 
 
 def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
@@ -107,6 +108,7 @@ class Stepper:
     that begins a document; None without document masking. `use_graph(stage)`: whether steps of a stage are replayed as
     CUDA graphs. `applied_lr`: the learning rate of the optimizer at its last step. `context_groups`: number of ranks that
     share each sequence -> group of these ranks, for every such number that a stage has (`World.make_context_group`).
+    `teacher`: the model of `train.teacher_weight`; None: no teacher.
     """
 
     def __init__(
@@ -123,8 +125,9 @@ class Stepper:
         auxiliary_loss: Callable[[], Tensor] | None = None,
         separator: int | None = None,
         context_groups: Mapping[int, ProcessGroup] | None = None,
+        teacher: Callable[..., Tensor] | None = None,
     ) -> None:
-        self._context_groups = context_groups or {}
+        self._context_groups, self._teacher = context_groups or {}, teacher
         self._forward, self._optimizer, self._train = forward, optimizer, train
         self._separator = separator
         self._auxiliary_loss = auxiliary_loss or (lambda: torch.zeros((), device=device))
@@ -207,10 +210,10 @@ class Stepper:
         poll: Callable[[], None] = lambda: None,
         interruptible: Callable[[], AbstractContextManager] = nullcontext,
     ) -> Tensor:
-        """Accumulate the gradients of the step into `.grad`. Return its losses, [2], [6] or [8].
+        """Accumulate the gradients of the step into `.grad`. Return its losses, [3], [7] or [9].
 
-        They are loss and auxiliary loss, and with weights also the losses by kind. `spans`: the documents of the
-        micro-batches.
+        They are loss, auxiliary loss and divergence from the teacher, and with weights also the losses by kind. `spans`:
+        the documents of the micro-batches.
         """
         total_weight, micro_batches = self._compute_total_weight(batch.weights), self.split_micro_batches(batch)
         losses: list[Tensor] = []
@@ -268,7 +271,8 @@ class Stepper:
         return ComputedBatch(logits, tokens, targets, weights, shard)
 
     def _backward(self, batch: Batch, span: Span | None, total_weight: float | Tensor) -> Tensor:
-        logits, tokens, targets, weights, _ = self.compute_logits(self._forward, batch, span)
+        computed = self.compute_logits(self._forward, batch, span)
+        logits, tokens, targets, weights, _ = computed
         if weights is None:
             loss, losses_by_kind = sum_token_losses(logits, targets) / total_weight, []
         else:
@@ -278,9 +282,12 @@ class Stepper:
                 self._sum_losses_by_kind(token_losses, weights, tokens),
             )
         auxiliary_loss = self.compute_auxiliary_loss(batch.targets.numel())
+        teacher_kl = self.compute_teacher_kl(computed, batch, span) / total_weight
+        trained_loss = loss + auxiliary_loss + self._train.teacher_weight * teacher_kl
         # DDP and FSDP average gradients over ranks; the mean over all tokens needs their sum.
-        ((loss + auxiliary_loss) * self._world.size).backward()
-        return torch.cat([loss.detach()[None], auxiliary_loss.detach()[None].to(loss.dtype), *losses_by_kind])
+        (trained_loss * self._world.size).backward()
+        losses = torch.stack([value.detach().to(loss.dtype) for value in (loss, auxiliary_loss, teacher_kl)])
+        return torch.cat([losses, *losses_by_kind])
 
     def _sum_losses_by_kind(self, losses: Tensor, weights: Tensor, tokens: Tensor) -> list[Tensor]:
         """Return sums and counts for text, marked tokens and, with document masking, first tokens of documents.
@@ -297,6 +304,18 @@ class Stepper:
         If several ranks share each sequence, `n_tokens` counts all of its tokens, and the sum of the results is the share.
         """
         return self._auxiliary_loss() * (n_tokens / self.stage.tokens_per_step)
+
+    def compute_teacher_kl(self, computed: ComputedBatch, batch: Batch, span: Span | None) -> Tensor:
+        """Return KL(teacher || model) of a micro-batch, summed over its tokens with their weights, 0-d.
+
+        It is 0 without a teacher. `computed`: the model's results for this micro-batch. Collective if several ranks share
+        each sequence.
+        """
+        if self._teacher is None:
+            return torch.zeros((), device=self._device)
+        with torch.no_grad():
+            expected = self.compute_logits(self._teacher, batch, span)
+        return sum_kl_divergence(computed.logits, expected.logits, computed.weights)
 
     def _clip_gradients(self) -> Tensor:
         norm = nn.utils.clip_grad_norm_(self._parameters, self._train.grad_clip)

@@ -28,7 +28,18 @@ from nsa_lab.train.guard import Finding, GateRule, Halt, SpikeRule, ThroughputRu
 from nsa_lab.train.lr_schedule import compute_learning_rate
 from nsa_lab.train.packing import find_steps_with_new_capacity
 from nsa_lab.train.signals import StopRequested, StopSignals
-from nsa_lab.train.step import AUXILIARY, GRAD_NORM, LOSS, NON_FINITE, STOP, TEXT_LOSS, TEXT_TOKENS, AsyncHostCopy, Readback
+from nsa_lab.train.step import (
+    AUXILIARY,
+    GRAD_NORM,
+    LOSS,
+    NON_FINITE,
+    STOP,
+    TEACHER_KL,
+    TEXT_LOSS,
+    TEXT_TOKENS,
+    AsyncHostCopy,
+    Readback,
+)
 from nsa_lab.train.telemetry.awake_clock import AwakeClock
 from nsa_lab.train.telemetry.recorder import Recorder
 from nsa_lab.train.telemetry.system_metrics import compute_percentile, count_bytes_by_dtype, get_peak_memory_bytes
@@ -259,6 +270,7 @@ class Trainer:
             "bpb": self._to_bits_per_byte(loss),
             **self._compute_losses_by_kind(),
             **({"selection_loss": self._latest_result[AUXILIARY]} if self.context.config.model.has_selection_loss else {}),
+            **({"teacher_kl": self._latest_result[TEACHER_KL]} if self.context.teacher else {}),
             "lr": lr,
             "grad_norm": grad_norm,
             "dt_s": dt_s,

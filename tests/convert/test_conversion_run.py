@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -124,14 +125,20 @@ def test_a_run_trains_only_the_indexer(builders: Builders, tmp_path: Path) -> No
     assert len(rows["selected", 4]) == 2 and record["texts"]["long"]["ranges"] == [(0, 128)]
     with pytest.raises(DataError, match="expected a document of at least 128 tokens"):
         evaluate_conversion(run_dir, texts={"short": str(tmp_path / "short")}, prepare_data=builders.data)
-    # Stage 2 starts with the trained indexer and trains everything; the dense control starts with the same trunk.
+    # Stage 2 starts with the trained indexer and trains everything; the dense control starts with the same trunk. Both
+    # learn from the same teacher.
     settings = describe_source(str(run_dir), tmp_path)
     assert (settings["model.indexer_block"], settings["train.initial_weights"]) == (1, str(run_dir.resolve()))
-    sections = make_sections(run_dir, dense, trainable="all", steps=2, save_every=2, eval_every=0)
+    training = {"steps": 4, "save_every": 2, "eval_every": 0, "teacher_weight": 0.5}
+    sections = make_sections(run_dir, dense, trainable="all", **training)
     sections["data"]["path"] = str(tmp_path / "texts")
     control = sections["model"] | {"attention": "dense"}
+    sources = {"stage_2": run_dir, "control": tmp_path / "dense"}
+    divergences: dict[str, list[float]] = {}
+    fingerprints: set[str] = set()
     for name, model, n_indexers in (("stage_2", sections["model"], 2), ("control", control, 0)):
-        config = RunConfig.from_dict({**sections, "name": name, "model": model})
+        train = sections["train"] | {"initial_weights": str(sources[name])}
+        config = RunConfig.from_dict({**sections, "name": name, "model": model, "train": train})
         started = build_model(config, torch.device("cpu")).state_dict()
         expected = {key: value for key, value in trained.state_dict().items() if key in started}
         assert all(torch.equal(started[key], value) for key, value in expected.items())
@@ -140,6 +147,25 @@ def test_a_run_trains_only_the_indexer(builders: Builders, tmp_path: Path) -> No
         assert run(second, builders=builders) == 0
         moved = [key for key, value in load_model(second).state_dict().items() if not torch.equal(value, started[key])]
         assert len(moved) == len(started), "all weights are trained"
+        final = (second / "checkpoints/step-00000004/model.safetensors").read_bytes()
+        shutil.rmtree(second / "checkpoints/step-00000004")
+        assert run(second, builders=builders) == 0
+        assert (second / "checkpoints/step-00000004/model.safetensors").read_bytes() == final, "resuming is exact"
+        recorded = events.read_events(second)
+        fingerprints |= {event["teacher"] for event in recorded if event["kind"] in ("start", "resume")}
+        steps = [event for event in recorded if event["kind"] == "step"]
+        assert [event["step"] for event in steps] == [1, 2, 3, 4, 3, 4]
+        divergences[name] = [event["teacher_kl"] for event in steps]
+        assert divergences[name][2:4] == divergences[name][4:]
+        assert {verdict.name: verdict for verdict in list_verdicts(second)}["teacher"].ok is None, "too few readings"
+    assert len(fingerprints) == 1
+    assert divergences["control"][0] == 0 < divergences["control"][1] and divergences["stage_2"][0] > 1e-4
+    with torch.no_grad():
+        dense.lm_head.weight[0, 0] += 1.0
+    dense.save_pretrained(tmp_path / "dense")
+    shutil.rmtree(second / "checkpoints/step-00000004")
+    assert run(second, builders=builders) == 2
+    assert "weights of the teacher (train.initial_weights)" in json.loads((second / "status.json").read_text())["reason"]
     wider = RunConfig.from_dict({**sections, "model": sections["model"] | {"indexer_heads": 2}})
     with pytest.raises(ConfigError, match=r"indexer.qk.weight differs between the run and the model"):
         build_model(wider, torch.device("cpu"))

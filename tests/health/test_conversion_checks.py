@@ -76,3 +76,18 @@ def test_a_good_conversion_passes(tmp_path: Path) -> None:
 def test_levels(tmp_path: Path, name: str, changes: dict[str, Any], level: str, text: str) -> None:
     verdict = examine(tmp_path, **changes)[name]
     assert (verdict.level, text in verdict.text) == (level, True), verdict.text
+
+
+def test_a_teacher_whose_predictions_are_lost_gives_a_warning(tmp_path: Path) -> None:
+    config = make_config(train__initial_weights="somewhere", train__teacher_weight=1.0, model__attention="dense")
+    for folder, at_end, level in (("near", 0.09, "passed"), ("far", 0.11, "warning")):
+
+        def add_divergence(events: list[Event], at_end: float = at_end) -> None:
+            steps = [event for event in events if event["kind"] == "step"]
+            for event in steps:
+                event["teacher_kl"] = at_end if event["step"] > 100 else 0.01
+
+        found = {verdict.name: verdict for verdict in list_verdicts(write_run(tmp_path / folder, config, add_divergence))}
+        assert found["teacher"].level == level and "0.0100 at the beginning" in found["teacher"].text
+    without = {verdict.name for verdict in list_verdicts(write_run(tmp_path / "other"))}
+    assert "teacher" not in without

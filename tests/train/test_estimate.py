@@ -93,6 +93,27 @@ def test_a_frozen_trunk_needs_a_fraction_of_the_activation_memory() -> None:
     assert logits < planned.activation_bytes < logits + 0.2 * (whole.activation_bytes - logits)
 
 
+def test_a_teacher_needs_its_weights_its_logits_and_the_tensors_of_a_chunk() -> None:
+    config = RunConfig.from_yaml(PARAMS / "convert_smollm2_train.yaml")
+    sections = config.to_dict()
+    del sections["train"]["teacher_weight"]
+    planned, without = estimate_resources(config), estimate_resources(RunConfig.from_dict(sections))
+    # Without the indexers; their keys and queries have width 64.
+    assert planned.state_bytes - without.state_bytes == 4 * (planned.params - 30 * 576 * 6 * 64)
+    # Logits and the gradient of the divergence in bfloat16, six tensors of a chunk in float32.
+    assert planned.activation_bytes - without.activation_bytes == 2 * 8192 * 49_152 * 2 * 2 + 6 * 4 * (1 << 26)
+    assert planned.checkpoint_bytes == without.checkpoint_bytes
+    forward = planned.flops_per_token_nsa - without.flops_per_token_nsa
+    assert forward == pytest.approx(without.flops_per_token_dense / 3)
+    # A chunk is at most the whole micro-batch.
+    sections["train"] |= {"teacher_weight": 1.0, "seq_len": 64}
+    short = estimate_resources(RunConfig.from_dict(sections))
+    del sections["train"]["teacher_weight"]
+    assert short.activation_bytes - estimate_resources(RunConfig.from_dict(sections)).activation_bytes == (
+        2 * 64 * 49_152 * (2 * 2 + 6 * 4)
+    )
+
+
 def test_memory_falls_with_checkpointing_and_smaller_micro_batches() -> None:
     sections = PRODUCTION.to_dict()
     whole = estimate_resources(PRODUCTION)

@@ -261,7 +261,8 @@ def check_gradients(context: TrainContext) -> PreflightCheck:
     with context.stepper.use_stage(stage):
         computed = context.stepper.compute_logits(context.model, batch, span)
         loss = sum_token_losses(computed.logits, computed.targets)
-        (loss + context.stepper.compute_auxiliary_loss(n_tokens)).backward()
+        teacher_kl = context.stepper.compute_teacher_kl(computed, batch, span)
+        (loss + context.stepper.compute_auxiliary_loss(n_tokens) + train.teacher_weight * teacher_kl).backward()
     if computed.shard is not None and not world.is_sharded:
         # Each rank has the gradient of its tokens.
         for parameter in context.model.parameters():
