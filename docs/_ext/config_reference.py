@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SECTIONS: dict[str, tuple[type[pydantic.BaseModel], str]] = {
     "run": (config.RunConfig, ""),
     "model": (config.ModelConfig, "model."),
+    "rope_scaling": (config.RopeScaling, "model.rope_scaling."),
     "nsa": (config.NSAConfig, "nsa."),
     "runtime": (config.RuntimeConfig, "runtime."),
     "train": (config.TrainConfig, "train."),

@@ -12,7 +12,7 @@ Invariants
 from nsa_lab.config.base import MAX_COUNT, MAX_SIZE
 from nsa_lab.config.data_config import DataConfig, RecallConfig
 from nsa_lab.config.errors import ConfigError, UsageError, list_keys
-from nsa_lab.config.model_config import BRANCHES, BYTE_VOCAB_SIZE, ModelConfig, NSAConfig
+from nsa_lab.config.model_config import BRANCHES, BYTE_VOCAB_SIZE, ModelConfig, NSAConfig, RopeScaling
 from nsa_lab.config.project import find_project_root
 from nsa_lab.config.run_config import RunConfig, apply_overrides, parse_override
 from nsa_lab.config.sweep_config import SweepConfig, SweepRun
@@ -29,6 +29,7 @@ __all__ = [
     "ModelConfig",
     "NSAConfig",
     "RecallConfig",
+    "RopeScaling",
     "RunConfig",
     "RuntimeConfig",
     "StageConfig",

@@ -62,6 +62,7 @@ class ConfigError(UsageError, ValueError):
 _SECTION_BY_CLASS = {
     "NSAConfig": "nsa",
     "ModelConfig": "model",
+    "RopeScaling": "model.rope_scaling",
     "RuntimeConfig": "runtime",
     "TrainConfig": "train",
     "StageConfig": "train",

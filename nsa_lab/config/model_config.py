@@ -72,6 +72,37 @@ class NSAConfig(Section):
         return self.sink_blocks + self.local_blocks
 
 
+class RopeScaling(Section):
+    """RoPE for texts that are longer than those of pretraining, with the names of `rope_scaling` in transformers."""
+
+    rope_type: Literal["linear", "yarn"] = Field(
+        description="linear: divide all frequencies by the factor; yarn: only those with few rotations in the original "
+        "length (arXiv 2309.00071)"
+    )
+    factor: float = Field(ge=1, description="new length / original length")
+    original_max_position_embeddings: int | None = Field(
+        default=None, ge=1, le=MAX_COUNT, description="yarn: length of the texts of pretraining, in tokens"
+    )
+    beta_fast: float = Field(
+        default=32.0, gt=0, description="yarn: frequencies with more rotations in the original length do not change"
+    )
+    beta_slow: float = Field(
+        default=1.0, gt=0, description="yarn: frequencies with fewer rotations in it are divided by the factor"
+    )
+    attention_factor: float | None = Field(
+        default=None, gt=0, description="yarn: scale of rotated queries and keys; None: 0.1 ln(factor) + 1"
+    )
+
+    @model_validator(mode="after")
+    def _check_length(self) -> RopeScaling:
+        if self.rope_type == "yarn" and self.original_max_position_embeddings is None:
+            raise ValueError(
+                "model.rope_scaling: yarn needs original_max_position_embeddings, the length of the texts of pretraining; "
+                "set it, for example to 8192"
+            )
+        return self
+
+
 # Keys of the model that describe its indexer.
 INDEXER_KEYS = ("indexer_width", "indexer_heads", "indexer_keys", "indexer_order", "indexer_every", "indexer_dtype")
 # Channels that share a scale in MXFP4 (OCP Microscaling Formats 1.0).
@@ -107,6 +138,10 @@ class ModelConfig(Section):
     mlp: Literal["plain", "gated"] = Field(default="plain", description="plain: SiLU; gated: SwiGLU")
     mlp_hidden: int | None = Field(default=None, ge=1, le=MAX_SIZE, description="hidden width of the MLP; None: 4 * dim")
     rope_theta: float = Field(default=10000.0, gt=0, description="RoPE base")
+    rope_scaling: RopeScaling | None = Field(
+        default=None,
+        description="RoPE of a model whose context is extended, keys of `nsa_lab.config.RopeScaling`; None: as is",
+    )
     rotary_share: float = Field(default=1.0, gt=0, le=1, description="fraction of a head's channels that RoPE rotates")
     matching_heads: int = Field(
         default=0,

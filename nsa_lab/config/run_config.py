@@ -182,6 +182,7 @@ MAX_FILE_BYTES = 1 << 20
 # of the older configurations stay the same.
 DEFAULTS_OF_ADDED_KEYS: dict[str, dict[str, Any]] = {
     "model": {
+        "rope_scaling": None,
         "rotary_share": 1.0,
         "matching_heads": 0,
         "selection_loss": 0.0,

@@ -1,7 +1,7 @@
 """Pretrained weights in an `NSATransformer`, and its trained indexers in a converted model.
 
 An `NSATransformer` has this project's trainer, evaluation and decoding, which records CUDA graphs. It holds plain Llama
-models: no biases, no norms of queries and keys, no scaled RoPE.
+models: no biases, no norms of queries and keys; RoPE as it is, linearly scaled or with YaRN.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nsa_lab.config import ConfigError, ModelConfig, NSAConfig
+from nsa_lab.config import ConfigError, ModelConfig, NSAConfig, RopeScaling
 from nsa_lab.convert.models import ConvertedModel, sparsify
 from nsa_lab.convert.settings import (
     DEFAULT_NSA,
@@ -50,12 +50,15 @@ def describe_model(dense: PreTrainedConfig, nsa: NSAConfig = DEFAULT_NSA, **inde
         "attention_bias": getattr(dense, "attention_bias", False) or dense.model_type.endswith("qwen2"),
         "mlp_bias": getattr(dense, "mlp_bias", False),
         "norms of queries and keys": dense.model_type.endswith("qwen3"),
-        f"rope_type = {rope.get('rope_type')!r}": rope.get("rope_type", "default") != "default",
+        f"rope_type = {rope.get('rope_type')!r}": rope.get("rope_type", "default") not in ("default", "linear", "yarn"),
         f"hidden_act = {dense.hidden_act!r}": dense.hidden_act != "silu",
     }
     if problem := next((name for name, is_used in unsupported.items() if is_used), None):
         raise ConfigError(f"{dense.model_type}: NSATransformer has no {problem}; use nsa_lab.sparsify and transformers")
-    own = {"mlp": "gated", "mlp_hidden": dense.intermediate_size, "rope_theta": rope["rope_theta"]}
+    own: dict[str, Any] = {"mlp": "gated", "mlp_hidden": dense.intermediate_size, "rope_theta": rope["rope_theta"]}
+    if rope.get("rope_type", "default") != "default":
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta" and value is not None}
+        own["rope_scaling"] = RopeScaling(**scaling)
     return describe_attention(dense, nsa, add_indexer_defaults(nsa, indexer), **own)
 
 
@@ -70,6 +73,8 @@ def copy_weights(dense: PreTrainedModel, model: NSATransformer) -> None:
     c, source = model.config, dense
     expected = describe_model(source.config, NSAConfig(scores="mean_key"))
     keys = WEIGHT_KEYS if c.attention == "dense" else (*WEIGHT_KEYS, "branches")
+    if expected.rope_scaling is not None:  # otherwise, the run may extend the context
+        keys = (*keys, "rope_scaling")
     if differing := [key for key in keys if getattr(expected, key) != getattr(c, key)]:
         key = differing[0]
         raise ConfigError(

@@ -25,14 +25,17 @@ def describe_source(source: str, folder: Path) -> dict[str, Any]:
     """
     if (Path(source) / directory.CONFIG).is_file():
         run = RunConfig.from_yaml(Path(source) / directory.CONFIG)
+        model = run.model_at(run.train.steps)  # with the RoPE base of the last stage
         if run.model.attention != "dense" and run.model.branches != ("sel",):
             raise ConfigError(
                 f"{source}: model.branches = {list(run.model.branches)}: expected a dense run, or one with the selected "
                 "branch only; convert a dense model"
             )
-        settings = _name_settings(str(Path(source).resolve()), run.model, run.data.tokenizer)
-        indexer = ("indexer_block", *INDEXER_KEYS) if run.model.has_indexer else ()
-        return settings | {f"model.{key}": getattr(run.model, key) for key in indexer}
+        settings = _name_settings(str(Path(source).resolve()), model, run.data.tokenizer)
+        if not model.has_indexer:
+            return settings
+        settings |= {f"model.{key}": getattr(model, key) for key in ("indexer_block", *INDEXER_KEYS)}
+        return settings | {f"nsa.{key}": getattr(model.nsa, key) for key in ("head_reduction", "block_reduction")}
     model = describe_model(load_dense_config(source), NSAConfig(scores="mean_key"))
     content = load_fast_tokenizer(source, model.vocab_size)
     file = folder / ".tokenizers" / f"{hashlib.sha256(content).hexdigest()[:16]}.json"
@@ -45,6 +48,8 @@ def describe_source(source: str, folder: Path) -> dict[str, Any]:
 
 def _name_settings(source: str, model: ModelConfig, tokenizer: str) -> dict[str, Any]:
     values = {f"model.{key}": getattr(model, key) for key in WEIGHT_KEYS}
+    if model.rope_scaling is not None:  # otherwise, a preset may extend the context
+        values["model.rope_scaling"] = model.rope_scaling.model_dump()
     # Keys of tables that do not exist are refused, even with their defaults.
     values = {key: value for key, value in values.items() if model.ngrams or not key.startswith("model.ngram")}
     return {**values, "train.initial_weights": source, "data.tokenizer": tokenizer}

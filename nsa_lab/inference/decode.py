@@ -129,7 +129,9 @@ class Decoder:
         """Return the RoPE tables of all positions on `device`, built once."""
         if device not in self._rotary:
             c = self._model.config
-            self._rotary[device] = get_rotary_table(self.cache.capacity, c.rotary_width, c.rope_theta, device)
+            self._rotary[device] = get_rotary_table(
+                self.cache.capacity, c.rotary_width, c.rope_theta, device, scaling=c.rope_scaling
+            )
         return self._rotary[device]
 
     def _replay_graph(self, inputs: NewTokens, counts: Sequence[int]) -> Tensor | None:

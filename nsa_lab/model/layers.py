@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
 from nsa_lab.attention import Span, geometry
-from nsa_lab.config import ModelConfig
+from nsa_lab.config import ModelConfig, RopeScaling
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -86,19 +88,52 @@ class MLP(nn.Module):
         return self.down(silu(hidden))
 
 
-def compute_rotary(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, float32 [..., width/2], of t * theta**(-2i/width) at positions [...] (arXiv 2104.09864)."""
+def compute_rotary(
+    positions: Tensor, width: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, float32 [..., width/2], of t * theta**(-2i/width) at positions [...] (arXiv 2104.09864).
+
+    `scaling`: changes the frequencies and, with YaRN, scales cos and sin.
+    """
     rate = theta ** (-torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width)
+    if scaling is not None:
+        rate = scale_rates(rate, theta, scaling)
     angle = positions.to(torch.float32)[..., None] * rate
-    return angle.cos(), angle.sin()
+    if scaling is None or scaling.rope_type == "linear":
+        return angle.cos(), angle.sin()
+    factor = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1
+    return factor * angle.cos(), factor * angle.sin()
+
+
+def scale_rates(rate: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """Return the frequencies [n] of scaled RoPE. `rate`: theta ** (-i / n) for i = 0 .. n-1, in radians per token."""
+    scaled, length = rate / scaling.factor, scaling.original_max_position_embeddings
+    if scaling.rope_type == "linear":
+        return scaled
+    assert length is not None, "checked by RopeScaling"
+    n = len(rate)
+    # The index of the frequency with this number of rotations in the original length, as a real number.
+    first, last = (
+        n * math.log(length / (2 * math.pi * rotations)) / math.log(theta)
+        for rotations in (scaling.beta_fast, scaling.beta_slow)
+    )
+    first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * n - 1)
+    index = torch.arange(n, dtype=torch.float32, device=rate.device)
+    share = ((index - first) / max(last - first, 1e-3)).clamp(0, 1)
+    return rate * (1 - share) + scaled * share
 
 
 def get_rotary_table(
-    length: int, width: int, theta: float, device: torch.device, span: Span | None = None
+    length: int,
+    width: int,
+    theta: float,
+    device: torch.device,
+    span: Span | None = None,
+    scaling: RopeScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `compute_rotary` at the positions of `span`; None: 0 .. length-1."""
     positions = geometry.positions(0, length, device) if span is None else span.positions(device)
-    return compute_rotary(positions, width, theta)
+    return compute_rotary(positions, width, theta, scaling)
 
 
 def rotate(x_BTHD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -120,7 +155,7 @@ def rotate(x_BTHD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 def subsample_rotary(rotary: Rotary, width: int) -> Rotary:
     """Return tables for `width` = R/n rotated channels from tables for R channels: every nth angle.
 
-    They equal the tables of that width, because theta ** (-2 (i n) / R) is theta ** (-2 i / (R/n)).
+    Without scaling, they equal the tables of that width, because theta ** (-2 (i n) / R) is theta ** (-2 i / (R/n)).
     """
     n = 2 * rotary[0].shape[-1] // width
     if n == 1:  # the common case in decoding, where every layer calls this in every step

@@ -293,11 +293,13 @@ class NSATransformer(nn.Module):
             check_shard(span, n_tokens)
             rows = compute_ngram_rows(self.ngrams, tokens, span) if self.ngrams and tokens is not None else None
             # Keys of all tokens are rotated after they were gathered, so the tables cover the whole text.
-            text_rotary = get_rotary_table(span.text.n_queries, c.rotary_width, c.rope_theta, device, span.text)
+            text_rotary = get_rotary_table(
+                span.text.n_queries, c.rotary_width, c.rope_theta, device, span.text, c.rope_scaling
+            )
             return self.embed(tokens, embeddings=embeddings, ngram_rows=rows), text_rotary
         check_span(span, n_tokens)
         positions = None if span is None else span.positions(device)
-        rotary = get_rotary_table(n_tokens, c.rotary_width, c.rope_theta, device, span)
+        rotary = get_rotary_table(n_tokens, c.rotary_width, c.rope_theta, device, span, c.rope_scaling)
         return self.embed(tokens, positions, embeddings=embeddings), rotary
 
     def _check_inputs(self, tokens: Tensor | None, embeddings: Tensor | None) -> tuple[int, torch.device]:

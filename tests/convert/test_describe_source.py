@@ -9,7 +9,7 @@ import pytest
 import torch
 from fake_run import make_config, write_checkpoint, write_run
 from safetensors.torch import save
-from tiny_dense_models import FEW, make_dense
+from tiny_dense_models import FEW, YARN, make_dense
 from transformers import PreTrainedTokenizerFast
 
 from nsa_lab import NSATransformer
@@ -36,6 +36,11 @@ def test_a_pretrained_model_gives_sizes_weights_and_tokenizer(tmp_path: Path) ->
     preset.write_text("name: x\nmodel: {branches: [sel], indexer_block: 1, selection_loss: 0.05}\nnsa: {n_sel: 4}\n")
     config = RunConfig.from_yaml(preset, settings)
     assert (config.model.dim, config.model.n_heads, config.model.rope_theta) == (48, 6, 500.0)
+    yarn = make_dense(**PLAIN | {"rope_parameters": YARN})
+    yarn.config.save_pretrained(tmp_path / "yarn")
+    save_tokenizer(tmp_path / "yarn", 97)
+    scaled = RunConfig.from_yaml(preset, describe_source(str(tmp_path / "yarn"), tmp_path / "outputs")).model.rope_scaling
+    assert scaled is not None and (scaled.rope_type, scaled.factor, scaled.beta_fast) == ("yarn", 8.0, 32.0)
     assert Path(config.data.tokenizer).read_bytes()
     assert describe_source(str(tmp_path / "dense"), tmp_path / "outputs") == settings
     model = NSATransformer(config.model_at(0), seed=0)
@@ -58,5 +63,15 @@ def test_a_dense_run_is_a_source(tmp_path: Path) -> None:
     load_initial_weights(model, settings["train.initial_weights"])
     state = model.state_dict()
     assert all(torch.equal(state[name], value) for name, value in dense.state_dict().items())
+    # A converted run gives the form of its indexer, with the RoPE base of its last stage.
+    stage = {"steps": 2, "seq_len": 64, "batch_size": 1, "lr": 1e-3}
+    form = {"branches": ["sel"], "indexer_block": 2, "indexer_heads": 2, "selection_loss": 0.05}
+    sections = make_config(**{f"model__{key}": value for key, value in form.items()}).to_dict()
+    sections["nsa"]["block_reduction"] = "max"
+    sections["train"] = {"stages": [stage, {**stage, "rope_theta": 1e6}]}
+    settings = describe_source(str(write_run(tmp_path / "converted", RunConfig.from_dict(sections))), tmp_path)
+    assert (settings["model.indexer_block"], settings["model.indexer_heads"], settings["model.rope_theta"]) == (2, 2, 1e6)
+    assert (settings["nsa.block_reduction"], settings["nsa.head_reduction"]) == ("max", "sum")
+    assert "model.rope_scaling" not in settings, "a preset may extend the context"
     with pytest.raises(ConfigError, match="expected a dense run, or one with the selected branch only"):
         describe_source(str(write_run(tmp_path / "other")), tmp_path)

@@ -13,8 +13,8 @@ from model_forms import to_brute_force_model
 from model_inputs import VARIANTS, format_variant, make_config, make_tokens
 
 from nsa_lab.attention import resolve_backend, window_attention
-from nsa_lab.config import ModelConfig
-from nsa_lab.model import NSATransformer, SparseAttention, get_rotary_table, rotate
+from nsa_lab.config import ModelConfig, RopeScaling
+from nsa_lab.model import NSATransformer, SparseAttention, compute_rotary, get_rotary_table, rotate
 from nsa_lab.model.layers import subsample_rotary
 
 CPU = torch.device("cpu")
@@ -76,6 +76,32 @@ def test_every_nth_angle_is_the_table_of_the_smaller_width(width: int) -> None:
         strict=True,
     ):
         torch.testing.assert_close(found, expected)
+
+
+def test_scaled_frequencies_are_those_of_the_definition() -> None:
+    """YaRN (arXiv 2309.00071, section 3.2): the number of rotations in the original length decides."""
+    theta, width, length, factor = 1000.0, 16, 500, 6.0
+    rates = [theta ** (-2 * i / width) for i in range(width // 2)]
+    positions = np.array([0, 1, 7, 2999])
+    linear = RopeScaling(rope_type="linear", factor=factor)
+    yarn = RopeScaling(
+        rope_type="yarn", factor=factor, original_max_position_embeddings=length, beta_fast=20.0, beta_slow=2.0
+    )
+    found = {kind: compute_rotary(torch.from_numpy(positions), width, theta, kind) for kind in (linear, yarn)}
+    np.testing.assert_allclose(found[linear][0], np.cos(positions[:, None] * np.array(rates) / factor), atol=2e-4)
+    np.testing.assert_allclose(found[linear][1], np.sin(positions[:, None] * np.array(rates) / factor), atol=2e-4)
+    rotations = [length * rate / (2 * np.pi) for rate in rates]
+    # The indices at which a frequency has 20 and 2 rotations, rounded outwards.
+    first = max(index for index in range(width // 2) if rotations[index] >= 20.0)
+    last = min(index for index in range(width // 2) if rotations[index] <= 2.0)
+    assert 0 < first < last - 1 and last < width // 2 - 1
+    shares = [min(max((index - first) / (last - first), 0.0), 1.0) for index in range(width // 2)]
+    expected = np.array([(1 - share) * rate + share * rate / factor for share, rate in zip(shares, rates, strict=True)])
+    scale = 0.1 * np.log(factor) + 1
+    np.testing.assert_allclose(found[yarn][0], scale * np.cos(positions[:, None] * expected), atol=5e-4)
+    np.testing.assert_allclose(found[yarn][1], scale * np.sin(positions[:, None] * expected), atol=5e-4)
+    given = yarn.model_copy(update={"attention_factor": 1.5})
+    torch.testing.assert_close(compute_rotary(torch.arange(3), width, theta, given)[0][0], torch.full((8,), 1.5))
 
 
 @looped
