@@ -287,7 +287,8 @@ MERGE_ELEMENTS, MERGE_WARPS = 4096, 2
 """For 32 sequences and 64 heads of width 128 on an H200: 4.5 us with two warps, 8.7 us with four, 23 us with eight."""
 IMPORTANCE_ELEMENTS, IMPORTANCE_BLOCKS = 4096, 64
 TOPK_BLOCKS = 2048
-LOGSUMEXP_KEYS = 256
+INDEX_BLOCKS = 32
+"""Selection blocks of a program that scores index keys. With 8, the sum over a block would cross warps."""
 MAX_PDL_TOKENS = 4
 """Maximum number of new tokens for programmatic dependent launch. For 32 sequences it makes a step slower."""
 APPEND_WARPS = 1  # a row has at most 256 elements
@@ -338,15 +339,27 @@ def topk_blocks(n_blocks: int) -> int:
     return min(max(padded_width(max(n_blocks, 1)), 32), TOPK_BLOCKS)
 
 
-def logsumexp_blocks(n_programs: int, n_blocks: int, strides_at_once: int) -> int:
-    """Return the selection blocks that a program scores with `strides_at_once` index keys per block at once.
+class IndexTile(NamedTuple):
+    """Tile of the kernel that scores index keys: selection blocks of a program, and their keys that are scored at once."""
 
-    `n_programs`: programs before the blocks are divided among several of them.
+    blocks: int
+    strides: int
+    warps: int
+    stages: int
+
+
+def index_tile(dtype: torch.dtype, width: int, n_programs: int, n_blocks: int, strides: int) -> IndexTile:
+    """Return the tile for selection blocks of `strides` index keys.
+
+    `n_programs`: programs before the blocks are divided among several of them. If they are too few to fill the GPU, a
+    program has few blocks and loads all of its keys at once.
     """
-    blocks_per_program = max(LOGSUMEXP_KEYS // strides_at_once, 16)
-    while blocks_per_program > 8 and n_programs * ceil_div(n_blocks, blocks_per_program) < DECODING_PROGRAMS:
-        blocks_per_program //= 2
-    return blocks_per_program
+    at_once = min(padded_width(strides), block_topk_strides(dtype, width))
+    if dtype == torch.float32 or width > MAX_TIMED_WIDTH:
+        return IndexTile(16, at_once, 4, 1)
+    if n_programs * ceil_div(n_blocks, INDEX_BLOCKS) >= DECODING_PROGRAMS:
+        return IndexTile(INDEX_BLOCKS, at_once, 4, 3)
+    return IndexTile(8, min(padded_width(strides), 64), 8, 1)
 
 
 def decoding_tile(dtype: torch.dtype, width: int, rows: int, device: torch.device) -> Tile:

@@ -80,6 +80,19 @@ def load_stored_rows(
 
 
 @triton.jit
+def scale_to_float16(q):
+    """Return q [ROWS, D] times a power of two per row, in float16, and the inverse of these factors, float32 [ROWS].
+
+    Codes of fp8 are exact in float16, and their conversion takes half as many instructions as to bfloat16. The factor moves
+    the largest magnitude of a row to 2 ** 14, so bfloat16 values from 2 ** -28 of it on are exact.
+    """
+    bits = q.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    exponent = tl.maximum(tl.max(bits, 1) >> 23, 15)
+    factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    return (q.to(tl.float32) * factor[:, None]).to(tl.float16), ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def from_float16_bits(bits):
     """Return the float16 of these bits, int32, as a float32."""
     return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)

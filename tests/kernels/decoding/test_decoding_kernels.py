@@ -179,16 +179,17 @@ def test_given_blocks_give_the_output_of_the_call_that_selected_them(case, devic
 @looped
 @pytest.mark.parametrize("index_dtype", ["fp8", "mxfp4"])
 @pytest.mark.parametrize("index_heads", [1, 2])
-def test_index_keys_in_few_bits_give_the_output_of_their_decoded_values(index_dtype, index_heads, device, poisoned):
-    """With one key for all groups. One head and several heads have their own kernels."""
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_index_keys_in_few_bits_give_the_output_of_their_decoded_values(index_dtype, index_heads, dtype, device, poisoned):
+    """With one key for all groups. In half precision, queries are scaled, which rounds nothing."""
     rule = make_rule(1, 1)
     case = make_index_case((203, 37), 2, 4, 2, 64, 16, rule=rule, tokens=1, branches=("sel",), index_heads=index_heads)
-    inputs = make_inputs(case, torch.float32, device)
-    shared = inputs.cache.k_index[:, :, :1] * torch.logspace(-3, 3, 64, device=device)
+    inputs = make_inputs(case, dtype, device)
+    shared = inputs.cache.k_index[:, :, :1].float() * torch.logspace(-3, 2, 64, device=device)
     stored = encode_keys(shared, index_dtype)
     assert stored[0, 0, 0].nbytes == {"fp8": 64, "mxfp4": 34}[index_dtype]
     results = []
-    decoded = decode_keys(stored, 64, torch.float32)
+    decoded = decode_keys(stored, 64, dtype)
     for keys in (stored.expand(-1, -1, 2, -1), decoded.expand(-1, -1, 2, -1), decoded.repeat(1, 1, 2, 1)):
         cache = inputs.cache._replace(k_index=keys)
         options = {"index_q": inputs.index_q, "selection_nsa": case.selection_nsa, "backend": "triton"}

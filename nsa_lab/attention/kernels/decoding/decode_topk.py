@@ -29,6 +29,7 @@ from nsa_lab.attention.kernels.decoding.kv_tiles import NO_PEAK, load_queries, l
 from nsa_lab.attention.kernels.decoding.pdl import pdl_wait
 from nsa_lab.attention.kernels.fast_launch import cache_launches
 from nsa_lab.attention.kernels.kernel_names import UNSPECIALIZED_ARGS
+from nsa_lab.attention.kernels.stored_keys import FP8, HARDWARE_FP8, scale_to_float16
 from nsa_lab.attention.kernels.tiles import get_batch_and_group
 
 EMPTY_KEY = tl.constexpr(-(2**63))
@@ -133,10 +134,15 @@ def nsa_block_logsumexp(
     q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
     q, t, head, inside = load_queries(q_base, stride_qt, stride_qh, tile, T, HEADS, DK, DK_PAD, ROWS)
     j = part * BLOCKS + tl.arange(0, BLOCKS)
+    row_scale = scale_log2
+    if (FORMAT == FP8) | (FORMAT == HARDWARE_FP8):
+        if q.dtype != tl.float32:
+            q, inverse = scale_to_float16(q)
+            row_scale = scale_log2 * inverse[:, None]
     # Padding rows use the position of the last row: past it, the cache may be uninitialized.
     position = before + tl.minimum(t, T - 1)
     logsumexp = compute_block_logsumexp(
-        q, k_ptr + b * stride_kb + g * stride_kg, stride_kn, position, part * BLOCKS, N, scale_log2,
+        q, k_ptr + b * stride_kb + g * stride_kg, stride_kn, position, part * BLOCKS, N, row_scale,
         STRIDE, STRIDE, STRIDES, STRIDES_AT_ONCE, DK, DK_PAD, ROWS, BLOCKS, BLOCK_MAX, FORMAT,
     )
     offsets = (((b * T + t) * G + g) * HEADS + head)[:, None] * n_blocks + j[None, :]

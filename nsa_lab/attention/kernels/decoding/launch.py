@@ -341,20 +341,19 @@ def compute_block_logsumexp(
     """
     B, T, H, Dk = q.shape
     G = keys.shape[2]
-    strides_at_once = min(padded_width(l_sel // d), launch_table.block_topk_strides(q.dtype, Dk))
-    tile = _get_tile(q, G, Dk, T)
-    row_tiles = _count_row_tiles(q, G, tile, T)
-    blocks_per_program = launch_table.logsumexp_blocks(B * G * row_tiles, n_blocks, strides_at_once)
+    rows = _get_tile(q, G, Dk, T).rows
+    row_tiles = ceil_div(T * (H // G), rows)
+    tile = launch_table.index_tile(q.dtype, Dk, B * G * row_tiles, n_blocks, l_sel // d)
     logsumexp = q.new_empty(B, T, H, n_blocks, dtype=torch.float32)
     keys, key_format = get_load_format(keys)
-    nsa_block_logsumexp[(B * G * row_tiles * ceil_div(n_blocks, blocks_per_program),)](
+    nsa_block_logsumexp[(B * G * row_tiles * ceil_div(n_blocks, tile.blocks),)](
         q, keys, lengths, logsumexp,
         *get_strides(q, keys),
         T, keys.shape[1], B, G, row_tiles, n_blocks, Dk**-0.5 * LOG2E,
         STRIDE=d, L_SEL=l_sel, N_SEL=rule.n_sel, LOCAL=rule.local_blocks if n_heads == 1 else 0, BLOCK_MAX=rule.block_max,
-        STRIDES=l_sel // d, STRIDES_AT_ONCE=strides_at_once, HEADS=H // G,
-        DK=Dk, DK_PAD=padded_width(Dk), FORMAT=key_format, ROWS=tile.rows, BLOCKS=blocks_per_program,
-        **tile.compile_options(), **get_pdl_options(q.device, B * T, not is_first),
+        STRIDES=l_sel // d, STRIDES_AT_ONCE=tile.strides, HEADS=H // G,
+        DK=Dk, DK_PAD=padded_width(Dk), FORMAT=key_format, ROWS=rows, BLOCKS=tile.blocks,
+        num_warps=tile.warps, num_stages=tile.stages, **get_pdl_options(q.device, B * T, not is_first),
     )
     return logsumexp
 
