@@ -1,6 +1,7 @@
 """Loss of a converted model compared with its dense attention, by position, and the attention mass that its blocks have.
 
-All rows of a result use the weights of one model and the same windows. They differ in the tokens that are attended to:
+All rows of a result use the same windows and, except for a control, the weights of one model. They differ in the tokens
+that are attended to:
 
 * dense: all tokens
 * selected: the forced blocks (`sink_blocks`, `local_blocks`), and the blocks with the highest scores of the indexer
@@ -8,6 +9,7 @@ All rows of a result use the weights of one model and the same windows. They dif
 * nearest: the first blocks and the latest ones, the same number
 * oracle: the same number, those with the most dense attention mass
 * window: only the forced blocks
+* control: all tokens, with the weights of another run, which was trained alike with dense attention
 
 `evaluate_conversion` writes `conversion.json`. With a frozen trunk, the row dense is the loss of the pretrained model.
 """
@@ -47,7 +49,7 @@ VALIDATION = "validation"
 # Windows whose attention mass is measured: it takes as long as several forward passes of dense attention.
 MAX_MASS_WINDOWS = 4
 
-Attention = Literal["dense", "selected", "mean_key", "nearest", "oracle", "window"]
+Attention = Literal["dense", "selected", "mean_key", "nearest", "oracle", "window", "control"]
 Log = Callable[[str], object]
 
 
@@ -88,9 +90,25 @@ class ConversionResult:
 
     def average(self, attention: Attention, blocks: int | None = None) -> list[float]:
         """Return the mean loss over windows in each position range. Raises KeyError for a row that was not measured."""
+        return np.mean(self._find_row(attention, blocks).windows, axis=0).tolist()
+
+    def compare(
+        self, attention: Attention, blocks: int | None, reference: Literal["dense", "control"] = "dense"
+    ) -> list[tuple[float, float]]:
+        """Return the loss minus that of `reference`, paired by window: mean and half of the 95% interval of each range.
+
+        The half interval is NaN for one window. Raises KeyError for a row that was not measured.
+        """
+        rows = self._find_row(attention, blocks), self._find_row(reference, None)
+        difference = np.array(rows[0].windows) - np.array(rows[1].windows)
+        n = len(difference)
+        error = difference.std(axis=0, ddof=1) / n**0.5 if n > 1 else np.full(difference.shape[1], np.nan)
+        return list(zip(difference.mean(axis=0).tolist(), (1.96 * error).tolist(), strict=True))
+
+    def _find_row(self, attention: Attention, blocks: int | None) -> AttentionLoss:
         for row in self.losses:
             if row.attention == attention and (blocks is None or row.blocks == blocks):
-                return np.mean(row.windows, axis=0).tolist()
+                return row
         raise KeyError(f"{attention} with {blocks} blocks: not measured")
 
 
@@ -114,12 +132,18 @@ def share_weights(model: NSATransformer, n_sel: int, scores: Literal["mean_key"]
 
 @torch.no_grad()
 def measure_conversion(
-    model: NSATransformer, windows: Sequence[Tensor], blocks: Sequence[int], *, mass_windows: int = MAX_MASS_WINDOWS
+    model: NSATransformer,
+    windows: Sequence[Tensor],
+    blocks: Sequence[int],
+    *,
+    mass_windows: int = MAX_MASS_WINDOWS,
+    control: NSATransformer | None = None,
 ) -> ConversionResult:
     """Measure a model with the selected branch only on windows int64 [T + 1] of equal length, with numbers of blocks.
 
-    mass_windows: number of windows whose attention mass is measured, evenly spaced. Raises ConfigError for a model with
-    other branches or without an indexer, and for fewer blocks than are always selected.
+    mass_windows: number of windows whose attention mass is measured, evenly spaced. control: a dense model.
+    Raises ConfigError for a model with other branches or without an indexer, for a control that is not dense, and for
+    fewer blocks than are always selected.
     """
     c, device = model.config, model.head.weight.device
     if c.branches != ("sel",) or not c.has_indexer:
@@ -127,8 +151,14 @@ def measure_conversion(
             f"model.branches = {list(c.branches)}, model.indexer_block = {c.indexer_block}: expected the selected branch "
             "and an indexer; evaluate a converted model"
         )
+    if control is not None and control.config.attention != "dense":
+        raise ConfigError(
+            "control: expected a run with model.attention: dense, got a sparse one; give a dense run with the same training"
+        )
     length = len(windows[0]) - 1
     ranges, rows = split_into_ranges(length), list(_make_rows(model, blocks))
+    if control is not None:
+        rows.append(("control", None, control))
     losses: list[list[list[float]]] = [[] for _ in rows]
     for window in windows:
         tokens, targets = window[None, :-1].to(device), window[1:].to(device)
@@ -217,6 +247,7 @@ def evaluate_conversion(
     blocks: Sequence[int] = (),
     texts: Mapping[str, str] = MappingProxyType({}),
     windows: int = 16,
+    control: str | Path | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
     prepare_data: Callable[..., Dataset] = prepare,
@@ -228,21 +259,27 @@ def evaluate_conversion(
     documents, at most `windows` of each, evenly spaced.
 
     out, step, dtype, prepare_data, log: as in `evaluate_run`. blocks: numbers of blocks; default: the run's `nsa.n_sel`.
-    texts: paths by name. Raises the errors of `load_model` and `measure_conversion`, and DataError for a text without a
-    document of that length.
+    texts: paths by name. control: a dense run with the same tokenizer, whose newest checkpoint is a further row. Raises the
+    errors of `load_model` and `measure_conversion`, ConfigError for a control with another tokenizer, and DataError for a
+    text without a document of that length.
     """
     folder = directory.check_run_dir(run_dir)
     config, checkpoint = RunConfig.from_yaml(folder / directory.CONFIG), find_checkpoint(folder, step)
     target_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     start, length = time.monotonic(), config.train.longest_stage.seq_len
     model = load_model(checkpoint, device=target_device, dtype=dtype)
+    control_facts, control_model = {}, None
+    if control is not None:
+        control_checkpoint = find_checkpoint(_check_control(control, config))
+        control_model = load_model(control_checkpoint, device=target_device, dtype=dtype)
+        control_facts = {"control": {"run": Path(control).name, "step": parse_step(control_checkpoint)}}
     dataset = prepare_data(config.data, config.model.vocab_size, length)
     windows_by_text = {VALIDATION: read_windows(dataset.validation, length, windows)}
     windows_by_text |= {name: _read_document_windows(path, config, length, windows) for name, path in texts.items()}
     results: dict[str, Any] = {}
     for name, text_windows in windows_by_text.items():
         log(f"evaluating {name}: {len(text_windows)} windows of {length:,} tokens")  # may take minutes
-        result = measure_conversion(model, text_windows, blocks or [config.model.nsa.n_sel])
+        result = measure_conversion(model, text_windows, blocks or [config.model.nsa.n_sel], control=control_model)
         results[name] = asdict(result)
         for line in format_result(result):
             log(f"{name}: {line}")
@@ -250,6 +287,7 @@ def evaluate_conversion(
         "v": VERSION,
         "run": folder.name,
         "step": parse_step(checkpoint),
+        **control_facts,
         "config_hash": config.hash(),
         "data_identity": dataset.identity,
         "code": get_code_identity(),
@@ -270,14 +308,32 @@ def format_result(result: ConversionResult) -> list[str]:
     first, last = result.ranges[-1]
     dense = result.average("dense")[-1]
     lines = [f"dense: {dense:.4f} nats per token at positions {first:,} to {last - 1:,}"]
+    has_control = any(row.attention == "control" for row in result.losses)
     for row in result.losses[1:]:
-        loss = result.average(row.attention, row.blocks)[-1]
-        lines.append(f"{row.attention}, {row.blocks} blocks: {loss - dense:+.4f}")
+        name = row.attention if row.blocks is None else f"{row.attention}, {row.blocks} blocks"
+        difference = _format_difference(*result.compare(row.attention, row.blocks)[-1])
+        if has_control and row.attention == "selected":
+            to_control = _format_difference(*result.compare("selected", row.blocks, "control")[-1])
+            difference = f"{difference}; from control: {to_control}"
+        lines.append(f"{name}: {difference}")
     for mass in result.mass:
         if mass.fractions:
             share = np.mean(mass.fractions["chosen"])
             lines.append(f"attention mass in {mass.blocks} selected blocks: {share:.3f} of the oracle's, mean over layers")
     return lines
+
+
+def _format_difference(mean: float, half_interval: float) -> str:
+    return f"{mean:+.4f}" if np.isnan(half_interval) else f"{mean:+.4f} ± {half_interval:.4f}"
+
+
+def _check_control(control: str | Path, config: RunConfig) -> Path:
+    """Return the folder of a control. Raises ConfigError unless it is a run with the tokenizer of `config`."""
+    folder = directory.check_run_dir(control)
+    own, other = (c.data.tokenizer for c in (config, RunConfig.from_yaml(folder / directory.CONFIG)))
+    if load_tokenizer(own).identity != load_tokenizer(other).identity:
+        raise ConfigError(f"control = {control}: expected the tokenizer {own}, got {other}; give a run with the same one")
+    return folder
 
 
 def read_windows(text: TokenStore, length: int, count: int) -> list[Tensor]:

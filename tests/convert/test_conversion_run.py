@@ -136,6 +136,7 @@ def test_a_run_trains_only_the_indexer(builders: Builders, tmp_path: Path) -> No
     sources = {"stage_2": run_dir, "control": tmp_path / "dense"}
     divergences: dict[str, list[float]] = {}
     fingerprints: set[str] = set()
+    runs: list[Path] = []
     for name, model, n_indexers in (("stage_2", sections["model"], 2), ("control", control, 0)):
         train = sections["train"] | {"initial_weights": str(sources[name])}
         config = RunConfig.from_dict({**sections, "name": name, "model": model, "train": train})
@@ -144,6 +145,7 @@ def test_a_run_trains_only_the_indexer(builders: Builders, tmp_path: Path) -> No
         assert all(torch.equal(started[key], value) for key, value in expected.items())
         assert sum(".indexer.qk" in key for key in started) == n_indexers
         second = lifecycle.create_run(config, tmp_path)
+        runs.append(second)
         assert run(second, builders=builders) == 0
         moved = [key for key, value in load_model(second).state_dict().items() if not torch.equal(value, started[key])]
         assert len(moved) == len(started), "all weights are trained"
@@ -160,6 +162,11 @@ def test_a_run_trains_only_the_indexer(builders: Builders, tmp_path: Path) -> No
         assert {verdict.name: verdict for verdict in list_verdicts(second)}["teacher"].ok is None, "too few readings"
     assert len(fingerprints) == 1
     assert divergences["control"][0] == 0 < divergences["control"][1] and divergences["stage_2"][0] > 1e-4
+    record = evaluate_conversion(
+        tmp_path / runs[0].name, blocks=[4], windows=2, control=runs[1], prepare_data=builders.data
+    )
+    rows = {row["attention"]: row["windows"] for row in record["texts"]["validation"]["losses"]}
+    assert record["control"] == {"run": runs[1].name, "step": 4} and len(rows["control"]) == 2
     with torch.no_grad():
         dense.lm_head.weight[0, 0] += 1.0
     dense.save_pretrained(tmp_path / "dense")

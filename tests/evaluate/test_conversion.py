@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from nsa_lab import NSAConfig, NSATransformer
 from nsa_lab.config import ConfigError, ModelConfig
-from nsa_lab.evaluate.conversion import measure_conversion, share_weights
+from nsa_lab.evaluate.conversion import format_result, measure_conversion, share_weights
 
 NSA = {"l": 4, "d": 4, "l_sel": 4, "n_sel": 5, "sink_blocks": 1, "local_blocks": 2}
 SIZES: dict[str, Any] = {"dim": 16, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 8, "d_v": 8, "vocab_size": 50}
@@ -61,6 +61,23 @@ def test_every_row_has_the_loss_of_its_attention() -> None:
     assert all(0 < share <= 1 + 1e-6 for share in five.fractions["chosen"] + five.fractions["nearest"])
     with pytest.raises(KeyError, match="oracle with 6 blocks"):
         result.average("oracle", 6)
+
+
+def test_a_control_is_compared_by_window() -> None:
+    model, windows = make_model(), make_windows(4)
+    dense = {"branches": ("cmp", "sel", "win"), "indexer_block": 0, "selection_loss": 0.0, "attention": "dense"}
+    control = make_model(**dense)
+    result = measure_conversion(model, windows, [5], control=control)
+    np.testing.assert_allclose(result.average("control"), compute_losses(control, windows), atol=1e-5)
+    by_window = np.array([compute_losses(model, [w]) - compute_losses(control, [w]) for w in windows])
+    expected = np.array([by_window.mean(0), 1.96 * by_window.std(0, ddof=1) / 2]).T
+    np.testing.assert_allclose(result.compare("selected", 5, "control"), expected, atol=1e-5)
+    (line,) = (line for line in format_result(result) if line.startswith("selected, 5 blocks"))
+    assert line.endswith(f"from control: {expected[1, 0]:+.4f} ± {expected[1, 1]:.4f}")
+    single = measure_conversion(model, windows[:1], [5], control=control)
+    assert np.isnan(single.compare("selected", 5)[0][1]) and "±" not in "".join(format_result(single))
+    with pytest.raises(ConfigError, match=r"control: expected a run with model\.attention: dense"):
+        measure_conversion(model, windows, [5], control=model)
 
 
 def test_weights_are_shared_not_copied() -> None:
