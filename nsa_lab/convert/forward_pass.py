@@ -38,8 +38,9 @@ from nsa_lab.config import UsageError
 from nsa_lab.convert.cache import SparseCache, compute_index_rotary
 from nsa_lab.convert.settings import ConversionSettings
 from nsa_lab.inference.cache import Step
-from nsa_lab.inference.hf.inputs import PaddingPermutation, build_layout, slice_mask
-from nsa_lab.inference.hf.modeling import CACHE_ARGUMENT, IGNORED_LABEL, AddedLoss, NSALabOutput
+from nsa_lab.inference.hf.causal_lm import IGNORED_LABEL, NSALabOutput
+from nsa_lab.inference.hf.inputs import PaddingPermutation, build_layout, check_flag, check_item_count, slice_mask
+from nsa_lab.inference.hf.modeling import CACHE_ARGUMENT, AddedLoss
 from nsa_lab.model import Indexer, ProjectedHeads, Rotary, SparseAttention
 from nsa_lab.model.attention_layers import SelectionInputs, get_layouts
 
@@ -196,6 +197,8 @@ def is_converted(model: Any) -> bool:
 
 def begin_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Ask the layers for their selection losses in a pass that computes gradients in training mode."""
+    if is_converted(model):
+        check_item_count(_bind(model, args, kwargs).get("num_items_in_batch"))
     if is_converted(model) and model.training and torch.is_grad_enabled():
         return args, {**kwargs, LOSSES: {}}
     return None
@@ -251,6 +254,7 @@ def begin_pass(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
             "output_attentions: attention weights are not an output, because no kernel computes their matrix; omit it, or "
             'use model.set_attn_implementation("eager") for dense attention'
         )
+    check_flag("use_cache", arguments.get("use_cache"))
     tokens, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
     inputs = tokens if tokens is not None else embeddings
     if inputs is None:
@@ -262,7 +266,8 @@ def begin_pass(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
         if not isinstance(mask, Tensor):
             raise ValueError(f"attention_mask: expected a tensor [B, T], got a {type(mask).__name__}")
         mask = slice_mask(mask, n_rows, n_columns)
-    span = build_layout(inputs, mask, cache is not None or arguments.get("use_cache") is True, arguments)
+    has_cache = cache is not None or arguments.get("use_cache") is True
+    span = build_layout(inputs, mask, has_cache, arguments, counts_padding=True)
     if cache is None and _wants_cache(base, arguments, span):
         cache = SparseCache(base, base.conversion)
     if cache is not None and base.config._attn_implementation == DENSE:
@@ -327,6 +332,7 @@ def _wants_cache(base: Any, arguments: Mapping[str, Any], span: Span | None) -> 
     """Return True if a new cache is requested; by the configuration, only for a pass that can have one and may need it."""
     use_cache = arguments.get("use_cache")
     if use_cache is None:
+        check_flag("use_cache", base.config.use_cache)
         is_training = base.training and torch.is_grad_enabled()
         return bool(base.config.use_cache) and span is None and not is_training
     return bool(use_cache) and not (base.training and getattr(base, "gradient_checkpointing", False))

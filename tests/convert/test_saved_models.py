@@ -42,6 +42,11 @@ def test_a_whole_model_is_saved_and_loaded(family: str, tmp_path: Path) -> None:
         assert torch.equal(loaded(tokens).logits, model(tokens).logits)
     dense = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
     torch.testing.assert_close(dense(tokens).logits, make_dense(family)(tokens).logits, atol=1e-4, rtol=1e-4)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = math.nan
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"1 of .* values are NaN or infinite in torch\.float32; save or export"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 @pytest.mark.slow

@@ -61,6 +61,31 @@ def test_all_blocks_equal_dense(family: str, dtype: torch.dtype) -> None:
     assert (convert(dense, FEW)(tokens).logits - dense(tokens).logits).abs().max() > 0.01, "the test could not fail"
 
 
+def test_positions_that_count_padding_equal_dense() -> None:
+    """The dense model counts columns unless it is given positions. Padding is inside of the rows, and at one beginning."""
+    dense = make_dense().double()
+    sparse, tokens = convert(dense, ALL), make_tokens()
+    mask = pad_first_row(tokens, "left")
+    mask[:, 20:27] = 0
+    counted = mask.cumsum(1) - 1
+    for positions in (torch.arange(tokens.shape[1])[None], counted.clamp_min(0), None):
+        for use_cache in (True, False):
+            inputs = {"attention_mask": mask, "position_ids": positions, "use_cache": use_cache}
+            expected, actual = (model(tokens, **inputs).logits for model in (dense, sparse))
+            torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], **MOVED)
+    with pytest.raises(ValueError, match="count up by one"):
+        sparse(tokens, attention_mask=mask, position_ids=2 * torch.arange(tokens.shape[1])[None])
+
+
+def test_arguments_without_a_meaning_are_refused() -> None:
+    sparse, tokens = convert(make_dense()), make_tokens()
+    for n_labels in (0, -3, float("nan"), torch.tensor([0])):
+        with pytest.raises(ValueError, match=r"num_items_in_batch = .*: expected the number of labels"):
+            sparse(tokens, labels=tokens, num_items_in_batch=n_labels)
+    with pytest.raises(ValueError, match="use_cache = 'false': expected True, False or None"):
+        sparse(tokens, use_cache="false")
+
+
 @pytest.mark.slow
 @looped
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 2}])

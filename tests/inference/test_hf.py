@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import re
 import subprocess
 import sys
@@ -196,6 +197,10 @@ def test_packed_documents_equal_single_documents(model: hf.NSALabForCausalLM) ->
             "count up by one from token to token, without a step at padding",
         ),
         ({"position_ids": torch.tensor([[0, 1]])}, r"the shape of input_ids, \(1, 3\), got \(1, 2\)"),
+        *(({"num_items_in_batch": n}, rf"num_items_in_batch = {n}: expected .* at least 1") for n in (0, -3, math.nan)),
+        ({"num_items_in_batch": torch.tensor([0])}, r"num_items_in_batch = 0: expected .* at least 1"),
+        ({"use_cache": "false"}, "use_cache = 'false': expected True, False or None"),
+        ({"return_dict": "no"}, "return_dict = 'no': expected True, False or None"),
         ({"seq_idx": torch.tensor([[0, 0, 1]])}, "seq_idx: not supported alone; separate documents with position_ids="),
         ({"attention_mask": torch.tensor([[0, 1]])}, r"expected \[B, T\] as input_ids \(1, 3\)"),
         ({"attention_mask": torch.ones(2, 3)}, r"got \(2, 3\)"),
@@ -224,12 +229,28 @@ def test_invalid_masks_and_positions_are_rejected(
         model(**{"input_ids": torch.tensor([[1, 2, 3]]), **arguments})
 
 
+def test_a_folder_with_weights_that_are_not_finite_is_refused(tmp_path: Path) -> None:
+    hf.NSALabForCausalLM(hf.NSALabConfig(tiny_config().model_dump())).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.head.weight"].view(-1)[3] = 1e30  # finite in float32
+    (tmp_path / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
+    hf.NSALabForCausalLM.from_pretrained(tmp_path)
+    for value, dtype in ((1e30, torch.float16), (math.nan, torch.float32)):
+        weights["model.head.weight"].view(-1)[3] = value
+        (tmp_path / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
+        for options in ({}, {"output_loading_info": True}):
+            with pytest.raises(ConfigError, match=rf"{tmp_path}: model\.head\.weight: 1 of .* in {dtype}; save or export"):
+                transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, **options)
+
+
 def test_arguments_that_contradict_the_architecture_are_rejected(tmp_path: Path) -> None:
     """They would have no effect on the model."""
     architecture = tiny_config().model_dump()
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_key_value_heads", "head_dim", "intermediate_size"):
         with pytest.raises(ValueError, match=rf"{name} = 1: expected \d+, as in the architecture"):
             hf.NSALabConfig(architecture, **{name: 1})
+    with pytest.raises(ValueError, match="NSALabConfig: use_cache = 'false': expected True, False or None"):
+        hf.NSALabConfig(architecture, use_cache="false")
     with pytest.raises(ValueError, match=r"branches= belongs to the architecture; use architecture="):
         hf.NSALabConfig(branches=["sel"])
     for name, nearest in (
@@ -247,7 +268,7 @@ def test_arguments_that_contradict_the_architecture_are_rejected(tmp_path: Path)
             hf.NSALabConfig(architecture, max_position_embeddings=wrong)
     # Names that transformers and other packages pass.
     options = transformers.PreTrainedConfig().to_dict() | vars(transformers.GenerationConfig())
-    names = ("num_labels", "pruned_heads", "sep_token_id", "torch_dtype", "rope_scaling", "hidden_act", "my_note")
+    names = ("num_labels", "pruned_heads", "sep_token_id", "torch_dtype", "hidden_act", "my_note")
     options = {name: value for name, value in options.items() if name != "model_type"} | dict.fromkeys(names, None)
     hf.NSALabConfig(
         architecture, **{name: value for name, value in options.items() if not name.startswith("_")} | {"num_labels": 2}

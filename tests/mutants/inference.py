@@ -236,26 +236,32 @@ MUTANTS = [
         "mask.eq(mask)",
     ),
     Mutant(
+        "transformers: a negative number of labels trains to a higher loss",
+        "inference.hf.inputs",
+        "if not 0 < number < math.inf:",
+        "if number == 0:",
+    ),
+    Mutant(
         "transformers: the number of labels of all micro-batches is ignored",
-        "inference.hf.modeling",
+        "inference.hf.causal_lm",
         "num_items_in_batch=num_items_in_batch,\n        )\n        if",
         "num_items_in_batch=None,\n        )\n        if",
     ),
     Mutant(
         "transformers: labels that are already shifted are ignored",
-        "inference.hf.modeling",
+        "inference.hf.causal_lm",
         "shift_labels=shift_labels,\n",
         "shift_labels=None if labels is None else shift_labels,\n",
     ),
     Mutant(
         "transformers: the selection loss does not train the indexer",
-        "inference.hf.modeling",
+        "inference.hf.causal_lm",
         "return loss + weighted",
         "return loss + weighted.detach()",
     ),
     Mutant(
         "transformers: each micro-batch has the whole selection loss",
-        "inference.hf.modeling",
+        "inference.hf.causal_lm",
         "        if num_items_in_batch is not None:\n            # The losses",
         "        if False:\n            # The losses",
     ),
@@ -267,13 +273,13 @@ MUTANTS = [
     ),
     Mutant(
         "transformers: a loss from logits does not train the indexer",
-        "inference.hf.modeling",
+        "inference.hf.causal_lm",
         "self._add_selection_loss(logits), aux_loss",
         "logits, aux_loss",
     ),
     Mutant(
         "transformers: a Trainer takes shifted labels for a column of its data",
-        "inference.hf.modeling",
+        "inference.hf.causal_lm",
         "        num_items_in_batch: Tensor | int | None = None,\n        cache:",
         "        num_items_in_batch: Tensor | int | None = None,\n        shift_labels_: Tensor | None = None,\n        cache:",
     ),
@@ -303,7 +309,7 @@ MUTANTS = [
     ),
     Mutant(
         "transformers: generate has no cache after a Trainer",
-        "inference.hf.modeling",
+        "inference.hf.causal_lm",
         "self.generation_config.use_cache = True",
         "self.generation_config.use_cache = config.use_cache",
     ),
@@ -345,7 +351,7 @@ MUTANTS = [
     ),
     Mutant(
         "transformers: an assistant takes its pad token for padding",
-        "inference.hf.modeling",
+        "inference.hf.causal_lm",
         "if cache is None or not 0 < cache.get_seq_length() <= inputs_tensor.shape[1]:",
         "if True:",
     ),
@@ -393,7 +399,7 @@ MUTANTS = [
     ),
     Mutant(
         "hf: a label that padding predicts counts",
-        "inference.hf.modeling",
+        "inference.hf.causal_lm",
         "is_padding = attention_mask[:, -logits.shape[1] :] == 0",
         "is_padding = attention_mask[:, -logits.shape[1] :] == 2",
     ),
@@ -405,7 +411,7 @@ MUTANTS = [
     ),
     Mutant(
         "hf: a head tied by hand is lost",
-        "inference.hf.modeling",
+        "inference.hf.causal_lm",
         "self.config.tie_word_embeddings = head is not None and head is embedding",
         "pass",
     ),

@@ -147,6 +147,20 @@ SUITES = {
     "model.nsa_layer": ["tests/model/test_nsa_layer.py"],
     "model.transformer": MODEL,
 }
+HF_MODELS = cases(
+    "inference/test_hf.py",
+    "packed_documents_equal_single_documents",
+    "loss_does_not_depend_on_micro_batches",
+    "selection_loss_is_part_of_the_training_loss",
+    "base_model_returns_the_last_hidden_state",
+    "loss_computed_from_logits_trains_the_indexer",
+    "missing_weights_are_those_of_a_new_model",
+    "settings_of_gradient_checkpointing_have_an_effect",
+    "calls_return_a_cache_as_configured",
+    "labels_that_padding_predicts_are_ignored",
+    "tied_embedding_is_saved",
+    "a_generated_pad_token_is_a_token_for_an_assistant",
+)
 OTHERS = {
     "config.base": ["tests/test_config.py"],
     "cli.bench_commands": ["tests/bench/test_bench_commands.py"],
@@ -222,20 +236,7 @@ OTHERS = {
         "requested_step_is_exported_with_the_settings_of_its_stage",
         "trained_length_is_exported",
     ),
-    "inference.hf.modeling": cases(
-        "inference/test_hf.py",
-        "packed_documents_equal_single_documents",
-        "loss_does_not_depend_on_micro_batches",
-        "selection_loss_is_part_of_the_training_loss",
-        "base_model_returns_the_last_hidden_state",
-        "loss_computed_from_logits_trains_the_indexer",
-        "missing_weights_are_those_of_a_new_model",
-        "settings_of_gradient_checkpointing_have_an_effect",
-        "calls_return_a_cache_as_configured",
-        "labels_that_padding_predicts_are_ignored",
-        "tied_embedding_is_saved",
-        "a_generated_pad_token_is_a_token_for_an_assistant",
-    ),
+    **dict.fromkeys(("inference.hf.modeling", "inference.hf.causal_lm"), HF_MODELS),
     "inference.hf.cache": cases(
         "inference/test_hf.py",
         "cropped_cache_continues",

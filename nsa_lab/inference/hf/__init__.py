@@ -5,7 +5,8 @@ Padding may be on either side. It is removed before the forward pass, and positi
 the same logits in a batch as without one. `generate` appends after the last column; pad prompts on the left for it.
 
     configuration.py  `NSALabConfig`, and the files with which `trust_remote_code=True` imports this package
-    modeling.py       `NSALabForCausalLM` and `NSALabModel`
+    modeling.py       `NSALabModel`, and what models with a head share
+    causal_lm.py      `NSALabForCausalLM`
     inputs.py         padding masks and packed documents
     cache.py          `NSALabCache`, the key/value cache of `generate`
     tokenizer.py      `NSALabTokenizer`, of bytes
@@ -23,9 +24,10 @@ require("transformers")
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from nsa_lab.inference.hf.cache import NSALabCache
+from nsa_lab.inference.hf.causal_lm import NSALabForCausalLM, NSALabOutput
 from nsa_lab.inference.hf.configuration import NSALabConfig
 from nsa_lab.inference.hf.exporting import export
-from nsa_lab.inference.hf.modeling import CACHE_ARGUMENT, NSALabForCausalLM, NSALabModel, NSALabOutput
+from nsa_lab.inference.hf.modeling import CACHE_ARGUMENT, NSALabModel
 from nsa_lab.inference.hf.tokenizer import NSALabTokenizer
 
 AutoConfig.register(NSALabConfig.model_type, NSALabConfig)

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from nsa_lab.config import ModelConfig
+from nsa_lab.inference.hf.inputs import check_flag
 from nsa_lab.runs.atomic_io import write_text
 
 # File in a saved folder from which `trust_remote_code=True` imports the classes of this package.
@@ -85,7 +86,10 @@ class NSALabConfig(SavedWithImport, PreTrainedConfig):
         self.check_sizes()
 
     def check_sizes(self) -> None:
-        """Raise ValueError for an attribute that differs from the architecture, which it would not change."""
+        """Raise ValueError for an attribute that differs from the architecture, which it would not change, and for a
+        `use_cache` that is a text.
+        """
+        check_flag("NSALabConfig: use_cache", self.use_cache)
         for name, value in _get_sizes(ModelConfig(**self.architecture)).items():
             if getattr(self, name) != value:
                 raise ValueError(

@@ -10,8 +10,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from nsa_lab.config import RunConfig
 from nsa_lab.data import ByteTokenizer, load_tokenizer
+from nsa_lab.inference.hf.causal_lm import NSALabForCausalLM
 from nsa_lab.inference.hf.configuration import NSALabConfig
-from nsa_lab.inference.hf.modeling import NSALabForCausalLM
 from nsa_lab.inference.hf.tokenizer import NSALabTokenizer
 from nsa_lab.inference.load import find_checkpoint, load_model
 from nsa_lab.inference.package import check_new_folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -35,11 +36,35 @@ def slice_mask(mask: Tensor, n_rows: int, n_columns: int) -> Tensor | None:
     return None if is_unpadded else mask
 
 
-def build_layout(inputs: Tensor, mask: Tensor | None, use_cache: bool, arguments: Mapping[str, Any]) -> Span | None:
+def check_flag(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is True, False or None: every text would count as True."""
+    if value is not None and (isinstance(value, str) or value not in (True, False)):
+        raise ValueError(f"{name} = {value!r}: expected True, False or None; pass it without quotation marks")
+
+
+def check_item_count(value: Tensor | float | None) -> None:
+    """Raise ValueError unless `num_items_in_batch` is None or a positive finite number. A tensor is read from its device.
+
+    The loss is divided by it: 0 and NaN would end the training, and a negative number would train to a higher loss.
+    """
+    if value is None or torch.compiler.is_compiling():
+        return
+    number = value.sum().item() if isinstance(value, Tensor) else value
+    if not 0 < number < math.inf:
+        raise ValueError(
+            f"num_items_in_batch = {number}: expected the number of labels in all micro-batches of the step, at least 1; "
+            "omit it for a mean over the labels of this batch, and leave out batches in which every label is -100"
+        )
+
+
+def build_layout(
+    inputs: Tensor, mask: Tensor | None, use_cache: bool, arguments: Mapping[str, Any], *, counts_padding: bool = False
+) -> Span | None:
     """Return the layout given by `position_ids` in `arguments`: packed documents, or None for one text per row.
 
     Positions that count up by one from token to token may start anywhere: RoPE depends only on distances. Padding between
     tokens takes no position; what `generate` passes after padding at the end of a row is accepted (`find_continued`).
+    `counts_padding`: positions that count up by one from column to column are accepted too; the caller rotates by them.
     Raises ValueError for other positions, and if documents are separated only by another argument.
     """
     positions = arguments.get("position_ids")
@@ -62,7 +87,8 @@ def build_layout(inputs: Tensor, mask: Tensor | None, use_cache: bool, arguments
     positions = positions.expand(n_rows, -1)
     counts_up, is_zero = positions.diff(dim=1).eq(1), positions.eq(0)
     # Each generation step has one column, and would wait for the GPU.
-    if n_columns == 1 or bool(find_continued(positions, mask).all()):
+    is_continued = n_columns == 1 or bool(find_continued(positions, mask).all())
+    if is_continued or (counts_padding and bool(counts_up.all())):
         return None
     if (
         n_rows > 1
