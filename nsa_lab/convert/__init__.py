@@ -9,6 +9,7 @@ layer, and its scores select the blocks of tokens that a query attends to.
     indexer.py       the indexer of a converted layer and its initial weights
     cache.py         `SparseCache`, the key/value cache of `generate`
     adapter.py       the indexers alone, as files
+    export.py        the adapter of a run, with a model card
     nsa_model.py     pretrained weights in an `NSATransformer`, for this project's trainer and decoder
     run_settings.py  settings of a conversion run that follow from its source
     sources.py       dense models: of the Hub, a folder, a GGUF file or a Python package
@@ -24,6 +25,7 @@ require("transformers")
 
 from nsa_lab.convert.adapter import AdapterInfo, load_adapter, read_adapter_info, save_adapter
 from nsa_lab.convert.cache import SparseCache
+from nsa_lab.convert.export import export_adapter
 from nsa_lab.convert.models import (
     SparseLlamaForCausalLM,
     SparseMistralForCausalLM,
@@ -56,6 +58,7 @@ __all__ = [
     "copy_weights",
     "describe_model",
     "describe_source",
+    "export_adapter",
     "load_adapter",
     "load_dense",
     "load_initial_weights",

@@ -15,7 +15,13 @@ from transformers import AutoModelForCausalLM
 
 from nsa_lab import NSAConfig, load_model
 from nsa_lab.config import ConfigError, RunConfig
-from nsa_lab.convert import convert_with_trained_indexers, describe_model, describe_source, save_adapter
+from nsa_lab.convert import (
+    convert_with_trained_indexers,
+    describe_model,
+    describe_source,
+    export_adapter,
+    read_adapter_info,
+)
 from nsa_lab.data import DataError, Dataset, prepare
 from nsa_lab.evaluate.conversion import CONVERSION, evaluate_conversion
 from nsa_lab.health import list_verdicts
@@ -114,7 +120,9 @@ def test_a_run_trains_only_the_indexer(builders: Builders, tmp_path: Path) -> No
     assert all(torch.equal(after[name], value) for name, value in before.items())
     tokens = torch.randint(256, (1, 60), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(converted(tokens).logits, trained(tokens), atol=1e-4, rtol=1e-4)
-    save_adapter(converted, tmp_path / "adapter", base_model=str(tmp_path / "dense"), dtype="float32")
+    info = export_adapter(run_dir, tmp_path / "adapter", dtype="float32")
+    assert info.n_bytes == (tmp_path / "adapter/adapter.safetensors").stat().st_size
+    assert "has not been evaluated" in (tmp_path / "adapter/README.md").read_text()
     torch.testing.assert_close(load_model(tmp_path / "adapter")(tokens).logits, trained(tokens), atol=1e-4, rtol=1e-4)
     record = evaluate_conversion(
         run_dir, blocks=[4, 16], windows=2, texts={"long": str(tmp_path / "long")}, prepare_data=builders.data
@@ -123,6 +131,12 @@ def test_a_run_trains_only_the_indexer(builders: Builders, tmp_path: Path) -> No
     rows = {(row["attention"], row["blocks"]): row["windows"] for row in record["texts"]["long"]["losses"]}
     np.testing.assert_allclose(rows["selected", 16], rows["dense", None], atol=1e-4)
     assert len(rows["selected", 4]) == 2 and record["texts"]["long"]["ranges"] == [(0, 128)]
+    export_adapter(run_dir, tmp_path / "evaluated", evaluation=record)
+    card = (tmp_path / "evaluated/README.md").read_text()
+    assert "### long, 2 windows of 128 tokens" in card and "| selected | 4 | " in card
+    assert read_adapter_info(tmp_path / "evaluated").dtype == "bfloat16"
+    with pytest.raises(ConfigError, match="expected an empty or new folder"):
+        export_adapter(run_dir, tmp_path / "adapter")
     with pytest.raises(DataError, match="expected a document of at least 128 tokens"):
         evaluate_conversion(run_dir, texts={"short": str(tmp_path / "short")}, prepare_data=builders.data)
     # Stage 2 starts with the trained indexer and trains everything; the dense control starts with the same trunk. Both
@@ -146,6 +160,8 @@ def test_a_run_trains_only_the_indexer(builders: Builders, tmp_path: Path) -> No
         assert sum(".indexer.qk" in key for key in started) == n_indexers
         second = lifecycle.create_run(config, tmp_path)
         runs.append(second)
+        with pytest.raises(ConfigError, match=r"expected a run with train\.trainable: indexer, got all"):
+            export_adapter(second, tmp_path / "new")
         assert run(second, builders=builders) == 0
         moved = [key for key, value in load_model(second).state_dict().items() if not torch.equal(value, started[key])]
         assert len(moved) == len(started), "all weights are trained"
@@ -170,6 +186,8 @@ def test_a_run_trains_only_the_indexer(builders: Builders, tmp_path: Path) -> No
     with torch.no_grad():
         dense.lm_head.weight[0, 0] += 1.0
     dense.save_pretrained(tmp_path / "dense")
+    with pytest.raises(ConfigError, match=r"head.weight of the run differs from .*dense: the pretrained weights"):
+        export_adapter(run_dir, tmp_path / "new")
     shutil.rmtree(second / "checkpoints/step-00000004")
     assert run(second, builders=builders) == 2
     assert "weights of the teacher (train.initial_weights)" in json.loads((second / "status.json").read_text())["reason"]
