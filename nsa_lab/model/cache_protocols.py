@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from nsa_lab.model.layers import Rotary
-
 if TYPE_CHECKING:
     from nsa_lab.model.attention_layers import DenseAttention, SparseAttention
     from nsa_lab.model.transformer import Block, NSATransformer
@@ -18,11 +16,6 @@ if TYPE_CHECKING:
 
 class CachedLayer(Protocol):
     """Cache of one layer in a pass over new tokens; see `nsa_lab.inference.cache`."""
-
-    @property
-    def rotary(self) -> Rotary:
-        """RoPE tables at the positions of the new tokens, [B, S, R/2]."""
-        ...
 
     def run_block(self, block: Block, x: Tensor) -> Tensor:
         """Return the output of the block for new tokens x [B, S, C]."""

@@ -19,7 +19,7 @@ from nsa_lab.config import ModelConfig
 # The hash is a polynomial in _HASH_BASE of the tokens plus 1, modulo 2**64. Both factors are odd and large, so that the
 # high bits depend on all tokens. They are folded into the low bits before and after the multiplication with
 # _HASH_MULTIPLIER.
-_HASH_BASE, _HASH_MULTIPLIER, _HASH_SHIFT = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D, 32
+HASH_CONSTANTS = _HASH_BASE, _HASH_MULTIPLIER, _HASH_SHIFT = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D, 32
 
 
 class NgramEmbedding(nn.Module):

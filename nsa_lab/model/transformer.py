@@ -49,7 +49,7 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rotary: tuple[Tensor, Tensor],
+        rotary: tuple[Tensor, Tensor] | None,
         span: Span | ContextShard | None = None,
         layouts: tuple[Layout, ...] | None = None,
         cache: CachedLayer | None = None,
@@ -57,7 +57,8 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Selection]:
         """Return the output and the result of block selection; `layouts`: the result of `get_layouts`.
 
-        `blocks`: as in `SparseAttention.forward`. With a `cache`, x are new tokens, and the selection is empty.
+        `blocks`: as in `SparseAttention.forward`. With a `cache`, x are new tokens, `rotary` is not used, and the selection
+        is empty.
         """
         if cache is not None:
             return cache.run_block(self, x), Selection()
@@ -161,7 +162,7 @@ class NSATransformer(nn.Module):
                 hidden_states.append(x)
             if cache is not None:
                 layer = cache.get_layer(index)
-                x, _ = block(x, layer.rotary, cache=layer)
+                x, _ = block(x, rotary, cache=layer)
                 continue
             blocks = None if self.config.has_indexer_in(index) else selected
             if self.gradient_checkpointing and self.training and index % self.checkpoint_interval == 0:

@@ -47,6 +47,7 @@ from nsa_lab.attention.kernels.selected.inverted_index import globalize_blocks
 from nsa_lab.attention.key_storage import encode_keys
 from nsa_lab.attention.layer_cache import CacheWriteBuffers, LayerCache
 from nsa_lab.config import NSAConfig
+from nsa_lab.model.ngrams import HASH_CONSTANTS
 
 AMD = sys.argv[1].startswith("gfx")
 ARCHITECTURE = 0 if AMD else int(sys.argv[1])
@@ -154,6 +155,9 @@ def decode(
         kernels.rotate_and_append(index_q.repeat(1, 1, 2, 1), None, rotary, lengths, CacheWriteBuffers(k_raw=raw_rings[0]))
         kernels.update_compressed(raw_rings[0], None, k_index, None, lengths, S, indexer_nsa, k_pool=pool)
         kernels.update_index(raw_rings[0], k_index, lengths, S, indexer_nsa, pool=pool)
+    tables = (torch.zeros(rows, width, dtype=dtype) for rows, width in ((300, 12 * D), (200, 9), (12 * D, 18)))
+    latest, tokens = torch.zeros(1, 300, dtype=torch.int64), torch.zeros(1, S, dtype=torch.int64)
+    kernels.embed_ngrams(tokens, latest, lengths, *tables, 100, HASH_CONSTANTS, 1e-5)
     x, norm = torch.zeros(1, S, 12 * D, dtype=dtype), (torch.zeros(12 * D, dtype=dtype), 1e-5)
     projections = [
         (torch.zeros(columns, 12 * D, dtype=dtype), activation) for columns, activation in ((H * D, ""), (3 * H, "sigmoid"))

@@ -324,6 +324,12 @@ MUTANTS = [
         "tl.zeros([L_PAD, PAD], tl.float32)",
     ),
     Mutant(
+        "decoding kernels: n-grams at the start of a sequence read stale tokens",
+        "attention.kernels.decoding.embedding",
+        "exists, slot = (i <= n) & (i <= position),",
+        "exists, slot = i <= n,",
+    ),
+    Mutant(
         "decoding kernels: rows of a linear layer are not normalized",
         "attention.kernels.decoding.decode_linear",
         "acc, gate = acc * scale, gate * scale",

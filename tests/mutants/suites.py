@@ -319,6 +319,7 @@ OTHERS = {
         *cases("model/test_model_forms.py", "kernels_equal_torch_for_lean_forms[base]"),
     ],
     "attention.kernels.decoding.compress_update": ["tests/kernels/decoding/test_rope_kv_append.py"],
+    "attention.kernels.decoding.embedding": ["tests/kernels/decoding/test_embedding.py"],
     "attention.kernels.decoding.decode_linear": ["tests/kernels/decoding/test_decode_linear.py"],
     "attention.kernels.parallel_compile": ["tests/kernels/test_fast_launch.py"],
     "attention.kernels.fast_launch": ["tests/kernels/test_fast_launch.py"],

@@ -352,6 +352,30 @@ def update_index(
         launch.update_index(k_raw, k, pool, norm, rotary, is_norm_first, lengths, S, nsa.l, can_prefetch)
 
 
+def embed_ngrams(
+    tokens: Tensor, latest: Tensor, lengths: Tensor, embedding: Tensor, table: Tensor, out: Tensor, n_rows: int,
+    hash_constants: tuple[int, int, int], norm_eps: float | None,
+) -> Tensor:
+    """Return the sum of the embeddings of S new tokens of each sequence and of the n-grams that end with them, [B, S, C].
+
+    Three kernel launches, for few rows (`has_few_rows`). Not differentiable.
+
+    Args:
+        tokens: int64 [B, S].
+        latest: int64 [B, R], ring of the latest tokens, R >= S + n - 1; the new tokens are written to it.
+        lengths: number of tokens before the new ones, see `cached_attention`.
+        embedding: [V, C], weight of the token embedding.
+        table, out: weights of `NgramEmbedding`, [(n - 1) n_rows, width] and [C, (n - 1) width].
+        n_rows: rows of the table per n-gram length.
+        hash_constants: base, multiplier and shift of the hash of `NgramEmbedding`.
+        norm_eps: epsilon of the RMSNorm of the sum; None: no norm.
+    """
+    from nsa_lab.attention.kernels.decoding import launch
+
+    with torch.no_grad():
+        return launch.embed_ngrams(tokens, latest, lengths, embedding, table, out, n_rows, hash_constants, norm_eps)
+
+
 def has_few_rows(x: Tensor) -> bool:
     """Return True if x [..., C] has few enough rows that `linear` is faster than a matrix product of PyTorch."""
     from nsa_lab.attention.kernels import launch_table

@@ -70,6 +70,8 @@ KERNEL_PARTS = {
     "nsa_compress_update": "cache",
     "nsa_index_update": "cache",
     "nsa_linear": "linear maps",
+    "nsa_ngram_": "embedding",
+    "nsa_rms_norm": "embedding",
 }
 """Prefix of a kernel name -> part of NSA that the kernel computes. The profiler report uses only this table."""
 

@@ -28,8 +28,8 @@ class Step:
     """Number of earlier tokens per sequence; None in a captured step, which is replayed at any lengths."""
     lengths: Tensor
     """The same as a tensor on the device, int32 [B]."""
-    positions: Tensor
-    """Positions of the new tokens, int64 [B, S]."""
+    width: int
+    """Number of new tokens of every sequence, S."""
     counts: Tensor
     """Number of new tokens that are not padding, int64 [B]."""
     rows: Tensor
@@ -39,18 +39,21 @@ class Step:
 
     def to(self, device: torch.device) -> Step:
         """Return the step with its tensors on `device`, copied once."""
-        if device == self.positions.device:
+        if device == self.lengths.device:
             return self
         if device not in self._copies:
-            lengths, positions, counts, rows = (
-                x.to(device) for x in (self.lengths, self.positions, self.counts, self.rows)
-            )
-            self._copies[device] = Step(self.starts, lengths, positions, counts, rows)
+            lengths, counts, rows = (x.to(device) for x in (self.lengths, self.counts, self.rows))
+            self._copies[device] = Step(self.starts, lengths, self.width, counts, rows)
         return self._copies[device]
 
     @property
-    def width(self) -> int:
-        return self.positions.shape[1]
+    def positions(self) -> Tensor:
+        """Positions of the new tokens, int64 [B, S]."""
+
+        def compute() -> Tensor:
+            return self.lengths[:, None] + torch.arange(self.width, device=self.lengths.device)
+
+        return self._memoize("positions", compute)
 
     @property
     def is_prefill(self) -> bool:

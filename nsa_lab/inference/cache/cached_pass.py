@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from nsa_lab.attention import kernels
 from nsa_lab.inference.cache.attention_cache import DenseCache, NSACache
 from nsa_lab.inference.cache.cache_step import Step
 from nsa_lab.inference.cache.model_cache import Cache
@@ -19,6 +20,7 @@ from nsa_lab.inference.fused_linear import add_mlp, apply_linears
 from nsa_lab.inference.plain_weights import is_plain
 from nsa_lab.model import Block, DenseAttention, NSATransformer, Rotary, SparseAttention
 from nsa_lab.model.cache_protocols import CachedPass
+from nsa_lab.model.ngrams import HASH_CONSTANTS
 
 
 class ModelPass(CachedPass):
@@ -34,6 +36,20 @@ class ModelPass(CachedPass):
         latest = self._cache.latest_tokens
         if latest is None or tokens is None:
             return model.embed(tokens, embeddings=embeddings)
+        ngrams, like = model.ngrams, self._cache.like
+        can_fuse = self._use_kernels and embeddings is None and kernels.has_few_rows(tokens[..., None])
+        if can_fuse and ngrams is not None and is_plain(ngrams, like) and is_plain(model.embedding, like):
+            return kernels.embed_ngrams(
+                tokens,
+                latest.ring.rows[:, :, 0, 0],
+                self._step.lengths,
+                model.embedding.weight,
+                ngrams.table.weight,
+                ngrams.out.weight,
+                ngrams.rows_per_length,
+                HASH_CONSTANTS,
+                model.config.norm_eps if model.config.embedding_norm else None,
+            )
         x = model.embed(tokens, self._step.positions, latest.read_previous(self._step), embeddings)
         latest.put(tokens, self._step)
         return x
@@ -64,11 +80,6 @@ class LayerPass:
         self._model_pass, self._layer = model_pass, layer
         self._step, self._rotary_table, self._use_kernels = step, rotary_table, use_kernels
 
-    @property
-    def rotary(self) -> Rotary:
-        """RoPE tables at the positions of the new tokens, [B, S, R/2]."""
-        return self._step.select_rotary(self._rotary_table)
-
     def run_block(self, block: Block, x: Tensor) -> Tensor:
         """Return the output of the block for new tokens x [B, S, C]."""
         if self._can_fuse(x, block.attention_norm, block.attention):
@@ -78,7 +89,8 @@ class LayerPass:
                 *arguments, self._model_pass.selected_blocks
             )
         else:
-            x = x + block.attention(block.attention_norm(x), self.rotary, cache=self)[0]
+            rotary = self._step.select_rotary(self._rotary_table)
+            x = x + block.attention(block.attention_norm(x), rotary, cache=self)[0]
         if self._can_fuse(x, block.mlp_norm, block.mlp):
             return add_mlp(block, x)
         return x + block.mlp(block.mlp_norm(x))

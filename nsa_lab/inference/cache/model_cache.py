@@ -52,20 +52,14 @@ class Cache:
     def make_step(self, width: int, counts: Sequence[int]) -> Step:
         """Return the step of the next `width` tokens of every sequence; `counts` of them are not padding."""
         counts_on_device = torch.tensor(counts, dtype=torch.int64).to(self.lengths.device, non_blocking=True)
-        return self._build_step(self.starts, width, counts_on_device)
+        return Step(self.starts, self.lengths, width, counts_on_device, self._rows)
 
     def make_graph_step(self, counts: Tensor) -> Step:
         """Return the step of the next token of every sequence, for capture in a CUDA graph.
 
         counts: int64 [B], 1 for a token and 0 for padding. No work on the host depends on it or on the lengths.
         """
-        return self._build_step(None, 1, counts)
-
-    def _build_step(self, starts: tuple[int, ...] | None, width: int, counts: Tensor) -> Step:
-        positions = self.lengths.long()[:, None]
-        if width > 1:
-            positions = positions + torch.arange(width, device=self.lengths.device)
-        return Step(starts, self.lengths, positions, counts, self._rows)
+        return Step(None, self.lengths, 1, counts, self._rows)
 
     def advance(self, counts: Sequence[int], *, width: int = 1, update_lengths: bool = True) -> None:
         """Add `counts` to the lengths, after a step of `width` tokens per sequence, padding included.

@@ -6,6 +6,7 @@
     split_kv_attention.py   attention to parts of the keys (compressed; selected and window); merge of the partial outputs
     decode_topk.py          scores of compressed keys or of an indexer, and their highest
     decode_linear.py        linear layers of few rows
+    embedding.py            embeddings of new tokens and of the n-grams that end with them
     pdl.py                  programmatic dependent launch
     launch.py               the launches of all kernels, in order
 

@@ -20,6 +20,7 @@ from nsa_lab.attention.kernels.decoding import decode_linear as linear_kernel
 from nsa_lab.attention.kernels.decoding.compress_update import nsa_compress_update, nsa_index_update
 from nsa_lab.attention.kernels.decoding.decode_linear import nsa_linear
 from nsa_lab.attention.kernels.decoding.decode_topk import nsa_block_importance, nsa_block_logsumexp
+from nsa_lab.attention.kernels.decoding.embedding import nsa_ngram_lookup, nsa_rms_norm
 from nsa_lab.attention.kernels.decoding.pdl import get_pdl_options
 from nsa_lab.attention.kernels.decoding.rope_kv_append import nsa_rope_kv_append
 from nsa_lab.attention.kernels.decoding.split_kv_attention import (
@@ -254,6 +255,31 @@ def linear(
         **get_pdl_options(x.device, n_rows, can_prefetch),
     )
     return out
+
+
+def embed_ngrams(
+    tokens: Tensor, latest: Tensor, lengths: Tensor, embedding: Tensor, table: Tensor, out: Tensor, n_rows: int,
+    hash_constants: tuple[int, int, int], norm_eps: float | None,
+) -> Tensor:
+    """See `kernels.embed_ngrams`."""
+    B, T = tokens.shape
+    dim, width = embedding.shape[1], table.shape[1]
+    max_n = len(table) // n_rows + 1
+    x, features = embedding.new_empty(B, T, dim), table.new_empty(B, T, (max_n - 1) * width)
+    nsa_ngram_lookup[(B * T, max_n)](
+        tokens.contiguous(), latest, lengths, embedding, table, x, features,
+        T, latest.shape[1], n_rows,
+        max_n, *hash_constants, dim, padded_width(dim), width, padded_width(width),
+        num_warps=launch_table.STREAMING_WARPS, **get_pdl_options(x.device, B * T, False),
+    )
+    (x,) = linear(features, [(out, "")], None, x, is_gated=False, can_prefetch=False)
+    if norm_eps is None:
+        return x
+    y = torch.empty_like(x)
+    nsa_rms_norm[(B * T,)](
+        x, y, norm_eps, dim, padded_width(dim), num_warps=launch_table.STREAMING_WARPS, **get_pdl_options(x.device, B * T)
+    )
+    return y
 
 
 def _get_optional_strides(x: Tensor | None) -> tuple[int, ...]:
