@@ -106,6 +106,5 @@ def _split_step(tokens: Cache, counts: Sequence[int], edges: list[int]) -> Itera
         # Sequences without further tokens stay where they are: padding may overwrite only a step in their rings.
         starts = tuple(start + min(begin, count) for start, count in zip(tokens.starts, counts, strict=True))
         lengths = torch.tensor(starts, dtype=torch.int32).to(tokens.lengths.device)
-        positions = lengths.long()[:, None] + torch.arange(end - begin, device=lengths.device)
         own_counts = torch.tensor([min(max(count - begin, 0), end - begin) for count in counts]).to(lengths.device)
-        yield Step(starts, lengths, positions, own_counts, torch.arange(len(counts), device=lengths.device)[:, None])
+        yield Step(starts, lengths, end - begin, own_counts, torch.arange(len(counts), device=lengths.device)[:, None])
