@@ -13,12 +13,13 @@ import pytest
 import torch
 from looping import looped
 from tiny_dense_models import ALL, FAMILIES, FEW, make_dense, make_tokens
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from nsa_lab import NSAConfig, load_model, sparsify
 from nsa_lab.config import ConfigError
 from nsa_lab.config.optional_deps import MissingPackage
 from nsa_lab.convert import check_tokenizer, load_adapter, load_dense, read_adapter_info, save_adapter
+from nsa_lab.inference.hf import CACHE_ARGUMENT
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,10 +153,10 @@ def test_calls_that_cannot_be_answered_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="cache_implementation"):
         model.generate(tokens, cache_implementation="static", max_new_tokens=2)
     with pytest.raises(TypeError, match="SparseCache"):
-        model(tokens, cache=__import__("transformers").DynamicCache())
-    cache = model(tokens, use_cache=True).cache
+        model(tokens, **{CACHE_ARGUMENT: DynamicCache()})
+    cache = model(tokens, use_cache=True)[CACHE_ARGUMENT]
     with pytest.raises(ValueError, match="expected 2 rows"):
-        model(tokens[:1], cache=cache)
+        model(tokens[:1], **{CACHE_ARGUMENT: cache})
     model.set_attn_implementation("nsa_lab_dense")
     with pytest.raises(NotImplementedError, match="no cache"):
         model(tokens, use_cache=True)

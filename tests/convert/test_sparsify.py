@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nsa_lab import NSAConfig, sparsify
+from nsa_lab.inference.hf import CACHE_ARGUMENT
 
 # The dense model's own error in float32 is up to 6e-5: its logits are up to 10.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-12}
@@ -111,8 +112,8 @@ def test_cached_steps_equal_one_pass(family: str, options: dict[str, Any]) -> No
     expected = sparse(tokens, attention_mask=mask, use_cache=False).logits
     cache, parts = None, []
     for begin, end in [(0, 16), (16, 17), (17, 22), (22, 329), (329, 330)]:
-        output = sparse(tokens[:, begin:end], attention_mask=mask[:, :end], cache=cache, use_cache=True)
-        cache = output.cache
+        output = sparse(tokens[:, begin:end], attention_mask=mask[:, :end], use_cache=True, **{CACHE_ARGUMENT: cache})
+        cache = output[CACHE_ARGUMENT]
         parts.append(output.logits)
     torch.testing.assert_close(torch.cat(parts, dim=1)[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-5)
 
