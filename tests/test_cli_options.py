@@ -335,6 +335,16 @@ for command, line in {
 }.items():
     case(command, "outputs", f"{line} {OUT}", FIND_MODEL, lambda model, folder: folder.name == "outputs", stop)
 HF = "nsa_lab.inference.hf.export"
+ADAPTER = "nsa_lab.convert.export_adapter"
+INFO = SimpleNamespace(n_bytes=1, dtype="bfloat16", base_model="x")
+for name, options, check in (
+    ("run", "", lambda run, folder, **_: run.name.startswith("fake")),
+    ("outputs", "", lambda run, folder, **_: run.parent.name == "outputs"),
+    ("folder", "", lambda run, folder, **_: folder.name == "new"),
+    ("step", "--step 1526", lambda run, folder, *, step, **_: step == 1526),
+    ("dtype", "--dtype float16", lambda run, folder, *, dtype, **_: dtype == "float16"),
+):
+    case("export-adapter", name, f"export-adapter {{run}} {{folder}}/new {options} {OUT}", ADAPTER, check, INFO)
 case("export-hf", "run", "export-hf needle-8m {folder}/new", HF, lambda run, folder, step: run.name == "needle-8m", "")
 case("export-hf", "folder", "export-hf needle-8m {folder}/new", HF, lambda run, folder, step: folder.name == "new", "")
 case("export-hf", "step", "export-hf needle-8m {folder}/new --step 1526", HF, lambda run, folder, step: step == 1526, "")
@@ -374,7 +384,6 @@ for name, options, check in (
         lambda run, lengths, per_depth_at, **_: lengths == [600, 700] and per_depth_at == {700: 3},
     ),
     ("task", "--task hex --task needle", lambda run, tasks, **_: tasks == ["hex", "needle"]),
-    ("ruler", "--ruler --task hex", lambda run, tasks, **_: tasks == ["hex", *RULER_NAMES]),
     ("text", "--text a={text_file}", lambda run, texts, **_: list(texts) == ["a"]),
     ("per_depth", "--per-depth 3", lambda run, per_depth, **_: per_depth == 3),
     ("windows", "--windows 5", lambda run, windows, **_: windows == 5),
@@ -386,6 +395,16 @@ for name, options, check in (
 ):
     options = options.replace("{text_file}", "{folder}/t.txt")
     case("evaluate", name, f"evaluate needle-8m --out {{folder}}/out {options}", EVALUATE, check, {})
+case(
+    "evaluate",
+    "ruler",
+    "evaluate needle-8m --out {folder}/out --ruler --task vt --length 700:3",
+    "nsa_lab.evaluate.evaluate_run_with_ruler",
+    lambda run, tasks, lengths, questions, questions_at, **_: (
+        (tasks, lengths, questions, questions_at) == (["vt"], [700], 20, {700: 3})
+    ),
+    {},
+)
 CONVERSION = "nsa_lab.evaluate.conversion.evaluate_conversion"
 case(
     "evaluate",
@@ -393,6 +412,14 @@ case(
     "evaluate needle-8m --out {folder}/out --blocks 16 --blocks 32",
     CONVERSION,
     lambda run, *, blocks, **_: blocks == [16, 32],
+    {},
+)
+case(
+    "evaluate",
+    "control",
+    f"evaluate needle-8m --out {{folder}}/out --blocks 16 --control {{run}} {OUT}",
+    CONVERSION,
+    lambda run, *, control, **_: control.is_dir(),
     {},
 )
 DEMO = "nsa_lab.bench.demo.run_demo"
@@ -570,7 +597,7 @@ def allow_everything(patch: pytest.MonkeyPatch, command: str) -> None:
     if command in ("train", "convert"):
         patch.setattr(lifecycle, "create_run", lambda config, folder: folder / "fake")
         patch.setattr("nsa_lab.convert.describe_source", lambda source, folder: {})
-    if command == "ship":
+    if command in ("ship", "export-adapter"):
         for name in ("read_final_evaluation", "find_checkpoint"):
             patch.setattr(f"nsa_lab.cli.model_commands.{name}", lambda *_: Path("step-00000001"))
     if command == "convert-checkpoint":

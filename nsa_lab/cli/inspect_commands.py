@@ -120,7 +120,7 @@ def compare(
     outputs: Outputs = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of Markdown")] = False,
 ) -> None:
-    """Compare evaluated runs with a baseline, by seed. Prints Markdown tables of cost, needles, text loss and ablations.
+    """Compare evaluated runs with a baseline, by seed. Prints tables of cost, needles, RULER, text loss and ablations.
 
     Runs that differ only in train.seed or in how they were computed count as one model.
     """

@@ -1,10 +1,10 @@
-"""Commands for models: generate, export-hf, ship, convert-checkpoint, evaluate; and demo, which measures decoding."""
+"""Commands for models: generate, export-*, ship, convert-checkpoint, evaluate; and demo, which measures decoding."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -13,7 +13,13 @@ from nsa_lab.config import ConfigError
 from nsa_lab.runs import resolve
 from nsa_lab.runs.atomic_io import read_bounded
 from nsa_lab.runs.evaluation import NEEDLE_FORM_NAMES, RULER_NAMES, TASK_NAMES
-from nsa_lab.runs.model_files import check_evaluable, check_new_folder, find_checkpoint, read_final_evaluation
+from nsa_lab.runs.model_files import (
+    check_byte_model,
+    check_evaluable,
+    check_new_folder,
+    find_checkpoint,
+    read_final_evaluation,
+)
 
 app = typer.Typer()
 MAX_SEED = 2**63 - 1  # limit of torch.manual_seed
@@ -78,6 +84,34 @@ def export_hf(
     echo("load it with AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)", err=True)
 
 
+@app.command("export-adapter")
+def export_adapter(
+    run: Run,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New output folder; its name becomes the model name")],
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint [default: newest]")] = None,
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"], typer.Option(help="Type of the stored weights")
+    ] = "bfloat16",
+    outputs: Outputs = None,
+) -> None:
+    """Export the indexer of a conversion run, without the pretrained weights. Writes an adapter with a model card.
+
+    Evaluate the run first with nsa-lab evaluate RUN --blocks N; the model card then has its losses.
+    """
+    run_dir = resolve.find_run(run, resolve.get_outputs_dir(outputs))
+    find_checkpoint(run_dir, step)
+    check_new_folder(folder)
+
+    from nsa_lab import convert
+    from nsa_lab.evaluate.conversion import CONVERSION
+    from nsa_lab.runs.atomic_io import read_json
+
+    evaluation = read_json(run_dir / CONVERSION) or None
+    info = convert.export_adapter(run_dir, folder, step=step, dtype=dtype, evaluation=evaluation)
+    echo(folder.resolve())
+    echo(f"{info.n_bytes:,} bytes of {info.dtype} weights for {info.base_model}; load it with load_model(FOLDER)", err=True)
+
+
 @app.command()
 def ship(
     run: Run,
@@ -132,8 +166,8 @@ def evaluate(
     length: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="BYTES[:N]",
-            help="Sequence length, and N sequences per depth (repeatable) [default: run's lengths, twice the longest]",
+            metavar="TOKENS[:N]",
+            help="Sequence length, and N sequences per depth (repeatable) [default: run's lengths, and twice the longest]",
         ),
     ] = None,
     task: Annotated[
@@ -141,7 +175,11 @@ def evaluate(
         typer.Option(metavar="NAME", help=TASK_HELP),
     ] = None,
     ruler: Annotated[
-        bool, typer.Option("--ruler", help=f"Add the tasks of RULER that need no download: {', '.join(RULER_NAMES)}")
+        bool,
+        typer.Option(
+            "--ruler",
+            help=f"Only tasks of RULER, in ruler.json, for any tokenizer; --task selects of {', '.join(RULER_NAMES)}",
+        ),
     ] = False,
     text: Annotated[
         list[str] | None,
@@ -155,7 +193,10 @@ def evaluate(
             help="Converted models: compare N selected blocks with dense attention, in conversion.json (repeatable)",
         ),
     ] = None,
-    per_depth: Annotated[int, typer.Option(min=1, help="Sequences per length and depth")] = 20,
+    control: Annotated[
+        str | None, typer.Option(metavar="RUN", help="With --blocks: dense run with the same training to compare with")
+    ] = None,
+    per_depth: Annotated[int, typer.Option(min=1, help="Sequences per length and depth; RULER: questions per length")] = 20,
     windows: Annotated[int, typer.Option(min=1, help="Windows of held-out text for loss by position")] = 16,
     intervened: Annotated[
         int,
@@ -173,7 +214,7 @@ def evaluate(
     ] = None,
     outputs: Outputs = None,
 ) -> None:
-    """Evaluate retrieval, loss and block selection. Writes evaluation.json; with --blocks, conversion.json.
+    """Evaluate retrieval, loss and block selection. Writes evaluation.json; --blocks: conversion.json; --ruler: ruler.json.
 
     Prints an estimate of its duration first.
     """
@@ -181,46 +222,72 @@ def evaluate(
 
     run_dir = resolve.find_model(run, resolve.get_outputs_dir(outputs))
     counts, texts = dict(map(_parse_length, length or ())), dict(map(_parse_named_path, text or ()))
-    known = [*TASK_NAMES, *NEEDLE_FORM_NAMES]
+    known = list(RULER_NAMES) if ruler else [*TASK_NAMES, *NEEDLE_FORM_NAMES]
     for name in task or ():
-        if name not in (*known, *RULER_NAMES, "all"):
-            raise ConfigError(f"--task {name}: unknown task; available: {', '.join([*known, *RULER_NAMES])}, all")
+        if name not in (*known, "all"):
+            hint = "; add --ruler for this task" if name in RULER_NAMES else ""
+            raise ConfigError(f"--task {name}: unknown task; available: {', '.join(known)}, all{hint}")
     for path in texts.values():
         LocalSource(path, label="text")
     if blocks:
         if length or task or ruler:
-            raise ConfigError("--blocks: no facts are evaluated; omit --length, --task and --ruler")
-        _evaluate_conversion(run_dir, out=out, step=step, blocks=blocks, texts=texts, windows=windows, use_bf16=bf16)
+            raise ConfigError("--blocks: no facts are evaluated; omit --length, --task and --ruler, or --blocks")
+        control_dir = resolve.find_run(control, resolve.get_outputs_dir(outputs)) if control else None
+        _evaluate_conversion(
+            run_dir, control_dir, out=out, step=step, blocks=blocks, texts=texts, windows=windows, use_bf16=bf16
+        )
         return
+    if control:
+        raise ConfigError("--control: only losses with selected blocks are compared; add --blocks, or omit --control")
+    if not ruler:
+        check_byte_model(run_dir)
+    elif texts:
+        raise ConfigError("--text: RULER's haystacks are the run's held-out text; omit --text, or --ruler")
     check_evaluable(run_dir, out, step)
 
     import torch
 
-    from nsa_lab.evaluate import evaluate_run
-    from nsa_lab.runs.evaluation import EVALUATION
+    from nsa_lab.evaluate import evaluate_run, evaluate_run_with_ruler
+    from nsa_lab.runs.evaluation import EVALUATION, RULER
 
-    tasks = known if "all" in (task or []) else task or list(TASK_NAMES)
-    tasks = list(dict.fromkeys([*tasks, *(RULER_NAMES if ruler else ())]))
-    evaluate_run(
-        run_dir,
-        out=out,
-        step=step,
-        lengths=list(counts),
-        tasks=tasks,
-        texts=texts,
-        per_depth=per_depth,
-        per_depth_at={length: count for length, count in counts.items() if count},
-        windows=windows,
-        ablation_sequences=intervened,
-        seed=seed,
-        dtype=torch.bfloat16 if bf16 else torch.float32,
-        log=echo,
-    )
-    echo((out or run_dir) / EVALUATION)
+    tasks = known if "all" in (task or []) else task or (known if ruler else list(TASK_NAMES))
+    count_at = {length: count for length, count in counts.items() if count}
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    if ruler:
+        evaluate_run_with_ruler(
+            run_dir,
+            out=out,
+            step=step,
+            lengths=list(counts),
+            tasks=list(dict.fromkeys(tasks)),
+            questions=per_depth,
+            questions_at=count_at,
+            seed=seed,
+            dtype=dtype,
+            log=echo,
+        )
+    else:
+        evaluate_run(
+            run_dir,
+            out=out,
+            step=step,
+            lengths=list(counts),
+            tasks=list(dict.fromkeys(tasks)),
+            texts=texts,
+            per_depth=per_depth,
+            per_depth_at=count_at,
+            windows=windows,
+            ablation_sequences=intervened,
+            seed=seed,
+            dtype=dtype,
+            log=echo,
+        )
+    echo((out or run_dir) / (RULER if ruler else EVALUATION))
 
 
 def _evaluate_conversion(
     run_dir: Path,
+    control: Path | None,
     *,
     out: Path | None,
     step: int | None,
@@ -234,7 +301,8 @@ def _evaluate_conversion(
     from nsa_lab.evaluate.conversion import CONVERSION, evaluate_conversion
 
     dtype = torch.bfloat16 if use_bf16 else torch.float32
-    evaluate_conversion(run_dir, out=out, step=step, blocks=blocks, texts=texts, windows=windows, dtype=dtype, log=echo)
+    options: dict[str, Any] = {"blocks": blocks, "texts": texts, "windows": windows, "control": control}
+    evaluate_conversion(run_dir, out=out, step=step, dtype=dtype, log=echo, **options)
     echo((out or run_dir) / CONVERSION)
 
 

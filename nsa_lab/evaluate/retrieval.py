@@ -16,15 +16,13 @@ from nsa_lab.config import RecallConfig
 from nsa_lab.data import DataError
 from nsa_lab.data.recall import (
     HELD_OUT_WORDINGS,
-    RULER_TASKS,
     RetrievalTask,
-    RulerTask,
     make_multi_key_task,
     make_multi_query_task,
     make_needle_task,
     make_updated_task,
 )
-from nsa_lab.evaluate.scoring import score_generated, score_recall, score_teacher_forced, stack_samples
+from nsa_lab.evaluate.scoring import score_generated, score_teacher_forced, stack_samples
 from nsa_lab.model import NSATransformer
 
 Task = Callable[[int, float, RecallConfig, np.random.Generator, np.ndarray], RetrievalTask]
@@ -66,7 +64,7 @@ NEEDLE_FORMS: dict[str, Task] = {
     "updated": make_updated_task,
 }
 # The order is part of the seed of every sample.
-ALL_TASKS: dict[str, Task] = TASKS | NEEDLE_FORMS | RULER_TASKS
+ALL_TASKS: dict[str, Task] = TASKS | NEEDLE_FORMS
 DEPTHS = tuple(depth / 10 for depth in range(10))
 
 
@@ -81,10 +79,6 @@ class RetrievalCell:
     from the fraction of the entire sequence by at most 0.16 at 2,048 bytes, 0.05 at 8,192 and 0.02 at 32,768 (single
     needle: 0.04, 0.01, 0.01). Facts of other questions are anywhere. `right_at_depth` of `sequences` answer the first
     question correctly.
-
-    RULER's tasks: `right` of `answers` references occur in the generated text, as published; `written_right` and `written`
-    are the same numbers. `tokens_right` of `tokens` and `loss` are teacher-forced. `depth` is a fraction of the haystack;
-    in `vt`, `cwe` and `fwe` it only numbers samples, and `right_at_depth` is None.
     """
 
     task: str
@@ -95,7 +89,7 @@ class RetrievalCell:
     right: int
     tokens: int
     tokens_right: int
-    right_at_depth: int | None
+    right_at_depth: int
     loss: float
     written: int
     written_right: int
@@ -116,9 +110,9 @@ def evaluate_retrieval(
 ) -> Iterator[RetrievalCell]:
     """Evaluate retrieval of a byte model and yield each `RetrievalCell` as soon as it is complete.
 
-    text: int64 bytes that the model was not trained on; facts are inserted into it. tasks: names in `TASKS`, in
-    `NEEDLE_FORMS`, which state and question the fact in another form than `recall`, or in `RULER_TASKS`.
-    generated_per_depth: number of the `per_depth` samples whose answers are also generated; of RULER's tasks all are.
+    text: int64 bytes that the model was not trained on; facts are inserted into it. tasks: names in `TASKS`, or in
+    `NEEDLE_FORMS`, which state and question the fact in another form than `recall`. generated_per_depth: number of the
+    `per_depth` samples whose answers are also generated.
 
     Raises `DataError` if a task does not fit in a length, or if the text is shorter than a length.
     """
@@ -175,24 +169,17 @@ def _score_cell(
         first_correct.append(scores[0][:, 0].all(-1).cpu().numpy())
         losses.append(scores[1].flatten().cpu().numpy())
     is_correct = np.concatenate(correct_by_batch)
-    declared = ALL_TASKS[task]
-    if isinstance(declared, RulerTask):
-        is_recalled = score_recall(model, samples, declared.answer_bytes)
-        n_first = int(is_recalled[:, 0].sum()) if declared.has_depth else None
-        generated, n_right = is_recalled.flatten().tolist(), int(is_recalled.sum())
-    else:
-        n_first, n_right = int(np.concatenate(first_correct).sum()), int(is_correct.all(-1).sum())
-        generated = score_generated(model, samples[:n_generated]) if n_generated else []
+    generated = score_generated(model, samples[:n_generated]) if n_generated else []
     return RetrievalCell(
         task=task,
         length=length,
         depth=depth,
         sequences=len(samples),
         answers=len(is_correct),
-        right=n_right,
+        right=int(is_correct.all(-1).sum()),
         tokens=is_correct.size,
         tokens_right=int(is_correct.sum()),
-        right_at_depth=n_first,
+        right_at_depth=int(np.concatenate(first_correct).sum()),
         loss=float(np.concatenate(losses).mean()),
         written=len(generated),
         written_right=sum(generated),

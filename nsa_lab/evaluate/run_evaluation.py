@@ -23,7 +23,6 @@ import torch
 from nsa_lab.config import ConfigError, ModelConfig, RecallConfig, RunConfig
 from nsa_lab.config.run_config import DEFAULTS_OF_ADDED_KEYS
 from nsa_lab.data import Dataset, TokenStore, prepare
-from nsa_lab.data.recall import RULER_TASKS
 from nsa_lab.evaluate.ablations import list_ablations, run_ablations
 from nsa_lab.evaluate.block_selectors import measure_selection_quality
 from nsa_lab.evaluate.document_loss import measure_document_loss
@@ -46,7 +45,7 @@ from nsa_lab.runs import directory
 from nsa_lab.runs.checkpoint_files import parse_step
 from nsa_lab.runs.environment import get_code_identity, get_versions
 from nsa_lab.runs.evaluation import VERSION, PartialEvaluation, write_evaluation
-from nsa_lab.runs.model_files import check_evaluable
+from nsa_lab.runs.model_files import check_byte_model, check_evaluable
 from nsa_lab.runs.summary import format_duration
 
 Log = Callable[[str], object]
@@ -108,7 +107,7 @@ def evaluate_run(
     out: folder of evaluation.json; default: the run directory. Required for a bundled model, whose evaluation is fixed.
     step: checkpoint; default: the newest.
     lengths: of the retrieval sequences; default: the lengths of the run's stages, and twice the longest.
-    tasks: names in `TASKS`, `NEEDLE_FORMS` and `RULER_TASKS`.
+    tasks: names in `TASKS` and `NEEDLE_FORMS`.
     texts: paths by name, for `measure_text_loss` at the run's longest length.
         An interrupted evaluation can be continued with other lengths, tasks and texts; all other arguments must be equal.
     depths, per_depth, generated_per_depth: as in `evaluate_retrieval`. per_depth_at: replaces per_depth at these lengths.
@@ -124,6 +123,7 @@ def evaluate_run(
     folder = directory.check_run_dir(run_dir)
     if unknown := [task for task in tasks if task not in ALL_TASKS]:
         raise ConfigError(f"task = {unknown[0]}: unknown task; available: {', '.join(ALL_TASKS)}")
+    check_byte_model(folder)
     config, checkpoint, output_folder = check_evaluable(folder, out, step)
     text_by_name = {name: read_text(path) for name, path in texts.items()}
     target_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -196,7 +196,7 @@ def _count_tokens(
     longest = config.train.longest_stage.seq_len
     n_sequences = {n: len(settings.depths) * settings.per_depth_at.get(n, settings.per_depth) for n in lengths}
     retrieval = sum(
-        n_sequences[length] * length * (2 if task in RULER_TASKS else 1)  # also the prompts of generated answers
+        n_sequences[length] * length
         for task, length in itertools.product(tasks, lengths)
         if not explain_misfit(task, length, settings.recall, settings.text)
     )

@@ -1,4 +1,4 @@
-"""Score the answers of a model to retrieval questions: teacher-forced, generated, or recalled in generated text."""
+"""Score the answers of a model to retrieval questions, teacher-forced or generated."""
 
 from __future__ import annotations
 
@@ -50,23 +50,3 @@ def score_generated(model: NSATransformer, samples: Sequence[RetrievalTask]) -> 
     prompts = [torch.from_numpy(prompt) for prompt, _ in questions]
     new = generate(model, prompts, max_new_tokens=len(questions[0][1]))
     return [bool(np.array_equal(tokens.cpu().numpy(), answer)) for tokens, (_, answer) in zip(new, questions, strict=True)]
-
-
-def score_recall(model: NSATransformer, samples: Sequence[RetrievalTask], max_new_tokens: int) -> np.ndarray:
-    """Return whether each answer occurs in `max_new_tokens` tokens generated after the prompt, bool [B, n].
-
-    The prompt ends before the first answer. Case and order do not matter, as in RULER's `string_match_all`, whose score is
-    100 times the mean. Tokens are bytes.
-    """
-    prompts = [torch.from_numpy(sample.tokens[: sample.answers[0, 0]]) for sample in samples]
-    texts = [_to_lower(new.cpu().numpy()) for new in generate(model, prompts, max_new_tokens=max_new_tokens)]
-    return np.array(
-        [
-            [_to_lower(sample.tokens[positions]) in text for positions in sample.answers]
-            for sample, text in zip(samples, texts, strict=True)
-        ]
-    )
-
-
-def _to_lower(tokens: np.ndarray) -> bytes:
-    return bytes(tokens.tolist()).lower()

@@ -1,13 +1,13 @@
-"""Compare several models with one of them: cost, needle retrieval, text losses and ablations.
+"""Compare several models with one of them: cost, needle retrieval, RULER, text losses and ablations.
 
-All data is from the records of runs and their `evaluation.json`. `not_compared` lists omitted comparisons with reasons. The
-quality of block selection and the loss of packed documents are in the reports of single runs.
+All data is from the records of runs, their `evaluation.json` and `ruler.json`. `not_compared` lists omitted comparisons with
+reasons. The quality of block selection and the loss of packed documents are in the reports of single runs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,23 @@ class NeedleResult:
 
 
 @dataclass(frozen=True)
+class RulerScore:
+    """Scores of one of RULER's tasks at a length, 0 to 100, by seed and as the mean over seeds.
+
+    `questions`: of all seeds. `low`, `high`: 95% Wilson interval of the mean over questions.
+    """
+
+    model: str
+    task: str
+    length: int
+    by_seed: dict[int, float | None]
+    score: float
+    questions: int
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
 class AblationSummary:
     """Needles found under an ablation. `d_text`: its text loss minus that with selected blocks, bits per byte."""
 
@@ -108,6 +125,7 @@ class ModelComparison:
     baseline: str
     costs: list[ModelCost]
     needles: list[NeedleResult]
+    ruler: list[RulerScore]
     texts: list[TextDifference]
     interventions: list[AblationSummary]
     not_compared: list[str]
@@ -119,13 +137,15 @@ def compare_models(models: Sequence[ModelRuns], baseline: ModelRuns, known_notes
     others = [model for model in models if model is not baseline]
     for model in others:
         _note_unpaired(model, baseline, notes.append)
-    _note_condition_differences(models, notes.append)
-    _note_not_evaluated(models, notes.append)
+    for kind, records in (("evaluations", _list_evaluations(models)), ("RULER evaluations", _list_rulers(models))):
+        _note_condition_differences(kind, records, notes.append)
+        _note_not_evaluated(records, notes.append)
     texts = [text for model in others for text in compare_texts(model, baseline, notes.append)]
     return ModelComparison(
         baseline=baseline.name,
         costs=[_compute_model_cost(model, baseline) for model in models],
         needles=[needles for model in models for needles in collect_needle_results(model)],
+        ruler=[score for model in models for score in collect_ruler_scores(model)],
         texts=texts,
         interventions=[ablation for model in models for ablation in collect_ablation_results(model)],
         not_compared=notes,
@@ -194,6 +214,26 @@ def _compute_far_proportion(cells: Iterable[dict[str, Any]]) -> Proportion | Non
     )
 
 
+def collect_ruler_scores(model: ModelRuns) -> list[RulerScore]:
+    """Return the scores of every RULER task and length that a run of the model was evaluated on, in order."""
+    cells = {
+        (seed, cell["task"], cell["length"]): cell
+        for seed, record in model.with_ruler.items()
+        for cell in record["results"]
+    }
+    return [_build_ruler_score(model, *key, cells) for key in dict.fromkeys((task, length) for _, task, length in cells)]
+
+
+def _build_ruler_score(model: ModelRuns, task: str, length: int, cells: dict[Any, dict[str, Any]]) -> RulerScore:
+    own = {seed: cells.get((seed, task, length)) for seed in model.with_ruler}
+    known = [cell for cell in own.values() if cell is not None]
+    n_questions = sum(cell["questions"] for cell in known)
+    share = sum(sum(cell["found"]) / cell["references"] for cell in known) / n_questions
+    low, high = compute_wilson_interval(share * n_questions, n_questions)
+    by_seed = {seed: None if cell is None else cell["score"] for seed, cell in own.items()}
+    return RulerScore(model.name, task, length, by_seed, 100 * share, n_questions, 100 * low, 100 * high)
+
+
 def is_far(depth: float, length: int, nsa: NSAConfig) -> bool:
     """Return True if a fact at `depth` of `length` bytes is beyond the answer's window and after the first block."""
     return depth * length >= nsa.l_sel and (1 - depth) * length > nsa.w
@@ -260,11 +300,11 @@ def _note_unpaired(model: ModelRuns, baseline: ModelRuns, add_note: AddNote) -> 
         add_note(f"{model.name} and {baseline.name} have {reason}")
 
 
-def _note_condition_differences(models: Sequence[ModelRuns], add_note: AddNote) -> None:
-    conditions = {run: _get_conditions(evaluation) for run, evaluation in _iterate_evaluations(models)}
+def _note_condition_differences(kind: str, evaluations: dict[str, dict[str, Any]], add_note: AddNote) -> None:
+    conditions = {run: _get_conditions(evaluation) for run, evaluation in evaluations.items()}
     for name in dict.fromkeys(name for own in conditions.values() for name in own):
         _note_if_different(
-            f"the evaluations differ in {name}", {run: str(own.get(name)) for run, own in conditions.items()}, add_note
+            f"the {kind} differ in {name}", {run: str(own.get(name)) for run, own in conditions.items()}, add_note
         )
 
 
@@ -276,13 +316,13 @@ def _get_conditions(evaluation: dict[str, Any]) -> dict[str, Any]:
         "code": evaluation.get("code", {}).get("source"),
         "the seed of the questions": evaluation.get("seed"),
         "the text of the questions": evaluation.get("data_identity"),
+        **({"tokenizer": evaluation["tokenizer"]} if "tokenizer" in evaluation else {}),
         **{f"data.{key} of the questions": value for key, value in evaluation.get("recall", {}).items()},
     }
 
 
-def _note_not_evaluated(models: Sequence[ModelRuns], add_note: AddNote) -> None:
-    """Note needle tasks and ablations that a run was not evaluated on, or with another number of sequences than others."""
-    evaluations = dict(_iterate_evaluations(models))
+def _note_not_evaluated(evaluations: dict[str, dict[str, Any]], add_note: AddNote) -> None:
+    """Note tasks and ablations that a run was not evaluated on, or with another number of sequences than others."""
     counts = {run: _get_evaluated_counts(evaluation) for run, evaluation in evaluations.items()}
     reasons = {run: _get_skip_reasons(evaluation) for run, evaluation in evaluations.items()}
     lines: list[tuple[str, str]] = []
@@ -302,7 +342,7 @@ def _explain_missing(part: str, evaluation: dict[str, Any]) -> str:
 
 
 def _get_evaluated_counts(evaluation: dict[str, Any]) -> dict[str, str]:
-    """Return how much was evaluated: of needles by task and length, of ablations by length."""
+    """Return how much was evaluated: of needles and RULER by task and length, of ablations by length."""
     cells: dict[str, list[tuple[str, str]]] = {}
     for cell in evaluation.get("retrieval", []):
         cells.setdefault(_format_task(cell), []).append((str(cell["sequences"]), f"{cell['depth']:g}"))
@@ -311,7 +351,8 @@ def _get_evaluated_counts(evaluation: dict[str, Any]) -> dict[str, str]:
         for task, own in cells.items()
     }
     parts = [part for part in evaluation.get("selection", []) if part["interventions"]]
-    return needles | {_format_ablations(part): f"{part['sequences']} sequences" for part in parts}
+    ruler = {_format_task(cell): f"{cell['questions']} questions" for cell in evaluation.get("results", [])}
+    return needles | ruler | {_format_ablations(part): f"{part['sequences']} sequences" for part in parts}
 
 
 def _get_skip_reasons(evaluation: dict[str, Any]) -> dict[str, str]:
@@ -329,9 +370,14 @@ def _format_ablations(part: dict[str, Any]) -> str:
     return f"{ABLATIONS} at {part['length']:,}"
 
 
-def _iterate_evaluations(models: Sequence[ModelRuns]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (run name, evaluation) of every evaluated run."""
-    yield from ((model.runs[seed].name, evaluation) for model in models for seed, evaluation in model.evaluated.items())
+def _list_evaluations(models: Sequence[ModelRuns]) -> dict[str, dict[str, Any]]:
+    """Return the evaluations by run name."""
+    return {model.runs[seed].name: evaluation for model in models for seed, evaluation in model.evaluated.items()}
+
+
+def _list_rulers(models: Sequence[ModelRuns]) -> dict[str, dict[str, Any]]:
+    """Return the results of RULER's tasks by run name."""
+    return {model.runs[seed].name: record for model in models for seed, record in model.with_ruler.items()}
 
 
 def _note_if_different(subject: str, value_by_run: dict[str, str], add_note: AddNote) -> None:

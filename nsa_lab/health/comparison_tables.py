@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
-from nsa_lab.health.comparison import AblationSummary, ModelComparison, ModelCost, NeedleResult, Proportion, RunCost
+from nsa_lab.health.comparison import (
+    AblationSummary,
+    ModelComparison,
+    ModelCost,
+    NeedleResult,
+    Proportion,
+    RulerScore,
+    RunCost,
+)
 from nsa_lab.health.paired_text_loss import RangeDifference, TextDifference
 from nsa_lab.health.sweep_results import SeedMean
 from nsa_lab.runs.tables import EMPTY_CELL, Table
 
+TaskResult = TypeVar("TaskResult", NeedleResult, RulerScore)
+
 
 def format_markdown(comparison: ModelComparison) -> str:
     """Return all tables with headings, and the list of omitted comparisons."""
-    parts = {"Models": format_costs, "Needles": format_needles, "Text": format_texts, "Ablations": format_ablations}
+    parts = {
+        "Models": format_costs,
+        "Needles": format_needles,
+        "RULER": format_ruler,
+        "Text": format_texts,
+        "Ablations": format_ablations,
+    }
     tables = {heading: format_part(comparison) for heading, format_part in parts.items()}
     sections = [f"## {heading}\n\n{table}\n" for heading, table in tables.items() if table]
     return "\n".join([*sections, "## Not compared, or under different conditions", "", format_not_compared(comparison)])
@@ -33,6 +50,15 @@ def format_costs(comparison: ModelComparison) -> str:
 def format_needles(comparison: ModelComparison) -> str:
     """Return the tables of correct answers by task and length; empty if there are none."""
     return "\n".join(_format_needle_lines(comparison))
+
+
+def format_ruler(comparison: ModelComparison) -> str:
+    """Return the table of RULER's scores by task and length; empty if there are none."""
+    title = (
+        "Score from 0 to 100: the percentage of answers that occur in the generated text, per seed: mean over seeds [95% "
+        "Wilson interval over questions]."
+    )
+    return "\n".join(_format_task_table(title, "tokens", comparison.ruler, _format_ruler_score))
 
 
 def format_texts(comparison: ModelComparison, only: str | None = None, *, level: int = 3) -> str:
@@ -97,26 +123,31 @@ def _format_needle_lines(comparison: ModelComparison) -> Iterator[str]:
         ("Generated answers, over all seeds:", lambda result: _format_proportion(result.written)),
     )
     for title, format_cell in tables:
-        yield from _format_needle_table(title, comparison.needles, format_cell)
+        yield from _format_task_table(title, "bytes", comparison.needles, format_cell)
 
 
-def _format_needle_table(
-    title: str, needles: Sequence[NeedleResult], format_cell: Callable[[NeedleResult], str]
+def _format_task_table(
+    title: str, unit: str, results: Sequence[TaskResult], format_cell: Callable[[TaskResult], str]
 ) -> Iterator[str]:
-    """Yield the lines of a table with its title; none if no model has such a result."""
-    models = list(dict.fromkeys(result.model for result in needles))
-    cells = {(result.task, result.length, result.model): format_cell(result) for result in needles}
+    """Yield the lines of a table with its title; none if no model has such a result. `unit`: of lengths."""
+    models = list(dict.fromkeys(result.model for result in results))
+    cells = {(result.task, result.length, result.model): format_cell(result) for result in results}
     rows = dict.fromkeys((task, length) for (task, length, _), text in cells.items() if text != EMPTY_CELL)
     if not rows:
         return
     yield from (title, "")
     yield from _format_table(
-        ("task", "bytes", *models),
+        ("task", unit, *models),
         (
             [task, f"{length:,}", *(cells.get((task, length, model), EMPTY_CELL) for model in models)]
             for task, length in rows
         ),
     )
+
+
+def _format_ruler_score(result: RulerScore) -> str:
+    per_seed = " / ".join(EMPTY_CELL if score is None else f"{score:.1f}" for score in result.by_seed.values())
+    return f"{per_seed}: {result.score:.1f} [{result.low:.1f}, {result.high:.1f}] of {result.questions:,}"
 
 
 def _format_text_lines(comparison: ModelComparison, only: str | None, heading: str) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from nsa_lab.config import ConfigError
 from nsa_lab.health.matched_pair import get_data_digests
 from nsa_lab.health.paired_difference import make_seed_group_key
-from nsa_lab.runs.evaluation import read_evaluation
+from nsa_lab.runs.evaluation import read_evaluation, read_ruler
 from nsa_lab.runs.history import History
 from nsa_lab.runs.summary import diff_settings
 
@@ -21,10 +21,11 @@ IGNORED_SETTINGS = {"train.seed", "runtime.heartbeat_s", "runtime.profile"}
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """A run and the results of `nsa-lab evaluate` at its last step; None if there are none."""
+    """A run and the results of `nsa-lab evaluate` at its last step, also of `--ruler`; None if there are none."""
 
     history: History
     evaluation: dict[str, Any] | None
+    ruler: dict[str, Any] | None
 
     @property
     def name(self) -> str:
@@ -46,6 +47,11 @@ class ModelRuns:
     def evaluated(self) -> dict[int, dict[str, Any]]:
         """The available evaluations by seed."""
         return {seed: run.evaluation for seed, run in self.runs.items() if run.evaluation is not None}
+
+    @property
+    def with_ruler(self) -> dict[int, dict[str, Any]]:
+        """The available results of RULER's tasks by seed."""
+        return {seed: run.ruler for seed, run in self.runs.items() if run.ruler is not None}
 
 
 def group_runs(runs: Sequence[Path], named: Mapping[str, Sequence[Path]], add_note: AddNote) -> list[ModelRuns]:
@@ -108,18 +114,26 @@ def _build_model(name: str, own: list[EvaluatedRun]) -> ModelRuns:
 
 def _read_run(run: Path, add_note: AddNote) -> EvaluatedRun:
     history = History.read(run)
-    evaluation, steps = read_evaluation(history.run_dir), history.config.train.steps
+    steps = history.config.train.steps
+    evaluation, ruler = (read(history.run_dir) for read in (read_evaluation, read_ruler))
     if history.state != "DONE":
         add_note(f"{history.run} is {history.state}: its cost covers {history.last_step:,} of {steps:,} steps")
     if evaluation is None:
-        add_note(f"{history.run} has no readable evaluation, so only its cost is listed; run nsa-lab evaluate")
-    elif evaluation.get("step") != steps:
-        add_note(
-            f"{history.run} was evaluated at step {evaluation.get('step')} of {steps}, so only its cost is listed; run "
-            "nsa-lab evaluate at its last step"
-        )
-        evaluation = None
-    return EvaluatedRun(history, evaluation)
+        listed = "its cost is" if ruler is None else "its cost and its RULER scores are"
+        add_note(f"{history.run} has no readable evaluation, so only {listed} listed; run nsa-lab evaluate")
+    return EvaluatedRun(history, *(_select_final(history, record, add_note) for record in (evaluation, ruler)))
+
+
+def _select_final(history: History, record: dict[str, Any] | None, add_note: AddNote) -> dict[str, Any] | None:
+    """Return an evaluation at the last step; None for others, with a note."""
+    steps = history.config.train.steps
+    if record is None or record.get("step") == steps:
+        return record
+    add_note(
+        f"{history.run} was evaluated at step {record.get('step')} of {steps}, so that evaluation is not listed; run "
+        "nsa-lab evaluate at its last step"
+    )
+    return None
 
 
 def _note_differences(name: str, own: list[EvaluatedRun], add_note: AddNote) -> None:

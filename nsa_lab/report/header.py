@@ -23,7 +23,7 @@ from nsa_lab.health.references import Reference, find_references
 from nsa_lab.health.summary_sentence import describe_outcome, describe_purpose
 from nsa_lab.health.verdict import Verdict, join_lines
 from nsa_lab.runs import directory
-from nsa_lab.runs.evaluation import read_evaluation
+from nsa_lab.runs.evaluation import read_evaluation, read_ruler
 from nsa_lab.runs.history import History, RunFacts, collect_facts
 from nsa_lab.runs.summary import (
     SOURCE_NAMES,
@@ -35,6 +35,7 @@ from nsa_lab.runs.summary import (
     format_steps,
     format_training_time,
 )
+from nsa_lab.runs.tables import EMPTY_CELL
 
 STATUS_CLASSES = {"passed": "ok", "warning": "warn", "failed": "bad", "unknown": "open"}
 
@@ -81,6 +82,7 @@ def summarize_run(run: Any, *, with_plots: bool = True) -> dict[str, Any]:
         "other_facts": [(name, value) for name, value in format_facts(history) if name not in SHOWN_ABOVE],
         "pictures": _embed_figures(plot_report_panels(history, reference_values)) if with_plots and history.steps else [],
         "evaluation": summarize_evaluation(history) if with_plots else None,
+        "ruler": summarize_ruler(history) if with_plots else None,
         "counts": health.counts,
         "verdicts": [_make_row(verdict) for verdict in _select_table_rows(health)],
         "config": history.config.to_yaml(),
@@ -189,6 +191,28 @@ def summarize_evaluation(history: History) -> dict[str, Any] | None:
         "documents": _describe_documents(evaluation.get("documents")),
         "skipped": [f"{row['task']} at {row['length']:,}: {row['why']}" for row in evaluation["not_asked"]],
     }
+
+
+def summarize_ruler(history: History) -> dict[str, Any] | None:
+    """Return the scores of RULER's tasks: a description, and a table with a column per length; None without `ruler.json`."""
+    record = read_ruler(history.run_dir)
+    if record is None:
+        return None
+    cells = {(cell["task"], cell["length"]): cell for cell in record["results"]}
+    tasks, lengths = (list(dict.fromkeys(keys)) for keys in (zip(*cells, strict=True) if cells else ((), ())))
+    rows = [[task, *(_format_ruler_score(cells.get((task, length))) for length in lengths)] for task in tasks]
+    return {
+        "description": f"Checkpoint of step {record['step']:,}, seed {record['seed']}, {record['device']}, "
+        f"{record['dtype']}. Score from 0 to 100: the percentage of answers that occur in the generated text [95% interval], "
+        "by length in tokens.",
+        "head": ["task", *(f"{length:,}" for length in lengths)],
+        "rows": rows,
+        "skipped": [f"{row['task']} at {row['length']:,}: {row['why']}" for row in record["not_asked"]],
+    }
+
+
+def _format_ruler_score(cell: dict[str, Any] | None) -> str:
+    return EMPTY_CELL if cell is None else f"{cell['score']:.1f} [{cell['low']:.0f}, {cell['high']:.0f}]"
 
 
 def list_ablations(evaluation: dict[str, Any]) -> list[tuple[str, str, str, str]]:

@@ -20,7 +20,7 @@ from nsa_lab.figures.style import get_title, render_png
 from nsa_lab.health import Health, examine
 from nsa_lab.health.next_actions import list_advice
 from nsa_lab.health.summary_sentence import describe_outcome, describe_purpose
-from nsa_lab.report.header import describe_training, list_ablations
+from nsa_lab.report.header import describe_training, list_ablations, summarize_ruler
 from nsa_lab.runs.evaluation import read_evaluation
 from nsa_lab.runs.history import History, collect_facts
 from nsa_lab.runs.summary import format_facts
@@ -74,6 +74,7 @@ def build_record_notebook(run: Any) -> NotebookNode:
     cells = [
         *_make_summary(history),
         *_make_evaluation(history),
+        *_make_ruler(history),
         *_make_curves(history),
         *_make_configuration(history),
     ]
@@ -160,6 +161,14 @@ def _make_evaluation(history: History) -> list[NotebookNode]:
         )
         cells.append(_make_markdown("\n".join(["### Ablations", "", *_format_table(names, ablations)]), in_header=True))
     return cells
+
+
+def _make_ruler(history: History) -> list[NotebookNode]:
+    ruler = summarize_ruler(history)
+    if ruler is None:
+        return []
+    lines = ["## RULER", "", ruler["description"], "", *_format_table(ruler["head"], ruler["rows"])]
+    return [_make_markdown("\n".join(lines), in_header=True)]
 
 
 def _make_curves(history: History) -> list[NotebookNode]:

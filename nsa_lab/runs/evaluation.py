@@ -1,4 +1,4 @@
-"""`evaluation.json` of a run, which holds the results of `nsa_lab.evaluate`. Plain JSON; does not import torch."""
+"""`evaluation.json` and `ruler.json` of a run: the results of `nsa_lab.evaluate`. Plain JSON; does not import torch."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ RULER_NAMES = (
 )
 EVALUATION = "evaluation.json"
 UNFINISHED = "evaluation.unfinished.json"
+RULER, RULER_UNFINISHED = "ruler.json", "ruler.unfinished.json"
 VERSION = 1
 # 0.975 quantile of the standard normal distribution.
 Z_95 = NormalDist().inv_cdf(0.975)
@@ -47,10 +48,11 @@ class PartialEvaluation:
     """Results of an unfinished evaluation, stored in the run directory so that an interrupted evaluation can resume.
 
     `request`: the evaluated tasks and their settings, as plain JSON. Stored results of a different request are dropped.
+    `file`: name of the file.
     """
 
-    def __init__(self, run_dir: Path, request: dict[str, Any]) -> None:
-        self._path, self._request = run_dir / UNFINISHED, request
+    def __init__(self, run_dir: Path, request: dict[str, Any], file: str = UNFINISHED) -> None:
+        self._path, self._request = run_dir / file, request
         stored = read_json(self._path)
         self._results: dict[str, Any] = stored["found"] if stored.get("asked") == request else {}
         self.resumed_names = frozenset(self._results)
@@ -75,23 +77,33 @@ def write_evaluation(run_dir: Path, evaluation: dict[str, Any]) -> Path:
 
 def read_evaluation(run_dir: Path) -> dict[str, Any] | None:
     """Return the run's evaluation; None if it is missing, damaged or of another format version."""
-    evaluation = read_json(run_dir / EVALUATION)
-    return evaluation if evaluation.get("v") == VERSION else None
+    return _read_record(run_dir / EVALUATION)
+
+
+def read_ruler(run_dir: Path) -> dict[str, Any] | None:
+    """Return the run's results of RULER's tasks; None as in `read_evaluation`."""
+    return _read_record(run_dir / RULER)
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
+    record = read_json(path)
+    return record if record.get("v") == VERSION else None
 
 
 def get_depth_counts(cell: dict[str, Any]) -> tuple[int, int] | None:
     """Return (number of facts found, number of facts) at the depth of a cell of `retrieval`.
 
-    None if a sequence has several answers and none belongs to the depth (a task without depths, or an older version of the
-    evaluation, which did not count the first one separately).
+    None if a sequence has several answers and an older version of the evaluation did not count the first one separately.
     """
-    if cell.get("right_at_depth") is not None:
+    if "right_at_depth" in cell:
         return cell["right_at_depth"], cell["sequences"]
     return (cell["right"], cell["answers"]) if cell["answers"] == cell["sequences"] else None
 
 
-def compute_wilson_interval(n_correct: int, n_total: int) -> tuple[float, float]:
+def compute_wilson_interval(n_correct: float, n_total: int) -> tuple[float, float]:
     """Return the 95% confidence interval of the proportion n_correct / n_total (Wilson 1927).
+
+    n_correct: also the sum of `n_total` shares between 0 and 1, whose interval is at most as wide.
 
     Raises ValueError unless 0 <= n_correct <= n_total and n_total > 0.
     """

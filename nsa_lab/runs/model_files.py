@@ -49,14 +49,9 @@ def check_new_folder(folder: str | Path) -> Path:
 def check_evaluable(run_dir: Path, out: str | Path | None = None, step: int | None = None) -> tuple[RunConfig, Path, Path]:
     """Return the configuration, checkpoint and output folder of an evaluation; the folder is created if necessary.
 
-    Raises `ConfigError` for a model that is not a byte model and for a bundled model without `out`; `NoCheckpoint`.
+    Raises `ConfigError` for a bundled model without `out`; `NoCheckpoint`.
     """
     config = RunConfig.from_yaml(directory.check_run_dir(run_dir) / directory.CONFIG)
-    if config.data.tokenizer != "byte" or config.model.vocab_size < BYTE_VOCAB_SIZE:
-        raise ConfigError(
-            f"{run_dir.name}: expected a byte model, got data.tokenizer = {config.data.tokenizer}; "
-            "evaluate a run with data.tokenizer: byte, or a converted model with --blocks"
-        )
     if out is None and resolve.is_packaged_model(run_dir):
         raise ConfigError(
             f"{run_dir.name} is a bundled model, whose evaluation is fixed; give an output folder, for example "
@@ -68,6 +63,16 @@ def check_evaluable(run_dir: Path, out: str | Path | None = None, step: int | No
     except OSError as error:
         raise ConfigError(f"{folder}: cannot write an evaluation here ({error.strerror}); give another folder") from None
     return config, checkpoint, folder
+
+
+def check_byte_model(run_dir: Path) -> None:
+    """Raise `ConfigError` for a run whose tokens are not bytes."""
+    config = RunConfig.from_yaml(directory.check_run_dir(run_dir) / directory.CONFIG)
+    if config.data.tokenizer != "byte" or config.model.vocab_size < BYTE_VOCAB_SIZE:
+        raise ConfigError(
+            f"{run_dir.name}: expected a byte model, got data.tokenizer = {config.data.tokenizer}; "
+            "evaluate a run with data.tokenizer: byte, or add --ruler, or --blocks for a converted model"
+        )
 
 
 def read_final_evaluation(history: History, step: int) -> dict[str, Any]:

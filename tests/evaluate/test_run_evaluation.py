@@ -13,20 +13,30 @@ import numpy as np
 import pytest
 import torch
 from looping import looped
+from tiny_tokenizer import save_tokenizer
 from typer.testing import CliRunner
 from unpainted import unpainted
 
 from nsa_lab import cli, figures
 from nsa_lab.config import ConfigError, ModelConfig, NSAConfig, RecallConfig, RunConfig
-from nsa_lab.data import DataError, prepare
-from nsa_lab.evaluate import ABLATIONS, NEEDLE_FORMS, RULER_TASKS, TASKS, evaluate_run, run_evaluation
+from nsa_lab.data import DataError, load_tokenizer, prepare
+from nsa_lab.evaluate import (
+    ABLATIONS,
+    NEEDLE_FORMS,
+    RULER_TASKS,
+    TASKS,
+    evaluate_run,
+    evaluate_run_with_ruler,
+    ruler,
+    run_evaluation,
+)
 from nsa_lab.evaluate.ablations import list_ablations, run_ablations
 from nsa_lab.evaluate.retrieval import make_needles
 from nsa_lab.evaluate.scoring import stack_samples
 from nsa_lab.model import NSATransformer
 from nsa_lab.report import write_report
 from nsa_lab.runs import events, lifecycle
-from nsa_lab.runs.evaluation import EVALUATION, UNFINISHED, read_evaluation, write_evaluation
+from nsa_lab.runs.evaluation import EVALUATION, UNFINISHED, read_evaluation, read_ruler, write_evaluation
 from nsa_lab.train.attempt import run
 from nsa_lab.train.build import Builders
 
@@ -47,14 +57,14 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train_run(workspace: Path, **model: Any) -> Path:
+def train_run(workspace: Path, data: dict[str, Any] = DATA, **model: Any) -> Path:
     config = RunConfig.from_dict(
         {
             "name": "asked",
             "model": {"dim": 32, "n_layers": 1, "n_heads": 4, "n_kv_groups": 2, "d_k": 4, "d_v": 4, **model},
             "nsa": {"l": 8, "d": 4, "l_sel": 16, "n_sel": 8, "w": 16},
             "runtime": {"device": "cpu"},
-            "data": {**DATA, "path": str(workspace / "texts")},
+            "data": {**data, "path": str(workspace / "texts")},
             "train": {
                 "stages": [
                     {"steps": 2, "seq_len": 260, "batch_size": 2, "lr": 1e-3},
@@ -277,15 +287,101 @@ def test_the_command_writes_the_file(run_dir: Path, workspace: Path, monkeypatch
         and settings_passed["dtype"] == torch.bfloat16
         and settings_passed["ablation_sequences"] == 0
     )
-    for tasks, expected in (
-        ([], [*TASKS, *RULER_TASKS]),
-        (["--task", "vt", "--task", "needle"], ["vt", "needle", *(task for task in RULER_TASKS if task != "vt")]),
-    ):
-        assert CliRunner().invoke(cli.app, [*arguments, *tasks, "--ruler"]).exit_code == 0
-        assert settings_passed["tasks"] == expected
     for wrong in (["--length", "63"], ["--length", "512:0"], ["--length", "many"], ["--text", "long"]):
         with pytest.raises(ConfigError, match=rf"{wrong[0]} {wrong[1]}: expected"):
             CliRunner().invoke(cli.app, arguments + wrong, catch_exceptions=False)
+
+
+def test_the_command_with_ruler(run_dir: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings_passed: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "nsa_lab.evaluate.evaluate_run_with_ruler", lambda folder, **settings: settings_passed.update(settings, run=folder)
+    )
+    arguments, text = ["evaluate", run_dir.name, "--outputs", str(workspace / "outputs")], workspace / "texts" / "0.txt"
+    for options, tasks in (
+        (["--ruler"], [*RULER_TASKS]),
+        (["--ruler", "--task", "all"], [*RULER_TASKS]),
+        (["--ruler", "--task", "vt", "--task", "fwe", "--task", "vt"], ["vt", "fwe"]),
+    ):
+        result = CliRunner().invoke(cli.app, [*arguments, *options, "--per-depth", "7", "--length", "900:3", "--bf16"])
+        assert result.exit_code == 0 and result.output.strip().endswith("ruler.json") and settings_passed["run"] == run_dir
+        assert (settings_passed["tasks"], settings_passed["lengths"], settings_passed["questions"]) == (tasks, [900], 7)
+        assert settings_passed["questions_at"] == {900: 3} and settings_passed["dtype"] == torch.bfloat16
+    for options, message in (
+        (["--task", "vt"], "--task vt: unknown task; available: needle, .*, all; add --ruler for this task"),
+        (["--ruler", "--task", "needle"], "--task needle: unknown task; available: niah_single_1, .*, fwe, all$"),
+        (["--ruler", "--blocks", "9"], "--blocks: no facts are evaluated; omit --length, --task and --ruler"),
+        (["--ruler", "--text", f"a={text}"], "--text: RULER's haystacks are the run's held-out text"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            CliRunner().invoke(cli.app, [*arguments, *options], catch_exceptions=False)
+
+
+def test_a_run_with_ruler(run_dir: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks that do not fit are recorded; an interrupted evaluation continues; report and comparison show the scores."""
+    lines: list[str] = []
+    settings: dict[str, Any] = {
+        "tasks": ["niah_single_2", "vt", "fwe"],
+        "lengths": [900, 820],
+        "questions": 2,
+        "questions_at": {820: 1},
+        "device": "cpu",
+        "prepare_data": lambda *given: prepare(*given, cache=workspace / "shards"),
+        "log": lines.append,
+    }
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(ruler, "count_matches", lambda text, references: 1 if len(references) < 3 else 1 / 0)
+        evaluate_run_with_ruler(run_dir, **settings)
+    assert [line.partition(":")[0] for line in lines] == [
+        "niah_single_2 at 820",
+        "niah_single_2 at 900",
+        "vt at 820",
+        "vt at 900",
+    ]
+    # Other counts for parts that are evaluated again.
+    monkeypatch.setattr(ruler, "count_matches", lambda text, references: 0 if len(references) < 3 else 1)
+    record = evaluate_run_with_ruler(run_dir, **settings)
+    assert read_ruler(run_dir) == json.loads(json.dumps(record)) and not (run_dir / "ruler.unfinished.json").exists()
+    cells = [(cell["task"], cell["length"], cell["questions"], cell["found"]) for cell in record["results"]]
+    assert cells == [
+        ("niah_single_2", 820, 1, [1]),
+        ("niah_single_2", 900, 2, [1, 1]),
+        ("fwe", 820, 1, [1]),
+        ("fwe", 900, 2, [1, 1]),
+    ]
+    assert all(cell["prompt_tokens"] <= cell["length"] - 50 for cell in record["results"])
+    assert [(row["task"], row["length"]) for row in record["not_asked"]] == [("vt", 820), ("vt", 900)]
+    assert (record["run"], record["step"], record["seed"], record["tokenizer"]) == (run_dir.name, 3, 0, "byte")
+    page = write_report(run_dir, record_only=True).read_text(encoding="utf-8")
+    assert re.search(r"<th>task</th><th>820</th><th>900</th>", page)
+    assert re.search(r"<td>fwe</td><td>33\.3 \[3, 91\]</td><td>33\.3 \[5, 84\]</td>", page), page[page.index("RULER") :][
+        :900
+    ]
+    assert "Skipped: vt at 820: vt needs" in page
+    dense = train_run(workspace, attention="dense")
+    evaluate_run_with_ruler(dense, **{**settings, "tasks": ["fwe"], "lengths": [900], "seed": 1})
+    result = CliRunner().invoke(cli.app, ["compare", f"nsa={run_dir}", f"dense={dense}"], catch_exceptions=False)
+    assert re.search(r"\| fwe +\| 900 +\| 33\.3: 33\.3 \[4\.\d, 8\d\.\d\] of 2 +\| 33\.3: ", result.output), result.output
+    assert re.search(r"\| fwe +\| 820 +\| 33\.3: .* of 1 +\| – ", result.output), result.output
+    assert "the RULER evaluations differ in the seed of the questions" in result.output
+    assert f"niah_single_2 at 820: not requested ({dense.name})" in result.output
+    (run_dir / "ruler.json").unlink()
+
+
+def test_runs_with_a_file_tokenizer_are_evaluated_with_ruler_only(workspace: Path) -> None:
+    file = save_tokenizer(workspace)
+    folder = train_run(workspace, {"source": "local", "tokenizer": str(file), "val_fraction": 0.4}, vocab_size=320)
+    record = evaluate_run_with_ruler(
+        folder,
+        tasks=["niah_multikey_2"],
+        lengths=[900],
+        questions=2,
+        device="cpu",
+        prepare_data=lambda *given: prepare(*given, cache=workspace / "shards"),
+    )
+    assert len(record["results"]) == 1 and record["tokenizer"] == load_tokenizer(str(file)).identity
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: byte, or add --ruler"):
+        evaluate_run(folder)
 
 
 def test_only_byte_models_are_accepted(run_dir: Path, tmp_path: Path) -> None:

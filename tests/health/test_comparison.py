@@ -76,6 +76,43 @@ def test_wilson_bounds_satisfy_the_score_test(right: int, asked: int) -> None:
         assert abs(right / asked - end) / math.sqrt(end * (1 - end) / asked) == pytest.approx(1.959964, abs=1e-5)
 
 
+def write_ruler(run: Path, step: int = 200, **found: list[int]) -> Path:
+    """Write ruler.json with two references per question at length 4096."""
+    results = [
+        {"task": task, "length": 4096, "questions": len(own), "references": 2, "found": own}
+        | {"score": round(100 * sum(own) / (2 * len(own)), 2)}
+        for task, own in found.items()
+    ]
+    skipped = [{"task": "cwe", "length": 4096, "why": "too short"}]
+    record = {"v": 1, "step": step, "seed": 0, "dtype": "float32", "results": results, "not_asked": skipped}
+    (run / "ruler.json").write_text(json.dumps(record))
+    return run
+
+
+def test_ruler_scores_are_means_over_seeds(make_run: Make) -> None:
+    """Also of a run without evaluation.json; not of another step."""
+    runs = [
+        write_ruler(make_run("one", 0), vt=[2, 1, 0, 2], fwe=[1]),
+        write_ruler(make_run("one", 1, None), vt=[0, 0]),
+        write_ruler(make_run("one", 2), 100, vt=[2, 2]),
+        write_ruler(make_dense(make_run, 0), vt=[2, 2, 2, 2]),
+    ]
+    comparison = compare(*runs)
+    vt, fwe, dense = comparison.ruler
+    assert (vt.model, vt.task, vt.length, vt.by_seed, vt.questions) == ("one", "vt", 4096, {0: 62.5, 1: 0.0}, 6)
+    assert vt.score == pytest.approx(100 * 2.5 / 6)
+    assert (vt.low, vt.high) == pytest.approx([100 * bound for bound in compute_wilson_interval(2.5, 6)])
+    assert fwe.by_seed == {0: 50.0, 1: None} and (dense.model, dense.score, dense.high) == ("other", 100, 100)
+    page, notes = format_markdown(comparison), "\n".join(comparison.not_compared)
+    assert "| vt | 4,096 | 62.5 / 0.0: 41.7 [" in page and "| 50.0 / –: 50.0 [" in page
+    assert f"{runs[2].name} was evaluated at step 100 of 200, so that evaluation is not listed" in notes
+    assert (
+        f"fwe at 4,096: not requested ({runs[1].name}, {runs[3].name})" in notes and "cwe at 4,096: skipped: too" in notes
+    )
+    assert f"{runs[1].name} has no readable evaluation, so only its cost and its RULER scores are listed" in notes
+    assert "vt at 4,096: different counts" in notes
+
+
 def test_proportion_of_nothing_is_none() -> None:
     assert Proportion.from_counts(0, 0) is None and Proportion.pool([None, None]) is None
     assert Proportion.pool([Proportion.from_counts(1, 3), None, Proportion.from_counts(2, 2)]) == Proportion.from_counts(

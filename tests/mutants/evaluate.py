@@ -118,14 +118,66 @@ MUTANTS = [
         "retrieval: the last samples are generated", "evaluate.retrieval", "samples[:n_generated]", "samples[-n_generated:]"
     ),
     Mutant(
-        "RULER: a later answer counts as the one at the depth",
-        "evaluate.retrieval",
-        "is_recalled[:, 0].sum()",
-        "is_recalled[:, -1].sum()",
+        "RULER: the generated tokens are not part of the length",
+        "evaluate.ruler_tasks",
+        "n_prompt = length - declared.tokens_to_generate",
+        "n_prompt = length",
     ),
-    Mutant("RULER: case matters", "evaluate.scoring", "bytes(tokens.tolist()).lower()", "bytes(tokens.tolist())"),
+    Mutant("RULER: case matters", "evaluate.ruler_tasks", "reference.lower() in text.lower()", "reference in text"),
     Mutant(
-        "RULER: the prompt holds the first answer", "evaluate.scoring", "sample.answers[0, 0]]", "sample.answers[0, -1]]"
+        "RULER: variables in random order",
+        "evaluate.ruler_tasks",
+        "places = sorted(rng.choice(n_noises, len(names), replace=False))",
+        "places = list(rng.choice(n_noises, len(names), replace=False))",
+    ),
+    Mutant(
+        "RULER: the example of common words has the repetitions of the question",
+        "evaluate.ruler_tasks",
+        "_list_words(n_example_words, example_repeats, rng)",
+        "_list_words(n_example_words, repeats, rng)",
+    ),
+    Mutant(
+        "RULER: short sequences have the repetitions of long ones",
+        "evaluate.ruler_tasks",
+        "length >= CWE_LONG_TOKENS",
+        "length >= 4000",
+    ),
+    Mutant(
+        "RULER: the values of a key are of its neighbours",
+        "evaluate.ruler_tasks",
+        "range(0, n_needles, n_values)]",
+        "range(n_needles)]",
+    ),
+    Mutant(
+        "RULER: the haystack ends with the documents",
+        "evaluate.ruler_tasks",
+        "*words[: max(start + count - len(words), 0)]",
+        "*words[:0]",
+    ),
+    Mutant(
+        "RULER: the search stops below the largest fit",
+        "evaluate.ruler_tasks",
+        "if high - low < 2:",
+        "if high - low < 9:",
+    ),
+    Mutant("RULER: padding on the right", "evaluate.ruler", "(width - len(row), 0)", "(0, width - len(row))"),
+    Mutant(
+        "RULER: the interval counts references",
+        "evaluate.ruler",
+        "compute_wilson_interval(share * n_questions, n_questions)",
+        "compute_wilson_interval(sum(found), n_references * n_questions)",
+    ),
+    Mutant(
+        "RULER: ids beyond the tokenizer are decoded",
+        "evaluate.ruler",
+        "(ids != separator) & (ids < n_ids)",
+        "ids != separator",
+    ),
+    Mutant(
+        "RULER: the mean over seeds is of one seed",
+        "health.comparison",
+        'n_questions = sum(cell["questions"] for cell in known)',
+        'n_questions = known[0]["questions"]',
     ),
     Mutant("retrieval: held-out words keep the run's wordings", "evaluate.retrieval", 'wordings="single", ', ""),
 ]

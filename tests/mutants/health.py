@@ -482,7 +482,12 @@ MUTANTS = [
         "if difference := _describe_differences",
         "if not _describe_differences",
     ),
-    Mutant("compare: an evaluation of any step counts", "health.model_runs", 'evaluation.get("step") != steps', "False"),
+    Mutant(
+        "compare: an evaluation of any step counts",
+        "health.model_runs",
+        'record is None or record.get("step") == steps',
+        "True",
+    ),
     Mutant(
         "compare: other windows are paired",
         "health.paired_text_loss",

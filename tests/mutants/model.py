@@ -119,8 +119,8 @@ MUTANTS = [
     Mutant(
         "context parallel: queries at the first positions of the text",
         "model.context_parallel",
-        "own_rotary = shard.take(rotary[0], dim=0), shard.take(rotary[1], dim=0)",
-        "own_rotary = rotary[0][: shard.n_queries], rotary[1][: shard.n_queries]",
+        "return (shard.take(rotary[0], dim=0), shard.take(rotary[1], dim=0)), pending",
+        "return (rotary[0][: shard.n_queries], rotary[1][: shard.n_queries]), pending",
     ),
     Mutant(
         "context parallel: keys mix with the document before",
@@ -147,10 +147,10 @@ MUTANTS = [
         "if False and",
     ),
     Mutant(
-        "context parallel: dense queries at the first positions of the text",
+        "context parallel: keys of dense attention mix with the document before",
         "model.context_parallel",
-        "q = rotate(q, (shard.take(rotary[0], dim=0), shard.take(rotary[1], dim=0)))",
-        "q = rotate(q, (rotary[0][: shard.n_queries], rotary[1][: shard.n_queries]))",
+        "convolve_keys(layer.convolution, k.unsqueeze(2), starts, None)",
+        "convolve_keys(layer.convolution, k.unsqueeze(2), None, None)",
     ),
     Mutant(
         "indexer: starts with every group's last head",

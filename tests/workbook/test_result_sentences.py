@@ -36,6 +36,7 @@ def comparison() -> ModelComparison:
         baseline="dense",
         costs=[cost("nsa", 0.625), cost("dense", 1.0)],
         needles=[needle("nsa", 4096, 10, 10), needle("dense", 4096, 9, 10), needle("nsa", 8192, 3, 10)],
+        ruler=[],
         texts=[
             TextDifference(
                 "long",
@@ -87,6 +88,6 @@ def test_ablations_conclude_only_what_the_intervals_show(comparison: ModelCompar
 
 
 def test_nothing_is_stated_without_results() -> None:
-    empty = ModelComparison("dense", [cost("dense", 1.0), cost("nsa", None)], [], [], [], [])
+    empty = ModelComparison("dense", [cost("dense", 1.0), cost("nsa", None)], [], [], [], [], [])
     for describe in (sentences.describe_costs, sentences.describe_needles, sentences.describe_ablations):
         assert describe(empty) == []

@@ -1,7 +1,7 @@
 """Recall: facts inserted into real text, and questions whose answers occur earlier in the same sequence.
 
 `facts` defines the text of a fact, its question and its answer. `needle_insertion` inserts them into windows of training
-text. `retrieval_tasks` and `ruler_tasks` build the sequences that evaluate a trained model.
+text. `retrieval_tasks` builds the sequences that evaluate a trained model.
 """
 
 from nsa_lab.data.recall.facts import HELD_OUT_WORDINGS, Fact, compute_max_fact_bytes, sample_facts
@@ -13,14 +13,11 @@ from nsa_lab.data.recall.retrieval_tasks import (
     make_needle_task,
     make_updated_task,
 )
-from nsa_lab.data.recall.ruler_tasks import RULER_TASKS, RulerTask
 
 __all__ = [
     "HELD_OUT_WORDINGS",
-    "RULER_TASKS",
     "Fact",
     "RetrievalTask",
-    "RulerTask",
     "compute_max_fact_bytes",
     "insert_in_share",
     "insert_per_document",
