@@ -1,7 +1,7 @@
 """Compare several models with one of them: cost, needle retrieval, RULER, text losses and ablations.
 
-All data is from the records of runs, their `evaluation.json` and `ruler.json`. `not_compared` lists omitted comparisons with
-reasons. The quality of block selection and the loss of packed documents are in the reports of single runs.
+All data is from the records of runs, their `evaluation.json` and `ruler.json`. `not_compared` lists omitted comparisons
+with reasons. The quality of block selection and the loss of packed documents are in the reports of single runs.
 """
 
 from __future__ import annotations

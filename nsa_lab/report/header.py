@@ -194,7 +194,7 @@ def summarize_evaluation(history: History) -> dict[str, Any] | None:
 
 
 def summarize_ruler(history: History) -> dict[str, Any] | None:
-    """Return the scores of RULER's tasks: a description, and a table with a column per length; None without `ruler.json`."""
+    """Return the scores of RULER's tasks: a description, and a table by task and length; None without `ruler.json`."""
     record = read_ruler(history.run_dir)
     if record is None:
         return None
@@ -203,8 +203,8 @@ def summarize_ruler(history: History) -> dict[str, Any] | None:
     rows = [[task, *(_format_ruler_score(cells.get((task, length))) for length in lengths)] for task in tasks]
     return {
         "description": f"Checkpoint of step {record['step']:,}, seed {record['seed']}, {record['device']}, "
-        f"{record['dtype']}. Score from 0 to 100: the percentage of answers that occur in the generated text [95% interval], "
-        "by length in tokens.",
+        f"{record['dtype']}. Score from 0 to 100: the percentage of answers that occur in the generated text [95% "
+        "interval], by length in tokens.",
         "head": ["task", *(f"{length:,}" for length in lengths)],
         "rows": rows,
         "skipped": [f"{row['task']} at {row['length']:,}: {row['why']}" for row in record["not_asked"]],
