@@ -15,6 +15,7 @@ Invariants
 * The gradient of gathered rows is the sum over all ranks of the group, rounded once, however many ranks there are.
 """
 
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 from bisect import bisect_right
@@ -139,13 +140,13 @@ class ContextShard:
     def start_gather(self, x: Tensor) -> PendingRows:
         """Start to gather x [B, n_queries, ...] of all ranks. Collective over the group.
 
-        Computation that is queued before `PendingRows.wait` overlaps with the communication.
+        Computation between this and `PendingRows.wait` overlaps with the communication, and so does its backward pass with
+        the communication of the gradients.
         """
         if self.size == 1:
-            return PendingRows(x, x, self)
-        padded = _pad_rows(x.detach(), self._most_rows)
-        gathered = _load_collective("all_gather")(padded.contiguous(), 0, self._get_group())
-        return PendingRows(x, gathered, self)
+            return PendingRows(self, x, _Transfer())
+        transfer = _Transfer()
+        return PendingRows(self, cast(Tensor, _StartGather.apply(x, self, transfer)), transfer)  # pyright: ignore[reportUnknownMemberType]
 
     def gather(self, x: Tensor) -> Tensor:
         """Return x [B, n_queries, ...] of all ranks in the order of the text, [B, T, ...]. Collective over the group."""
@@ -171,12 +172,12 @@ class ContextShard:
                 row += part.stop - part.start
         return text
 
-    def _sum_rows(self, text: Tensor) -> Tensor:
-        """Return this rank's rows of `text` [B, T, ...], summed over the ranks. Collective over the group."""
+    def _start_scatter(self, text: Tensor) -> Tensor:
+        """Start to send the rows of `text` [B, T, ...] to the ranks that hold them. Collective over the group."""
         # A reduce-scatter in bfloat16 rounds every partial sum, and one in float32 sends twice the bytes. An all-to-all
-        # sends the bytes of the first, and the sum is computed here in float32. For random gradients of four ranks, the
-        # error of the sum is 0.17%, that of rounding it once, and with a reduce-scatter in bfloat16 it is 0.27%. The sum is
-        # also in the order of the ranks, so that it is the same in every run.
+        # sends the bytes of the first, and the sum is computed in float32. For random gradients of four ranks, the error of
+        # the sum is 0.17%, that of rounding it once, and with a reduce-scatter in bfloat16 it is 0.27%. The sum is also in
+        # the order of the ranks, so that it is the same in every run.
         by_rank = text.new_empty(self.size, text.shape[0], self._most_rows, *text.shape[2:])
         for rank, rows in enumerate(by_rank):
             row = 0
@@ -184,23 +185,64 @@ class ContextShard:
                 rows[:, row : row + part.stop - part.start] = text[:, part]
                 row += part.stop - part.start
             rows[:, row:] = 0
-        received = _load_collective("all_to_all")(by_rank.flatten(0, 1), None, None, self._get_group())
+        return _load_collective("all_to_all")(by_rank.flatten(0, 1), None, None, self._get_group())
+
+    def _sum_scattered(self, received: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the sum over the ranks, [B, n_queries, ...], of the result of `_start_scatter`."""
         parts = torch.unflatten(_load_collective("wait")(received), 0, (self.size, -1))[:, :, : self.n_queries]
-        return parts.sum(0, dtype=torch.promote_types(text.dtype, torch.float32)).to(text.dtype)
+        return parts.sum(0, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
+
+
+@dataclass(eq=False)
+class _Transfer:
+    """Result of a collective that may still be in progress, with a handle that autograd would wait for."""
+
+    rows: Tensor | None = None
+
+    def take(self) -> Tensor:
+        rows, self.rows = self.rows, None
+        assert rows is not None, "a collective was started, and its result is taken once"
+        return rows
 
 
 class PendingRows(NamedTuple):
     """Rows that are being gathered; the result of `ContextShard.start_gather`."""
 
-    own: Tensor
-    gathered: Tensor
     shard: ContextShard
+    token: Tensor
+    """Connects the start and the end of the gather in the graph of autograd; with one rank, the rows."""
+    transfer: _Transfer
 
     def wait(self) -> Tensor:
-        """Return the rows of all ranks in the order of the text, [B, T, ...]. Differentiable."""
+        """Return the rows of all ranks in the order of the text, [B, T, ...]. Differentiable. Call it once."""
         if self.shard.size == 1:
-            return self.own
-        return cast(Tensor, _GatherTextRows.apply(*self))  # pyright: ignore[reportUnknownMemberType]
+            return self.token
+        return cast(Tensor, _FinishGather.apply(self.token, self.shard, self.transfer))  # pyright: ignore[reportUnknownMemberType]
+
+
+class _StartGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, shard: ContextShard, transfer: _Transfer) -> Tensor:
+        ctx.shard, ctx.transfer, ctx.dtype = shard, transfer, own.dtype
+        padded = _pad_rows(own.detach(), shard._most_rows)
+        transfer.rows = _load_collective("all_gather")(padded.contiguous(), 0, shard._get_group())
+        return own.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.shard._sum_scattered(ctx.transfer.take(), ctx.dtype), None, None
+
+
+class _FinishGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, shard: ContextShard, transfer: _Transfer) -> Tensor:
+        ctx.shard, ctx.transfer = shard, transfer
+        return shard._order_rows(_load_collective("wait")(transfer.take()))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.transfer.rows = ctx.shard._start_scatter(grads[0])
+        return grads[0].new_empty(0), None, None
 
 
 def split_queries(x: OptionalTensor, pieces: Sequence[ShardPiece]) -> Sequence[OptionalTensor]:
@@ -236,17 +278,6 @@ class _SliceRows(torch.autograd.Function):
         for part, grad in others:
             total[:, part] += grad
         return total, *(None for _ in grads)
-
-
-class _GatherTextRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, gathered: Tensor, shard: ContextShard) -> Tensor:
-        ctx.shard = shard
-        return shard._order_rows(_load_collective("wait")(gathered))  # pyright: ignore[reportPrivateUsage]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.shard._sum_rows(grads[0]), None, None
 
 
 def _load_collective(name: str) -> Callable[..., Tensor]:

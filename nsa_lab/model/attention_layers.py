@@ -406,7 +406,7 @@ class DenseAttention(nn.Module):
         if cache is not None:
             return self.out(cache.attend(self, x)), Selection()
         if isinstance(span, ContextShard):
-            out = attend_dense_shard(self, *split_projection(self.qkv(x), self.config), rotary, span)
+            out = attend_dense_shard(self, *split_projection(self.qkv(x), self.config), rotary, span, layouts)
             return self.out(out.flatten(2)), Selection()
         layouts = layouts or get_layouts(span, self.config, x.device)
         layout = layouts[0] if layouts else None

@@ -2,7 +2,8 @@
 
 Per layer there is one all-gather of the projected keys, values and index keys, before the convolution of keys, RoPE and
 compression. Every rank repeats these on the whole text: they are linear in its length and cheap next to attention, and the
-tokens at the ends of a chunk then need nothing from their neighbours. The backward pass has one all-to-all.
+tokens at the ends of a chunk then need nothing from their neighbours. The backward pass has one all-to-all. The gates and RoPE
+of queries overlap with both.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.nn.functional import pad
 
 from nsa_lab.attention import compress, dense_attention, nsa_attention, score_and_select_blocks, selection_loss
 from nsa_lab.attention.compile_utils import disable_compile
-from nsa_lab.attention.context_parallel import ContextShard, slice_keys, split_queries
+from nsa_lab.attention.context_parallel import ContextShard, PendingRows, slice_keys, split_queries
 from nsa_lab.attention.layout import Layout
 from nsa_lab.config import BRANCHES, NSAConfig
 from nsa_lab.model.layers import Rotary, convolve_keys, rotate
@@ -68,9 +69,42 @@ def attend_shard(
     qk [B, T, H + sets G, d_k] and values [B, T, sets G, d_v]: the projections of x [B, T, C], as from `split_projection`.
     `rotary`, `layouts`: of the whole text. `blocks`: as in `SparseAttention.forward`. Collective over the group.
     """
+    # Traced by torch.compile, except for the functions that read the shard.
+    c, indexer = layer.config, layer.indexer
+    q, k = qk.split([c.n_heads, values.shape[2]], dim=2)
+    index_q, index_k = indexer.split(indexer.qk(x.detach())) if indexer is not None else (None, None)
+    rows = [part.flatten(2) for part in (k, values, index_k) if part is not None]
+    own_rotary, pending = _start_gather(shard, rotary, torch.cat(rows, dim=2))
+    # While the keys are on their way.
     gates = layer.compute_gates(x)
-    index = layer.indexer.qk(x.detach()) if layer.indexer is not None else None
-    return _attend_shard(layer, qk, values, gates, index, rotary, shard, layouts, blocks)
+    gates = None if gates is None else gates.to(q.dtype)
+    q = rotate(q, own_rotary)
+    if indexer is not None and index_q is not None:
+        index_q = indexer.rotate_queries(index_q, own_rotary)
+    k, values, *index_rows = _finish_gather(pending).split([part.shape[2] for part in rows], dim=2)
+    k, values = k.unflatten(2, (-1, c.d_k)), values.unflatten(2, (-1, c.d_v))
+    # The same steps as in `SparseAttention.project` and `Indexer.forward`, for the keys of the whole text.
+    starts = layouts[0].is_document_start if layouts else None
+    if layer.convolution:
+        by_set = k.unflatten(2, (len(c.kv_sets), c.n_kv_groups))
+        k = convolve_keys(layer.convolution, by_set, starts, None).flatten(2, 3)
+    keys = rotate(k, rotary)
+    if indexer is not None and index_rows:
+        index_k = indexer.prepare_keys(index_rows[0].unflatten(2, (-1, c.index_width)), rotary, starts)
+    return _attend_shard(layer, q, keys, values, gates, index_q, index_k, rotary, shard, layouts, blocks)
+
+
+# Each batch has other pieces. Traced, their bounds would be constants, and every batch would be compiled again.
+@disable_compile
+def _start_gather(shard: ContextShard, rotary: Rotary, x: Tensor) -> tuple[Rotary, PendingRows]:
+    """Return the RoPE tables of this rank's tokens, and the rows that are being gathered."""
+    pending = shard.start_gather(x)
+    return (shard.take(rotary[0], dim=0), shard.take(rotary[1], dim=0)), pending
+
+
+@disable_compile
+def _finish_gather(pending: PendingRows) -> Tensor:
+    return pending.wait()
 
 
 class _TextKeys(NamedTuple):
@@ -86,61 +120,41 @@ class _TextKeys(NamedTuple):
     """Compressed keys that score the blocks, and their configuration; None: the blocks are given, or none are selected."""
 
 
-# Each batch has other pieces. Traced, their bounds would be constants, and every batch would be compiled again.
 @disable_compile
 def _attend_shard(
     layer: SparseAttention,
-    qk: Tensor,
+    q: Tensor,
+    keys: Tensor,
     values: Tensor,
     gates: Tensor | None,
-    index: Tensor | None,
+    index_q: Tensor | None,
+    index_k: Tensor | None,
     rotary: Rotary,
     shard: ContextShard,
     layouts: tuple[Layout, ...] | None,
     blocks: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return `attend_shard`. `keys` [B, T, sets G, d_k], `values`, `index_k`: of the whole text, rotated."""
     c = layer.config
-    q, k = qk.split([c.n_heads, values.shape[2]], dim=2)
-    index_q = index_k = None
-    if layer.indexer is not None and index is not None:
-        index_q, index_k = layer.indexer.split(index)
-    rows = [x.flatten(2) for x in (k, values, index_k) if x is not None]
-    pending = shard.start_gather(torch.cat(rows, dim=2))
-    # Queries are rotated while the keys are on their way.
-    own_rotary = shard.take(rotary[0], dim=0), shard.take(rotary[1], dim=0)
-    q = rotate(q, own_rotary)
-    if layer.indexer is not None and index_q is not None:
-        index_q = layer.indexer.rotate_queries(index_q, own_rotary)
-    gates = None if gates is None else gates.to(q.dtype)
-    k, values, *index_keys = pending.wait().split([part.shape[2] for part in rows], dim=2)
-    keys = _prepare_keys(
-        layer,
-        k.unflatten(2, (-1, c.d_k)),
-        values.unflatten(2, (-1, c.d_v)),
-        index_keys[0].unflatten(2, (-1, c.index_width)) if index_keys else None,
-        rotary,
-        shard,
-        layouts,
-        needs_scoring=blocks is None,
-    )
+    text_keys = _compress_keys(layer, keys, values, index_k, rotary, shard, layouts, needs_scoring=blocks is None)
     scoring_q = q if index_q is None else index_q
     loss = None
-    if layer.training and c.has_selection_loss and keys.scoring is not None and keys.k_sel is not None:
-        scoring_k, nsa = keys.scoring
+    if layer.training and c.has_selection_loss and text_keys.scoring is not None and text_keys.k_sel is not None:
+        scoring_k, nsa = text_keys.scoring
         layout = layouts[-1] if layouts else None
         options = {"n_queries": c.selection_queries, "span": shard.text, "layout": layout, "shard": shard}
-        loss = selection_loss(scoring_q, scoring_k, keys.k_sel, nsa, attention_q=q, **options)
-    if layer.training and layer.trains_densely and keys.k_sel is not None and keys.v_sel is not None:
-        return _attend_dense_pieces(q, keys.k_sel, keys.v_sel, shard), loss, q.new_empty(0, dtype=torch.int32)
-    if keys.scoring is not None and c.scores != "compressed":
-        blocks = _select_blocks(layer, scoring_q, *keys.scoring, shard)
-    out = _attend_pieces(layer, q, keys, gates, shard, blocks)
+        loss = selection_loss(scoring_q, scoring_k, text_keys.k_sel, nsa, attention_q=q, **options)
+    if layer.training and layer.trains_densely and text_keys.k_sel is not None and text_keys.v_sel is not None:
+        return _attend_dense_pieces(q, text_keys.k_sel, text_keys.v_sel, shard), loss, q.new_empty(0, dtype=torch.int32)
+    if text_keys.scoring is not None and c.scores != "compressed":
+        blocks = _select_blocks(layer, scoring_q, *text_keys.scoring, shard)
+    out = _attend_pieces(layer, q, text_keys, gates, shard, blocks)
     return out, loss, blocks if c.indexer_every > 1 else None
 
 
-def _prepare_keys(
+def _compress_keys(
     layer: SparseAttention,
-    k: Tensor,
+    keys: Tensor,
     values: Tensor,
     index_k: Tensor | None,
     rotary: Rotary,
@@ -149,15 +163,11 @@ def _prepare_keys(
     *,
     needs_scoring: bool,
 ) -> _TextKeys:
-    """Convolve, rotate and compress the keys of the whole text, as `SparseAttention.project` does."""
+    """Split keys and values by branch. Compress the keys that score the blocks, and the compressed branch."""
     c, text = layer.config, shard.text
     layout, selection_layout = (layouts[0], layouts[-1]) if layouts else (None, None)
-    starts = layout.is_document_start if layout else None
-    if layer.convolution:
-        by_set = k.unflatten(2, (len(c.kv_sets), c.n_kv_groups))
-        k = convolve_keys(layer.convolution, by_set, starts, None).flatten(2, 3)
-    keys, sets = rotate(k, rotary).split(c.n_kv_groups, dim=2), values.split(c.n_kv_groups, dim=2)
-    by_branch = {name: pair for names, *pair in zip(c.kv_sets, keys, sets, strict=True) for name in names}
+    sets = (x.split(c.n_kv_groups, dim=2) for x in (keys, values))
+    by_branch = {name: pair for names, *pair in zip(c.kv_sets, *sets, strict=True) for name in names}
     if "cmp" in by_branch:
         own_keys, own_values = by_branch["cmp"]
         by_branch["cmp"] = [
@@ -167,8 +177,7 @@ def _prepare_keys(
     (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win) = (by_branch.get(name, (None, None)) for name in BRANCHES)
     scoring: tuple[Tensor, NSAConfig] | None = None
     if layer.indexer is not None and index_k is not None:
-        prepared = layer.indexer.prepare_keys(index_k, rotary, starts)
-        compressed = layer.indexer.compress(prepared, rotary, text, selection_layout)
+        compressed = layer.indexer.compress(index_k, rotary, text, selection_layout)
         scoring = compressed.expand(-1, -1, c.n_kv_groups, -1), c.selection_nsa
     elif needs_scoring and c.scores == "compressed" and k_cmp is not None:
         scoring = k_cmp, c.nsa
@@ -210,24 +219,29 @@ def _attend_pieces(
     return torch.cat(outs, dim=1)
 
 
-@disable_compile
-def attend_dense_shard(layer: DenseAttention, qk: Tensor, values: Tensor, rotary: Rotary, shard: ContextShard) -> Tensor:
+def attend_dense_shard(
+    layer: DenseAttention,
+    qk: Tensor,
+    values: Tensor,
+    rotary: Rotary,
+    shard: ContextShard,
+    layouts: tuple[Layout, ...] | None,
+) -> Tensor:
     """Return causal attention of this rank's tokens, [B, T, H, d_v]; arguments as in `attend_shard`. Collective."""
     c = layer.config
     q, k = qk.split([c.n_heads, values.shape[2]], dim=2)
     rows = k.flatten(2), values.flatten(2)
-    pending = shard.start_gather(torch.cat(rows, dim=2))
-    q = rotate(q, (shard.take(rotary[0], dim=0), shard.take(rotary[1], dim=0)))
-    k, values = pending.wait().split([part.shape[2] for part in rows], dim=2)
+    own_rotary, pending = _start_gather(shard, rotary, torch.cat(rows, dim=2))
+    q = rotate(q, own_rotary)
+    k, values = _finish_gather(pending).split([part.shape[2] for part in rows], dim=2)
     k, values = k.unflatten(2, (-1, c.d_k)), values.unflatten(2, (-1, c.d_v))
     if layer.convolution:
-        is_packed = shard.text.kind == "packed"
-        starts = shard.text.positions(k.device) == 0 if is_packed else None
+        starts = layouts[0].is_document_start if layouts else None
         k = convolve_keys(layer.convolution, k.unsqueeze(2), starts, None).squeeze(2)
-    k = rotate(k, rotary)
-    return _attend_dense_pieces(q, k, values, shard, layer.backends["dense"].backend)
+    return _attend_dense_pieces(q, rotate(k, rotary), values, shard, layer.backends["dense"].backend)
 
 
+@disable_compile
 def _attend_dense_pieces(q: Tensor, k: Tensor, v: Tensor, shard: ContextShard, backend: str = "torch") -> Tensor:
     """Return causal attention of this rank's queries to the keys of the text."""
     pieces = shard.pieces
