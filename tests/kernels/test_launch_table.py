@@ -134,10 +134,13 @@ def test_decoding_splits_keys_within_its_limits() -> None:
     for n_sel in range(1, 65):
         at_once = launch_table.slots_at_once(n_sel)
         assert at_once <= launch_table.SLOTS_AT_ONCE and -(-n_sel // at_once) == -(-n_sel // launch_table.SLOTS_AT_ONCE)
-    for dtype, rows, columns, depth in itertools.product(DTYPES, (1, 3, 4, 5, 64), (40, 5000), (48, 4096)):
-        tile = launch_table.linear_tile(dtype, rows, columns, depth)
+    for dtype, rows, columns, depth, is_gated in itertools.product(
+        DTYPES, (1, 3, 4, 5, 64), (40, 5000), (48, 4096), (False, True)
+    ):
+        tile = launch_table.linear_tile(dtype, rows, columns, depth, is_gated)
         assert all(size == padded_width(size) for size in tile[:4]) and tile.warps <= 8
-        assert tile.rows <= launch_table.MAX_LINEAR_ROWS and tile.rows * tile.chunk <= 4096
+        assert rows <= tile.rows <= launch_table.MAX_LINEAR_ROWS
+        assert tile.rows * tile.chunk <= 4096 if rows <= 4 else tile.chunk >= 16 * tile.warps
 
 
 def test_the_only_length_threshold_is_that_of_the_selected_branch() -> None:

@@ -62,12 +62,18 @@ def find_decoding_problem() -> str | None:
     """Return why the installed Triton cannot compile the decoding kernels, and the remedy; None if it can."""
     import triton
 
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 3):
+    if _get_triton_version() < (3, 3):
         return (
             f"the decoding kernels need Triton 3.3 or newer, which comes with torch 2.7; the compiler of "
             f"{triton.__version__} aborts on them"
         )
     return None
+
+
+def _get_triton_version() -> tuple[int, ...]:
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 def _find_interpreter_problem() -> str | None:
@@ -377,10 +383,16 @@ def embed_ngrams(
 
 
 def has_few_rows(x: Tensor) -> bool:
-    """Return True if x [..., C] has few enough rows that `linear` is faster than a matrix product of PyTorch."""
+    """Return True if x [..., C] has few enough rows that `linear` is faster than a matrix product of PyTorch.
+
+    More than a few rows are multiplied in several parts at once, on which the compiler of Triton 3.2 aborts. Versions
+    before 3.6 were not tested.
+    """
     from nsa_lab.attention.kernels import launch_table
 
-    return x.numel() // x.shape[-1] <= launch_table.MAX_LINEAR_ROWS
+    can_split = _get_triton_version() >= (3, 6)
+    limit = launch_table.MAX_LINEAR_ROWS if can_split else launch_table.MAX_NARROW_ROWS
+    return x.numel() // x.shape[-1] <= limit
 
 
 def linear(

@@ -292,6 +292,8 @@ INDEX_BLOCKS = 32
 MAX_PDL_TOKENS = 4
 """Maximum number of new tokens for programmatic dependent launch. For 32 sequences it makes a step slower."""
 APPEND_WARPS = 1  # a row has at most 256 elements
+MAX_NARROW_ROWS = 4
+"""Up to this many rows are multiplied elementwise, without tensor cores."""
 MAX_LINEAR_ROWS = 64
 """Maximum number of rows for which a decoding step uses our linear kernel.
 
@@ -309,18 +311,20 @@ class LinearTile(NamedTuple):
     stages: int
 
 
-def linear_tile(dtype: torch.dtype, rows: int, columns: int, depth: int) -> LinearTile:
+def linear_tile(dtype: torch.dtype, rows: int, columns: int, depth: int, is_gated: bool = False) -> LinearTile:
     """Return the tile for x [rows, depth] and projections with `columns` columns in all."""
-    if rows <= 4:
+    if rows <= MAX_NARROW_ROWS:
         # Few columns still need enough programs to fill the GPU.
         padded_rows, few_columns = padded_width(rows), 4 if columns <= 1024 else 8
         chunk = min(padded_width(depth), 4096 // padded_rows)
         return LinearTile(padded_rows, few_columns, chunk, min(max(padded_rows * few_columns * chunk // 2048, 1), 8), 1)
-    # A tensor-core product needs 16 rows. Weights that several programs read come from the L2 cache.
-    tile_rows, tile_columns = min(max(padded_width(rows), 16), MAX_LINEAR_ROWS), 16
-    while tile_rows > 16 and ceil_div(columns, tile_columns) * ceil_div(rows, tile_rows) < DECODING_PROGRAMS // 2:
-        tile_rows //= 2
-    return LinearTile(tile_rows, tile_columns, (2048 if dtype == torch.float32 else 4096) // tile_rows, 4, 3)
+    # A tensor-core product needs 16 rows and 16 elements of the sum per warp. Every weight is read once.
+    tile_rows, tile_columns, warps, stages = min(max(padded_width(rows), 16), MAX_LINEAR_ROWS), 16, 4, 3
+    chunk = 16 * warps if dtype == torch.float32 else 512
+    # Two of three stages are in shared memory.
+    while (tile_rows + tile_columns * (1 + is_gated)) * chunk * dtype.itemsize * (stages - 1) > 96 * 1024:
+        chunk //= 2
+    return LinearTile(tile_rows, tile_columns, min(chunk, max(padded_width(depth), 16 * warps)), warps, stages)
 
 
 def decoding_parts(n_programs: int, n_tiles: int) -> int:

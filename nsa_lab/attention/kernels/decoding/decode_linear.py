@@ -34,11 +34,9 @@ def load_norm(norm_ptr, k, K: tl.constexpr):
 
 
 @triton.jit
-def load_inputs(x_ptr, norm, row, rows, k, K: tl.constexpr):
-    """Load x [ROWS, k]; return it times the weight of the norm, and the sum of squares of each row; float32."""
-    x = tl.load(x_ptr + row[:, None] * K + k[None, :], mask=(row < rows)[:, None] & (k < K)[None, :], other=0.0)
-    x = x.to(tl.float32)
-    return x * norm[None, :], tl.sum(x * x, 1)
+def load_inputs(x_ptr, row, rows, k, K: tl.constexpr):
+    """Load x at `row` and `k`, which broadcast to the shape of the tile; float32."""
+    return tl.load(x_ptr + row * K + k, mask=(row < rows) & (k < K), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -53,9 +51,12 @@ def load_residual(residual_ptr, row, rows, n, N):
 
 @triton.jit
 def load_weights(w_ptr, n, N, N0: tl.constexpr, k, K: tl.constexpr, IS_GATED: tl.constexpr):
-    """Load weights [N, k] of the layer and of its gate. The rows of the gate come first; without one, both are equal."""
-    place = n.to(tl.int64)[:, None] * K + k[None, :]
-    inside = (n < N)[:, None] & (k < K)[None, :]
+    """Load weights of the layer and of its gate at `n` and `k`, which broadcast to the shape of the tile.
+
+    The rows of the gate come first; without one, both are equal.
+    """
+    place = n.to(tl.int64) * K + k
+    inside = (n < N) & (k < K)
     gate = tl.load(w_ptr + place, mask=inside, other=0.0)
     w = gate
     if IS_GATED:
@@ -76,13 +77,14 @@ def nsa_linear(
     n_rows, eps,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, K: tl.constexpr,
     ACTIVATION0: tl.constexpr, ACTIVATION1: tl.constexpr, ACTIVATION2: tl.constexpr, IS_GATED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, USE_PDL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, USE_PDL: tl.constexpr,
 ):
     """Compute COLUMNS columns of one of up to three layers of the same ROWS rows: y = residual + activation(norm(x) @ w^T).
 
     IS_GATED: w0 has 2 N0 rows, the gate first, and y is activation(gate) times the product with the other rows.
-    The normalization factor of a row is applied to the sum. USE_PDL: see pdl.py; with few rows, the first weights are
-    loaded before x is available.
+    The normalization factor of a row is applied to the sum. A chunk of K is split into SPLITS products, one per warp: the
+    tile is too small for one product by all warps. USE_PDL: see pdl.py; with few rows, the first weights are loaded before
+    x is available.
     """
     WIDE: tl.constexpr = ROWS >= 16
     TILES0: tl.constexpr = (N0 + COLUMNS - 1) // COLUMNS
@@ -102,31 +104,38 @@ def nsa_linear(
     if WIDE:
         residual = load_residual(residual_ptr, row, n_rows, n, N)
         pdl_wait(USE_PDL)
-        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        acc = tl.zeros([SPLITS, ROWS, COLUMNS], tl.float32)
         gate = acc
-        squares = tl.zeros([ROWS], tl.float32)
+        squares = tl.zeros([SPLITS, ROWS], tl.float32)
+        part = tl.arange(0, SPLITS)[:, None] * (CHUNK // SPLITS) + tl.arange(0, CHUNK // SPLITS)[None, :]
         for chunk_start in range(0, K, CHUNK):
-            k = chunk_start + tl.arange(0, CHUNK)
-            x, chunk_squares = load_inputs(x_ptr, load_norm(norm_ptr, k, K), row, n_rows, k, K)
-            squares += chunk_squares
-            w, gate_w = load_weights(w_ptr, n, N, N0, k, K, IS_GATED)
-            acc = tl.dot(x.to(w.dtype), tl.trans(w), acc, input_precision="ieee")
+            k = chunk_start + part
+            x = load_inputs(x_ptr, row[None, :, None], n_rows, k[:, None, :], K)
+            squares += tl.sum(x * x, 2)
+            w, gate_w = load_weights(w_ptr, n[None, :, None], N, N0, k[:, None, :], K, IS_GATED)
+            x = (x * load_norm(norm_ptr, k, K)[:, None, :]).to(w.dtype)
+            acc = tl.dot(x, tl.permute(w, [0, 2, 1]), acc, input_precision="ieee")
             if IS_GATED:
-                gate = tl.dot(x.to(w.dtype), tl.trans(gate_w), gate, input_precision="ieee")
+                gate = tl.dot(x, tl.permute(gate_w, [0, 2, 1]), gate, input_precision="ieee")
+        acc, gate, squares = tl.sum(acc, 0), tl.sum(gate, 0), tl.sum(squares, 0)
     else:
         # A tensor-core product needs 16 rows; fewer rows are multiplied elementwise and summed over K at the end.
         k = tl.arange(0, CHUNK)
-        w, gate_w = load_weights(w_ptr, n, N, N0, k, K, IS_GATED)
+        w, gate_w = load_weights(w_ptr, n[:, None], N, N0, k[None, :], K, IS_GATED)
         norm = load_norm(norm_ptr, k, K)
         residual = load_residual(residual_ptr, row, n_rows, n, N)
         pdl_wait(USE_PDL)
-        x, squares = load_inputs(x_ptr, norm, row, n_rows, k, K)
+        x = load_inputs(x_ptr, row[:, None], n_rows, k[None, :], K)
+        squares = tl.sum(x * x, 1)
+        x *= norm[None, :]
         acc = compute_outer_products(x, w)
         gate = compute_outer_products(x, gate_w)
         for chunk_start in range(CHUNK, K, CHUNK):
-            w, gate_w = load_weights(w_ptr, n, N, N0, chunk_start + k, K, IS_GATED)
-            x, chunk_squares = load_inputs(x_ptr, load_norm(norm_ptr, chunk_start + k, K), row, n_rows, chunk_start + k, K)
-            squares += chunk_squares
+            k = chunk_start + tl.arange(0, CHUNK)
+            w, gate_w = load_weights(w_ptr, n[:, None], N, N0, k[None, :], K, IS_GATED)
+            x = load_inputs(x_ptr, row[:, None], n_rows, k[None, :], K)
+            squares += tl.sum(x * x, 1)
+            x *= load_norm(norm_ptr, k, K)[None, :]
             acc += compute_outer_products(x, w)
             if IS_GATED:
                 gate += compute_outer_products(x, gate_w)

@@ -246,12 +246,12 @@ def linear(
     out = [x.new_empty(*x.shape[:-1], width) for width in widths]
     unused = [None] * (MAX_PROJECTIONS - len(projections))
     activations = [linear_kernel.ACTIVATIONS[activation] for _, activation in projections]
-    tile = launch_table.linear_tile(x.dtype, n_rows, sum(widths), K)
+    tile = launch_table.linear_tile(x.dtype, n_rows, sum(widths), K, is_gated)
     nsa_linear[(sum(ceil_div(width, tile.columns) for width in widths), ceil_div(n_rows, tile.rows))](
         x, None if norm is None else norm[0], residual, *(w for w, _ in projections), *unused, *out, *unused,
         n_rows, 0.0 if norm is None else norm[1],
         *widths, *([0] * len(unused)), K, *activations, *([0] * len(unused)), is_gated,
-        tile.rows, tile.columns, tile.chunk, num_warps=tile.warps, num_stages=tile.stages,
+        tile.rows, tile.columns, tile.chunk, tile.warps, num_warps=tile.warps, num_stages=tile.stages,
         **get_pdl_options(x.device, n_rows, can_prefetch),
     )
     return out
