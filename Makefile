@@ -33,7 +33,7 @@ COUNT_PACKAGES := { n=0; all=$$(grep -c == requirements.lock); while read -r wor
 LAB_FOLDER ?= $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: wording help run check test nightly docs static fast-tests slow-tests every-test browser-tests mutants format lint types notebooks check-notebooks nbval nbval-rest lab lock clean \
+.PHONY: wording help run check test ranks nightly docs static fast-tests slow-tests every-test browser-tests mutants format lint types notebooks check-notebooks nbval nbval-rest lab lock clean \
   integrations integration-tests
 
 help:  ## Show this list
@@ -66,6 +66,9 @@ slow-tests: $(READY)
 every-test: $(READY)
 	@echo "==> all tests, two processes"
 	$(PYTEST) tests -m "not browser" --ignore=tests/integrations -n 2 --dist worksteal -q
+
+ranks: $(READY)  ## What two, three and four ranks compute, under torchrun and sharing a text, equals one rank; CI runs this
+	$(PYTEST) tests/train/test_torchrun.py tests/model/test_context_parallel.py -k "twenty_steps or in_float64" -q
 
 integrations: $(INTEGRATIONS_VENV)/.ready  ## Install PEFT, TRL, lm-eval, gguf and the tests of transformers (once), and test with them
 	@test -d $(TRANSFORMERS_TESTS)/tests || { $(FETCH_TRANSFORMERS_TESTS); } || \

@@ -2,8 +2,8 @@
 
 Per layer there is one all-gather of the projected keys, values and index keys, before the convolution of keys, RoPE and
 compression. Every rank repeats these on the whole text: they are linear in its length and cheap next to attention, and the
-tokens at the ends of a chunk then need nothing from their neighbours. The backward pass has one all-to-all. The gates and RoPE
-of queries overlap with both.
+tokens at the ends of a chunk then need nothing from their neighbours. The backward pass has one all-to-all. The gates and
+RoPE of queries overlap with both.
 """
 
 from __future__ import annotations
