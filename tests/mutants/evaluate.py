@@ -143,10 +143,10 @@ MUTANTS = [
         "length >= 4000",
     ),
     Mutant(
-        "RULER: the values of a key are of its neighbours",
+        "RULER: the references are the values of the first key",
         "evaluate.ruler_tasks",
-        "range(0, n_needles, n_values)]",
-        "range(n_needles)]",
+        "for value in values_by_key[index]",
+        "for value in values_by_key[0]",
     ),
     Mutant(
         "RULER: the haystack ends with the documents",
