@@ -23,12 +23,15 @@ COMPARISON: Event = {
 
 
 def examine(
-    folder: Path, selection_loss: Callable[[int], float] = lambda step: 1 - step / 1000, **changes: Any
+    folder: Path,
+    selection_loss: Callable[[int], float] = lambda step: 1 - step / 1000,
+    trainable: str = "indexer",
+    **changes: Any,
 ) -> dict[str, Verdict]:
     """Return the results by name of a run whose last comparison has `changes`."""
     model = {"branches": ["sel"], "indexer_block": 1, "selection_loss": 0.05}
     config = make_config(
-        train__initial_weights="somewhere", train__trainable="indexer", **{f"model__{key}": v for key, v in model.items()}
+        train__initial_weights="somewhere", train__trainable=trainable, **{f"model__{key}": v for key, v in model.items()}
     )
 
     def add_comparisons(events: list[Event]) -> None:
@@ -70,6 +73,8 @@ def test_a_good_conversion_passes(tmp_path: Path) -> None:
         ("attention mass", {"attention_mass": [0.97, None, 0.98]}, "failed", "not finite"),
         ("finite numbers", {"attention_mass": [0.97, 1.5, 0.98]}, "failed", "attention_mass is 1.5"),
         ("indexer learns", {"selection_loss": lambda step: 1 + step / 1000}, "failed", "higher"),
+        ("indexer learns", {"selection_loss": lambda step: 1 + step / 1000, "trainable": "all"}, "passed", "25% higher"),
+        ("indexer learns", {"selection_loss": lambda step: 1 + step / 500, "trainable": "all"}, "failed", "25% higher"),
         ("indexer learns", {"selection_loss": lambda step: 1 + step % 20 / 100 + step / 9e4}, "unknown", "by chance"),
     ],
 )
