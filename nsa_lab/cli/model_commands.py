@@ -216,7 +216,7 @@ def evaluate(
 ) -> None:
     """Evaluate retrieval, loss and block selection. Writes evaluation.json; --blocks: conversion.json; --ruler: ruler.json.
 
-    Prints an estimate of its duration first.
+    Without --blocks and --ruler, prints an estimate of its duration first.
     """
     from nsa_lab.data.sources.local import LocalSource
 

@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from nsa_lab.config import NSAConfig
 from nsa_lab.health.model_runs import AddNote, EvaluatedRun, ModelRuns
+from nsa_lab.health.paired_difference import PairedDifference, compute_paired_difference
 from nsa_lab.health.paired_text_loss import TextDifference, compare_texts
 from nsa_lab.health.sweep_results import SeedMean
 from nsa_lab.runs.evaluation import compute_wilson_interval, get_depth_counts
@@ -92,7 +95,9 @@ class NeedleResult:
 class RulerScore:
     """Scores of one of RULER's tasks at a length, 0 to 100, by seed and as the mean over seeds.
 
-    `questions`: of all seeds. `low`, `high`: 95% Wilson interval of the mean over questions.
+    `questions`: of all seeds. `low`, `high`: 95% Wilson interval of the mean over questions. `difference`: to the baseline
+    with the same questions and seeds, paired, and the half-width of its 95% interval over questions; None for the baseline,
+    for different questions, and for a single question.
     """
 
     model: str
@@ -103,6 +108,7 @@ class RulerScore:
     questions: int
     low: float
     high: float
+    difference: tuple[float, float] | None
 
 
 @dataclass(frozen=True)
@@ -145,7 +151,7 @@ def compare_models(models: Sequence[ModelRuns], baseline: ModelRuns, known_notes
         baseline=baseline.name,
         costs=[_compute_model_cost(model, baseline) for model in models],
         needles=[needles for model in models for needles in collect_needle_results(model)],
-        ruler=[score for model in models for score in collect_ruler_scores(model)],
+        ruler=[score for model in models for score in collect_ruler_scores(model, baseline)],
         texts=texts,
         interventions=[ablation for model in models for ablation in collect_ablation_results(model)],
         not_compared=notes,
@@ -214,24 +220,47 @@ def _compute_far_proportion(cells: Iterable[dict[str, Any]]) -> Proportion | Non
     )
 
 
-def collect_ruler_scores(model: ModelRuns) -> list[RulerScore]:
+def collect_ruler_scores(model: ModelRuns, baseline: ModelRuns) -> list[RulerScore]:
     """Return the scores of every RULER task and length that a run of the model was evaluated on, in order."""
-    cells = {
-        (seed, cell["task"], cell["length"]): cell
-        for seed, record in model.with_ruler.items()
-        for cell in record["results"]
-    }
-    return [_build_ruler_score(model, *key, cells) for key in dict.fromkeys((task, length) for _, task, length in cells)]
+    keys = dict.fromkeys(
+        (cell["task"], cell["length"]) for record in model.with_ruler.values() for cell in record["results"]
+    )
+    return [_build_ruler_score(model, baseline, task, length) for task, length in keys]
 
 
-def _build_ruler_score(model: ModelRuns, task: str, length: int, cells: dict[Any, dict[str, Any]]) -> RulerScore:
-    own = {seed: cells.get((seed, task, length)) for seed in model.with_ruler}
+def _build_ruler_score(model: ModelRuns, baseline: ModelRuns, task: str, length: int) -> RulerScore:
+    own, other = (_get_ruler_cells(group, task, length) for group in (model, baseline))
     known = [cell for cell in own.values() if cell is not None]
     n_questions = sum(cell["questions"] for cell in known)
     share = sum(sum(cell["found"]) / cell["references"] for cell in known) / n_questions
     low, high = compute_wilson_interval(share * n_questions, n_questions)
     by_seed = {seed: None if cell is None else cell["score"] for seed, cell in own.items()}
-    return RulerScore(model.name, task, length, by_seed, 100 * share, n_questions, 100 * low, 100 * high)
+    pairs = [(cell, other.get(seed)) for seed, cell in own.items() if model is not baseline]
+    difference = _compare_questions([(first, second) for first, second in pairs if first and second])
+    return RulerScore(model.name, task, length, by_seed, 100 * share, n_questions, 100 * low, 100 * high, difference)
+
+
+def _get_ruler_cells(model: ModelRuns, task: str, length: int) -> dict[int, dict[str, Any] | None]:
+    """Return the result of each seed, with the conditions that determine its questions; None if it was not evaluated."""
+    cells: dict[int, dict[str, Any] | None] = dict.fromkeys(model.with_ruler)
+    for seed, record in model.with_ruler.items():
+        for cell in record["results"]:
+            if (cell["task"], cell["length"]) == (task, length):
+                cells[seed] = cell | {key: record.get(key) for key in ("seed", "data_identity", "tokenizer")}
+    return cells
+
+
+def _compare_questions(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> tuple[float, float] | None:
+    """Return the mean difference in score over the questions of pairs of results, and the half-width of its interval."""
+    keys = ("questions", "references", "seed", "data_identity", "tokenizer")
+    if not pairs or len({tuple(cell[key] for key in keys) for pair in pairs for cell in pair}) > 1:
+        return None
+    scores = [
+        np.mean([100 * np.array(cell["found"]) / cell["references"] for cell in side], axis=0)
+        for side in zip(*pairs, strict=True)
+    ]
+    paired = compute_paired_difference("", *scores)
+    return (paired.mean, paired.half_width) if isinstance(paired, PairedDifference) else None
 
 
 def is_far(depth: float, length: int, nsa: NSAConfig) -> bool:

@@ -56,7 +56,7 @@ def format_ruler(comparison: ModelComparison) -> str:
     """Return the table of RULER's scores by task and length; empty if there are none."""
     title = (
         "Score from 0 to 100: the percentage of answers that occur in the generated text, per seed: mean over seeds [95% "
-        "Wilson interval over questions]."
+        f"Wilson interval over questions]; difference to {comparison.baseline} on the same questions, ± 95% over questions."
     )
     return "\n".join(_format_task_table(title, "tokens", comparison.ruler, _format_ruler_score))
 
@@ -147,7 +147,8 @@ def _format_task_table(
 
 def _format_ruler_score(result: RulerScore) -> str:
     per_seed = " / ".join(EMPTY_CELL if score is None else f"{score:.1f}" for score in result.by_seed.values())
-    return f"{per_seed}: {result.score:.1f} [{result.low:.1f}, {result.high:.1f}] of {result.questions:,}"
+    difference = "; {:+.1f} ± {:.1f}".format(*result.difference) if result.difference else ""
+    return f"{per_seed}: {result.score:.1f} [{result.low:.1f}, {result.high:.1f}] of {result.questions:,}{difference}"
 
 
 def _format_text_lines(comparison: ModelComparison, only: str | None, heading: str) -> Iterator[str]:

@@ -103,7 +103,12 @@ def test_ruler_scores_are_means_over_seeds(make_run: Make) -> None:
     assert vt.score == pytest.approx(100 * 2.5 / 6)
     assert (vt.low, vt.high) == pytest.approx([100 * bound for bound in compute_wilson_interval(2.5, 6)])
     assert fwe.by_seed == {0: 50.0, 1: None} and (dense.model, dense.score, dense.high) == ("other", 100, 100)
+    # Seed 0 alone has a baseline: differences 0, -50, -100 and 0 by question.
+    differences = [0.0, -50.0, -100.0, 0.0]
+    half_width = t_interval(differences)[1] - sum(differences) / 4
+    assert vt.difference == pytest.approx((-37.5, half_width)) and fwe.difference is None and dense.difference is None
     page, notes = format_markdown(comparison), "\n".join(comparison.not_compared)
+    assert f"] of 6; -37.5 ± {half_width:.1f} |" in page and "] of 4 |" in page
     assert "| vt | 4,096 | 62.5 / 0.0: 41.7 [" in page and "| 50.0 / –: 50.0 [" in page
     assert f"{runs[2].name} was evaluated at step 100 of 200, so that evaluation is not listed" in notes
     assert (
@@ -111,6 +116,22 @@ def test_ruler_scores_are_means_over_seeds(make_run: Make) -> None:
     )
     assert f"{runs[1].name} has no readable evaluation, so only its cost and its RULER scores are listed" in notes
     assert "vt at 4,096: different counts" in notes
+
+
+def test_ruler_scores_are_paired_on_the_same_questions_only(make_run: Make) -> None:
+    def find_difference(changes: dict[str, Any], *, n_dense: int = 3) -> tuple[float, float] | None:
+        runs = []
+        for seed in (0, 1):
+            runs.append(write_ruler(make_run("one", seed), vt=[2 - seed, 1, 1]))
+            runs.append(write_ruler(make_dense(make_run, seed), vt=[2, 0, seed][:n_dense]))
+        record = json.loads((runs[-1] / "ruler.json").read_text())
+        (runs[-1] / "ruler.json").write_text(json.dumps(record | changes))
+        return compare(*runs).ruler[0].difference
+
+    differences = [-25.0, 50.0, 25.0]
+    low, high = t_interval(differences)
+    assert find_difference({}) == pytest.approx((50 / 3, (high - low) / 2)), "means over seeds by question"
+    assert find_difference({"seed": 1}) is find_difference({"tokenizer": "x"}) is find_difference({}, n_dense=2) is None
 
 
 def test_proportion_of_nothing_is_none() -> None:

@@ -174,6 +174,12 @@ MUTANTS = [
         "ids != separator",
     ),
     Mutant(
+        "RULER: answers to other questions are paired",
+        "health.comparison",
+        'keys = ("questions", "references", "seed",',
+        'keys = ("questions", "references",',
+    ),
+    Mutant(
         "RULER: the mean over seeds is of one seed",
         "health.comparison",
         'n_questions = sum(cell["questions"] for cell in known)',
