@@ -17,8 +17,9 @@ from nsa_lab.config import BRANCHES
 from nsa_lab.health.log_integrity import find_longest_constant
 from nsa_lab.health.verdict import LIMITS, Limits, Verdict
 from nsa_lab.runs import directory
+from nsa_lab.runs.event_columns import NUMBERS
 from nsa_lab.runs.event_schema import EndEvent
-from nsa_lab.runs.event_table import NUMBERS, Events
+from nsa_lab.runs.event_table import Events
 from nsa_lab.runs.history import History, find_stages
 
 ROUNDING = 1e-3

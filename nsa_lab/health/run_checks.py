@@ -13,8 +13,9 @@ import numpy as np
 from nsa_lab.health.log_integrity import format_guard, format_recovered, split_by_attempt
 from nsa_lab.health.verdict import Limits, Verdict, join_lines, list_names
 from nsa_lab.runs import directory
+from nsa_lab.runs.event_columns import INT, NUMBER, NUMBERS, OBJECT
 from nsa_lab.runs.event_schema import ErrorEvent, PreflightEvent, StallEvent, get_fields, is_number
-from nsa_lab.runs.event_table import INT, NUMBER, NUMBERS, OBJECT, Events
+from nsa_lab.runs.event_table import Events
 from nsa_lab.runs.history import History
 from nsa_lab.runs.summary import format_guards
 

@@ -21,8 +21,9 @@ import numpy as np
 
 from nsa_lab.runs.atomic_io import open_regular, warn_once
 from nsa_lab.runs.directory import EVENTS, RUNNING, read_status
+from nsa_lab.runs.event_builder import EventsBuilder, make_events
 from nsa_lab.runs.event_schema import FIRST_KINDS, SUPERSEDED_KINDS, EvalEvent, StepEvent
-from nsa_lab.runs.event_table import Events, EventsBuilder
+from nsa_lab.runs.event_table import Events
 
 __all__ = [
     "Event",
@@ -72,7 +73,7 @@ def read_events(run_dir: str | Path, max_step: int | None = None) -> Events[Even
 
 def infer_status(events: Iterable[Event]) -> dict[str, Any]:
     """Reconstruct the status of a run whose status.json is lost from its events; empty without events."""
-    record = Events.from_list(events)
+    record = make_events(events)
     if not len(record):
         return {}
     last = int(record.ints("attempt").max())
@@ -84,7 +85,7 @@ def infer_status(events: Iterable[Event]) -> dict[str, Any]:
 
 def drop_superseded(events: Iterable[Event]) -> Events[Event]:
     """Return the events without those about steps that a later attempt repeated, so that each step counts once."""
-    record = Events.from_list(events)
+    record = make_events(events)
     first_events = record.of_kind(*FIRST_KINDS)
     from_steps = np.nan_to_num(first_events.numbers("from_step")).tolist()
     resumed_at = dict(zip(first_events.ints("attempt").tolist(), from_steps, strict=True))

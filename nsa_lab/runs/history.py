@@ -20,6 +20,7 @@ from nsa_lab.config import ConfigError, RunConfig, TrainConfig, apply_overrides
 from nsa_lab.runs import directory, events
 from nsa_lab.runs.atomic_io import read_json
 from nsa_lab.runs.directory import RunDirectoryError
+from nsa_lab.runs.event_builder import make_events
 from nsa_lab.runs.event_schema import FIRST_KINDS, AttemptEvent, EvalEvent, StepEvent
 from nsa_lab.runs.event_table import Events
 from nsa_lab.runs.events import Event
@@ -81,7 +82,7 @@ class History:
     def __post_init__(self) -> None:
         # Edited records of tests are lists.
         for name in ("events", "steps", "evaluations"):
-            object.__setattr__(self, name, Events.from_list(getattr(self, name)))
+            object.__setattr__(self, name, make_events(getattr(self, name)))
 
     @classmethod
     def read(cls, run: str | Path | History) -> History:

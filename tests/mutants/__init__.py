@@ -2,39 +2,10 @@
 
 from __future__ import annotations
 
-from mutants import (
-    attention,
-    bench,
-    cli,
-    config,
-    convert,
-    data,
-    evaluate,
-    hardening,
-    health,
-    inference,
-    kernels,
-    model,
-    runs,
-    train,
-    workbook,
-)
+from importlib import import_module
 
 AREAS = (
-    attention,
-    bench,
-    cli,
-    config,
-    convert,
-    data,
-    evaluate,
-    hardening,
-    health,
-    inference,
-    kernels,
-    model,
-    runs,
-    train,
-    workbook,
+    *("attention", "bench", "cli", "config", "convert", "data", "evaluate", "hardening", "health", "inference", "kernels"),
+    *("model", "runs", "train", "workbook"),
 )
-MUTANTS = [mutant for area in AREAS for mutant in area.MUTANTS]
+MUTANTS = [mutant for area in AREAS for mutant in import_module(f"mutants.{area}").MUTANTS]

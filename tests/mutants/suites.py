@@ -167,7 +167,10 @@ OTHERS = {
     "cli.inspect_commands": cases("test_cli.py", "report_record_option_is_passed_on"),
     "data.paths": ["tests/data/test_paths.py"],
     "runs.event_schema": ["tests/runs/test_event_schema.py"],
-    "runs.event_table": ["tests/runs/test_event_schema.py", "tests/runs/test_damaged_records.py"],
+    **{
+        f"runs.event_{name}": ["tests/runs/test_event_schema.py", "tests/runs/test_damaged_records.py"]
+        for name in ("columns", "table", "builder")
+    },
     "runs.resolve": [*cases("runs/test_permissions.py", "private_runs_are_listed"), "tests/runs/test_resolve.py"],
     "config.errors": cases(
         "runs/test_permissions.py",
@@ -314,10 +317,8 @@ OTHERS = {
     "attention.kernels.stored_keys": cases(
         "kernels/decoding/test_decoding_kernels.py", "index_keys_in_few_bits_give_the_output_of_their_decoded_values"
     ),
-    "attention.kernels.decoding.rope_kv_append": [
-        "tests/kernels/decoding/test_rope_kv_append.py",
-        *cases("model/test_model_forms.py", "kernels_equal_torch_for_lean_forms[base]"),
-    ],
+    "attention.kernels.decoding.rope_kv_append": ["tests/kernels/decoding/test_rope_kv_append.py"],
+    "attention.kernels.decoding.index_append": ["tests/kernels/decoding/test_rope_kv_append.py"],
     "attention.kernels.decoding.compress_update": ["tests/kernels/decoding/test_rope_kv_append.py"],
     "attention.kernels.decoding.embedding": ["tests/kernels/decoding/test_embedding.py"],
     "attention.kernels.decoding.decode_linear": ["tests/kernels/decoding/test_decode_linear.py"],

@@ -16,8 +16,8 @@ import fake_run
 import numpy as np
 import pytest
 
-from nsa_lab.runs import directory, event_schema, event_table, events
-from nsa_lab.runs.event_table import Events
+from nsa_lab.runs import directory, event_builder, event_schema, event_table, events
+from nsa_lab.runs.event_builder import make_events
 from nsa_lab.train.telemetry.event_log import EventLog
 
 ROOT = Path(__file__).parents[2]
@@ -130,14 +130,14 @@ def test_events_are_read_as_they_were_written(tmp_path: Path) -> None:
             # A required number that is missing is null.
             assert {name: value for name, value in own.items() if name in event} == event
             assert all(value is None for name, value in own.items() if name not in event)
-        assert Events.from_list(written) == written and copy.deepcopy(Events.from_list(written)) == written
+        assert make_events(written) == written and copy.deepcopy(make_events(written)) == written
 
 
 @pytest.mark.slow
 def test_fields_are_read_as_arrays() -> None:
     rng = random.Random(1)
     written = make_random_events(rng, 1500)
-    record = Events.from_list(written)
+    record = make_events(written)
     chosen = record.select(np.array([rng.random() < 0.5 for _ in written]))
     names = {name for event in written for name in event}
     for part in (record, chosen, record.of_kind("step", "eval"), record[::-3], record[:0]):
@@ -201,8 +201,8 @@ def test_number_of_kinds_and_fields_is_bounded(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(event) + "\n" for event in [{**envelope, "kind": "x"}, *fields, *kinds]))
     record = events.read_events(path)
     assert record.violations.count == 2001 - len(record) and len(record.violations.listed) == event_table.MAX_LISTED
-    assert len({event["kind"] for event in record}) == event_table.MAX_KINDS
-    assert len({name for event in record for name in event}) <= event_table.MAX_FIELDS + 7
+    assert len({event["kind"] for event in record}) == event_builder.MAX_KINDS
+    assert len({name for event in record for name in event}) <= event_builder.MAX_FIELDS + 7
 
 
 def test_line_without_end_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
