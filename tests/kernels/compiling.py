@@ -152,9 +152,10 @@ def decode(
     kernels.update_compressed(*raw_rings, *cache[:2], lengths, S, nsa, can_prefetch=True)
     if index_q is not None and k_index is not None and indexer_nsa is not None:
         pool = torch.zeros(D, D, dtype=dtype), torch.zeros(D, indexer_nsa.l, dtype=dtype)
-        kernels.rotate_and_append(index_q.repeat(1, 1, 2, 1), None, rotary, lengths, CacheWriteBuffers(k_raw=raw_rings[0]))
         kernels.update_compressed(raw_rings[0], None, k_index, None, lengths, S, indexer_nsa, k_pool=pool)
-        kernels.update_index(raw_rings[0], k_index, lengths, S, indexer_nsa, pool=pool)
+        kernels.append_index(
+            index_q.repeat(1, 1, 2, 1), rotary, lengths, raw_rings[0], k_index, indexer_nsa, pool=pool, rotates_tokens=True
+        )
     tables = (torch.zeros(rows, width, dtype=dtype) for rows, width in ((300, 12 * D), (200, 9), (12 * D, 18)))
     latest, tokens = torch.zeros(1, 300, dtype=torch.int64), torch.zeros(1, S, dtype=torch.int64)
     kernels.embed_ngrams(tokens, latest, lengths, *tables, 100, HASH_CONSTANTS, 1e-5)
@@ -179,15 +180,12 @@ def decode_selected(S: int, H: int, G: int, D: int, index_dtype: str, index_head
     stored = k_index[:, :, :1]
     for order in (True, False):
         lengths = torch.zeros(1, dtype=torch.int32)
-        kernels.update_index(ring, stored, lengths, S, indexer_nsa, norm=norm, rotary=rotary, is_norm_first=order)
-    kernels.rotate_and_append(
-        torch.zeros(1, S, G * index_heads + 1, D, dtype=torch.bfloat16),
-        None,
-        rotary,
-        torch.zeros(1, dtype=torch.int32),
-        CacheWriteBuffers(k_raw=ring),
-        rotates_keys=False,
-    )
+        kernels.append_index(
+            torch.zeros(1, S, G * index_heads + 1, D, dtype=torch.bfloat16), rotary, lengths, ring, stored, indexer_nsa,
+            norm=norm, rotates_blocks=True, is_norm_first=order,
+            k_before_conv=torch.zeros(1, 257, 1, D, dtype=torch.bfloat16),
+            conv_weight=torch.zeros(2, 1, D, dtype=torch.bfloat16),
+        )  # fmt: skip
     cache = LayerCache(k_sel=k_sel, v_sel=v_sel, k_index=k_index)
     lengths = torch.zeros(1, dtype=torch.int32)
     kernels.cached_attention(q, None, cache, lengths, nsa, index_q=index_q, selection_nsa=indexer_nsa)

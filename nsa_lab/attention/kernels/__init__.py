@@ -284,10 +284,8 @@ def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> 
 
 
 def rotate_and_append(
-    q_and_k: Tensor, values: Tensor | None, rotary: tuple[Tensor, Tensor], lengths: Tensor,
-    write_buffers: CacheWriteBuffers, *,
-    k_before_conv: Tensor | None = None, conv_weight: Tensor | None = None, rotates_keys: bool = True,
-    can_prefetch: bool = False,
+    q_and_k: Tensor, values: Tensor, rotary: tuple[Tensor, Tensor], lengths: Tensor, write_buffers: CacheWriteBuffers, *,
+    k_before_conv: Tensor | None = None, conv_weight: Tensor | None = None, can_prefetch: bool = False,
 ) -> Tensor:
     """Apply RoPE to S new tokens of each sequence, write keys and values to the cache, and return the rotated queries.
 
@@ -296,7 +294,7 @@ def rotate_and_append(
     Args:
         q_and_k: [B, S, H + branches G, d_k], queries, then keys of every branch that has a buffer in `write_buffers`, in
             the order cmp, sel, win.
-        values: [B, S, branches G, d_v], values of the same branches; None if only keys are cached.
+        values: [B, S, branches G, d_v], values of the same branches.
         rotary: cos and sin of the leading channels at every position, see `model.layers.rotary_table`; float32
             [positions, .], both with the same strides.
         lengths: number of tokens before the new ones, see `cached_attention`.
@@ -305,7 +303,6 @@ def rotate_and_append(
         k_before_conv: ring [B, R, branches G, d_k] of keys before the convolution, R > S; contiguous. If given, keys are
             convolved before they are rotated: conv_weight[0] * own key + conv_weight[1] * key of the previous token.
         conv_weight: [2, branches G, d_k], contiguous.
-        rotates_keys: False: only queries are rotated.
         can_prefetch: True if the previous launch wrote neither `lengths` nor `rotary`, so that this kernel may load them
             before the previous kernel ends.
 
@@ -314,12 +311,10 @@ def rotate_and_append(
     """
     from nsa_lab.attention.kernels.decoding import launch
 
-    _raise_unsupported(
-        "rotate_and_append", find_width_problem(q_and_k.shape[3], None if values is None else values.shape[3])
-    )
+    _raise_unsupported("rotate_and_append", find_width_problem(q_and_k.shape[3], values.shape[3]))
     with torch.no_grad():
         return launch.rotate_and_append(
-            q_and_k, values, *rotary, lengths, write_buffers, k_before_conv, conv_weight, rotates_keys, can_prefetch
+            q_and_k, values, *rotary, lengths, write_buffers, k_before_conv, conv_weight, can_prefetch
         )
 
 
@@ -340,22 +335,34 @@ def update_compressed(
         launch.update_compressed(k_raw, v_raw, k, v, k_pool, v_pool, lengths, S, nsa.l, nsa.d, can_prefetch)
 
 
-def update_index(
-    k_raw: Tensor, k: Tensor, lengths: Tensor, S: int, nsa: NSAConfig, *, pool: PoolWeights | None = None,
-    norm: tuple[Tensor, float] | None = None, rotary: tuple[Tensor, Tensor] | None = None, is_norm_first: bool = False,
-    can_prefetch: bool = False,
-) -> None:
-    """Write the index keys of blocks that S new tokens complete. The tokens are already in the ring k_raw [B, R, G, D].
+def append_index(
+    qk: Tensor, rotary: tuple[Tensor, Tensor], lengths: Tensor, k_raw: Tensor, k: Tensor, nsa: NSAConfig, *,
+    k_before_conv: Tensor | None = None, conv_weight: Tensor | None = None, pool: PoolWeights | None = None,
+    norm: tuple[Tensor, float] | None = None, rotates_tokens: bool = False, rotates_blocks: bool = False,
+    is_norm_first: bool = False, can_prefetch: bool = False,
+) -> Tensor:
+    """Append S new tokens of each sequence to the index, and return their rotated index queries [B, S, H, D].
 
-    k [B, N, G, .]: keys in a format of `key_storage`. Blocks of nsa.l = nsa.d tokens are averaged, or pooled with the
-    weights `pool`; then normalized with `norm`, (weight [D], epsilon), and rotated to the position of their first token
-    with `rotary`, tables as in `rotate_and_append`. None for a step that is left out. `is_norm_first`: normalize before the
-    rotation. `lengths` and `can_prefetch` as in `update_compressed`.
+    One kernel launch. Keys of blocks of nsa.l = nsa.d tokens that the new tokens complete are written to k [B, N, G, .], in
+    a format of `key_storage`. Blocks past the last row are not written. Not differentiable.
+
+    Args:
+        qk: [B, S, H + G, D], queries, then keys.
+        rotary, lengths, k_before_conv, conv_weight, can_prefetch: see `rotate_and_append`.
+        k_raw: ring [B, R, G, D] of tokens of incomplete blocks, R >= nsa.l - 1 + S; the new tokens are written to it.
+        pool: weights of the mean of the tokens of a block; None: equal weights.
+        norm: (weight [D], epsilon) of the RMSNorm of pooled keys; None: no norm.
+        rotates_tokens, rotates_blocks: rotate keys before pooling, or pooled keys to the position of their first token.
+        is_norm_first: normalize before the rotation of pooled keys.
     """
     from nsa_lab.attention.kernels.decoding import launch
 
+    _raise_unsupported("append_index", find_width_problem(None, None, qk.shape[3]))
     with torch.no_grad():
-        launch.update_index(k_raw, k, pool, norm, rotary, is_norm_first, lengths, S, nsa.l, can_prefetch)
+        return launch.append_index(
+            qk, rotary, lengths, k_raw, k, nsa.l, k_before_conv, conv_weight, pool, norm, rotates_tokens, rotates_blocks,
+            is_norm_first, can_prefetch,
+        )
 
 
 def embed_ngrams(

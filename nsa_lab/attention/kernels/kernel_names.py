@@ -68,7 +68,7 @@ KERNEL_PARTS = {
     "nsa_gate_": "gated sum",
     "nsa_rope_kv_append": "cache",
     "nsa_compress_update": "cache",
-    "nsa_index_update": "cache",
+    "nsa_index_append": "cache",
     "nsa_linear": "linear maps",
     "nsa_ngram_": "embedding",
     "nsa_rms_norm": "embedding",

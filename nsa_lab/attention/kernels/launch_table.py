@@ -363,7 +363,7 @@ def index_tile(dtype: torch.dtype, width: int, n_programs: int, n_blocks: int, s
         return IndexTile(16, at_once, 4, 1)
     if n_programs * ceil_div(n_blocks, INDEX_BLOCKS) >= DECODING_PROGRAMS:
         return IndexTile(INDEX_BLOCKS, at_once, 4, 3)
-    return IndexTile(8, min(padded_width(strides), 64), 8, 1)
+    return IndexTile(8, min(padded_width(strides), 4096 // padded_width(width)), 8, 1)
 
 
 def decoding_tile(dtype: torch.dtype, width: int, rows: int, device: torch.device) -> Tile:

@@ -278,37 +278,28 @@ class IndexCache:
         return encode_keys(keys, self._config.indexer_dtype)
 
     def append(self, indexer: Indexer | None, qk: Tensor | None, q: Tensor, rotary_table: Rotary, step: Step) -> Tensor:
-        """Same as `put`, given the output qk of the indexer's projection; in two kernel launches if they can store it."""
+        """Same as `put`, given the output qk of the indexer's projection; in one kernel launch if it can store it."""
         assert indexer is not None and qk is not None
         if not self._can_fuse:
             rotary, previous_k = step.select_rotary(rotary_table), self._read_previous(step)
             output = indexer.split_and_rotate(qk, rotary, previous_k=previous_k)
             return self._put_output(indexer, output, rotary_table, step)
-        raw, keys, rotary = self.keys.raw.rows, self.keys, subsample_rotary(rotary_table, indexer.rotary_width)
-        q = _launch_append(
-            qk.unflatten(-1, (-1, raw.shape[3])),
-            None,
-            rotary,
-            step,
-            CacheWriteBuffers(k_raw=raw),
-            self.previous_keys,
-            indexer.convolution,
-            rotates_keys=self._rotates_tokens,
-        )
         norm, after = indexer.norm, self._steps_after_pool
-        kernels.update_index(
-            raw,
-            keys.blocks.rows,
+        return kernels.append_index(
+            qk.unflatten(-1, (-1, self._config.index_width)),
+            subsample_rotary(rotary_table, indexer.rotary_width),
             step.lengths,
-            step.width,
+            self.keys.raw.rows,
+            self.keys.blocks.rows,
             self.nsa,
+            **_get_convolution(self.previous_keys, indexer.convolution),
             pool=get_pool_weights(indexer.phi),
             norm=None if norm is None else (norm.weight, norm.eps),
-            rotary=rotary if "rotate" in after else None,
+            rotates_tokens=self._rotates_tokens,
+            rotates_blocks="rotate" in after,
             is_norm_first=after[:1] == ("norm",),
             can_prefetch=True,
         )
-        return q
 
     def get_rows(self) -> Tensor:
         """Return the stored index keys, [B, N, G, row width]."""
@@ -402,19 +393,19 @@ def _make_write_buffers(config: ModelConfig, tokens: list[tuple[TokenStorage, To
 
 def _launch_append(
     roped: Tensor,
-    values: Tensor | None,
+    values: Tensor,
     rotary_table: Rotary,
     step: Step,
     buffers: CacheWriteBuffers,
     previous_keys: PreviousKeys | None,
     convolution: ShortConvolution | None,
-    rotates_keys: bool = True,
 ) -> Tensor:
-    conv_args = (
-        {}
-        if previous_keys is None or convolution is None
-        else {"k_before_conv": previous_keys.ring.rows, "conv_weight": convolution.weight.flatten(1, 2)}
-    )
-    return kernels.rotate_and_append(
-        roped, values, rotary_table, step.lengths, buffers, **conv_args, rotates_keys=rotates_keys, can_prefetch=True
-    )
+    conv_args = _get_convolution(previous_keys, convolution)
+    return kernels.rotate_and_append(roped, values, rotary_table, step.lengths, buffers, **conv_args, can_prefetch=True)
+
+
+def _get_convolution(previous_keys: PreviousKeys | None, convolution: ShortConvolution | None) -> dict[str, Tensor]:
+    """Return the arguments of a kernel that convolves keys; none without a convolution."""
+    if previous_keys is None or convolution is None:
+        return {}
+    return {"k_before_conv": previous_keys.ring.rows, "conv_weight": convolution.weight.flatten(1, 2)}

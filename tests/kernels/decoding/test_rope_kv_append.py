@@ -127,34 +127,40 @@ def test_cache_equals_loops(case: tuple, dtype: torch.dtype, convolved: bool) ->
         assert_close(actual, expected_value, dtype)
 
 
-@pytest.mark.parametrize("convolved", [False, True], ids=["plain", "convolved"])
-def test_indexer_without_values(convolved: bool) -> None:
-    S, G, D, slots, lengths = 4, 2, 48, 9, (0, 7)
-    generator = torch.Generator().manual_seed(3)
-    q_and_k = torch.randn(2, S, 2 * G, D, generator=generator).to(DEVICE)
-    raw, lengths_tensor = (
-        allocate(2, slots, G, D, dtype=torch.float32),
-        torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-    )
-    k_before_conv, conv_weight = (
-        torch.randn(2, S + 1, G, D, generator=generator).to(DEVICE),
-        torch.randn(2, G, D, generator=generator).to(DEVICE),
-    )
-    rotary = torch.ones(20, 0, device=DEVICE), torch.ones(20, 0, device=DEVICE)
-    previous_key = k_before_conv[1, 6 % (S + 1)].clone()
-    conv_args = {"k_before_conv": k_before_conv, "conv_weight": conv_weight} if convolved else {}
-    q = kernels.rotate_and_append(q_and_k, None, rotary, lengths_tensor, CacheWriteBuffers(k_raw=raw[:, :-1]), **conv_args)
-    assert torch.equal(q, q_and_k[:, :, :G])
-    keys = q_and_k[:, :, G:]
-    if convolved:
-        previous_keys = torch.cat(
-            [torch.stack([torch.zeros_like(previous_key), previous_key])[:, None], keys[:, :-1]], dim=1
-        )
-        keys = keys * conv_weight[0] + previous_keys * conv_weight[1]
+@looped
+@pytest.mark.parametrize("convolved", [False, True])
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize(("S", "l"), [(4, 1), (4, 3), (1, 4), (7, 2)])
+def test_index_tokens_equal_loops(S: int, l: int, rotates: bool, convolved: bool) -> None:
+    """Queries, and the rings of tokens and of keys before the convolution; other slots are unchanged."""
+    H, G, D, R, lengths = 3, 2, 48, 32, (0, 8, 13)
+    slots, conv_slots, B = l - 1 + S, S + 1, len(lengths)
+    generator = torch.Generator().manual_seed(S)
+    qk = torch.randn(B, S, H + G, D + 2, generator=generator).to(DEVICE)[..., :D]
+    ring, history = (torch.randn(B, n, G, D, generator=generator).to(DEVICE) for n in (slots, conv_slots))
+    history[0] = float("nan")  # a sequence without tokens has no previous key
+    keys, weight = torch.zeros(B, 30, G, D, device=DEVICE), torch.randn(2, G, D, generator=generator).to(DEVICE)
+    angles = torch.arange(40).double()[:, None] * THETA ** (-torch.arange(0, R, 2).double() / R)
+    rotary = tuple(interleave_nan(x.float().to(DEVICE)) for x in (angles.cos(), angles.sin()))
+    expected_ring, expected_history = ring.double().cpu(), history.double().cpu()
+    q = kernels.append_index(
+        qk, rotary, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), ring, keys, NSAConfig(l=l, d=l, l_sel=12 * l),
+        **({"k_before_conv": history, "conv_weight": weight} if convolved else {}), rotates_tokens=rotates,
+    )  # fmt: skip
+    exact, (own_weight, previous_weight) = qk.double().cpu(), weight.double().cpu()
     for b, length in enumerate(lengths):
-        used_slots = [(length + s) % slots for s in range(S)]
-        torch.testing.assert_close(raw[b, used_slots], keys[b])
-        assert raw[b, [n for n in range(slots + 1) if n not in used_slots]].isnan().all()
+        for s in range(S):
+            p = length + s
+            expected_q = torch.stack([rotate(row, p, R) for row in exact[b, s, :H]])
+            assert_close(q[b, s], expected_q, torch.float32)
+            k = exact[b, s, H:]
+            if convolved:
+                previous = expected_history[b, (p - 1) % conv_slots] * previous_weight if p else 0
+                expected_history[b, p % conv_slots] = k
+                k = k * own_weight + previous
+            expected_ring[b, p % slots] = torch.stack([rotate(row, p, R) for row in k]) if rotates else k
+    assert_close(ring, expected_ring, torch.float32)
+    assert_close(history, expected_history, torch.float32)
 
 
 # Lengths, S, l, d, d_k, d_v, rows of blocks.
@@ -252,18 +258,19 @@ def test_index_keys_equal_those_of_torch(index_dtype: str, steps: tuple[str, ...
         )
         rotary = interleave_nan(angles.cos().float()), interleave_nan(angles.sin().float())
         ring = torch.full((len(lengths), raw_slots, G, D), float("nan"), device=DEVICE, dtype=dtype)
-        for row, text in zip(ring, texts, strict=True):
-            for position in range(max(0, len(text) - raw_slots), len(text)):
+        for row, text, length in zip(ring, texts, lengths, strict=True):
+            for position in range(max(0, len(text) - raw_slots), length):
                 row[position % raw_slots] = text[position]
+        qk = torch.stack([text[-S:] for text in texts])  # no queries
         n_blocks = max(len(text) // l for text in texts)
         width, stored_dtype = get_row_format(index_dtype, D, dtype)
         keys = torch.zeros(len(lengths), n_blocks + 1, G, width, device=DEVICE, dtype=torch.float32)
         keys = keys.to(stored_dtype)
-        kernels.update_index(
-            ring, keys, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), S, nsa,
+        kernels.append_index(
+            qk, rotary, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), ring, keys, nsa,
             pool=None if l == 1 else (pool.score, pool.place),
             norm=(norm.weight, norm.eps) if "norm" in steps else None,
-            rotary=rotary if "rotate" in steps else None, is_norm_first=steps[:1] == ("norm",),
+            rotates_blocks="rotate" in steps, is_norm_first=steps[:1] == ("norm",),
         )  # fmt: skip
         for row, text, length in zip(keys, texts, lengths, strict=True):
             first, last = length // l, len(text) // l

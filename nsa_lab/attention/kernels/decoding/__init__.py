@@ -2,6 +2,7 @@
 
     rope_kv_append.py       rotate new tokens and write them into the cache
     compress_update.py      compress the blocks that new tokens complete
+    index_append.py         index queries of new tokens, and index keys of the blocks that they complete
     kv_tiles.py             addresses of keys in the cache, and attention over a range of keys or over blocks
     split_kv_attention.py   attention to parts of the keys (compressed; selected and window); merge of the partial outputs
     decode_topk.py          scores of compressed keys or of an indexer, and their highest

@@ -17,10 +17,11 @@ from torch import Tensor
 from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.block_topk import SelectionRule
 from nsa_lab.attention.kernels.decoding import decode_linear as linear_kernel
-from nsa_lab.attention.kernels.decoding.compress_update import nsa_compress_update, nsa_index_update
+from nsa_lab.attention.kernels.decoding.compress_update import nsa_compress_update
 from nsa_lab.attention.kernels.decoding.decode_linear import nsa_linear
 from nsa_lab.attention.kernels.decoding.decode_topk import nsa_block_importance, nsa_block_logsumexp
 from nsa_lab.attention.kernels.decoding.embedding import nsa_ngram_lookup, nsa_rms_norm
+from nsa_lab.attention.kernels.decoding.index_append import nsa_index_append
 from nsa_lab.attention.kernels.decoding.pdl import get_pdl_options
 from nsa_lab.attention.kernels.decoding.rope_kv_append import nsa_rope_kv_append
 from nsa_lab.attention.kernels.decoding.split_kv_attention import (
@@ -174,24 +175,24 @@ def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> 
 
 
 def rotate_and_append(
-    q_and_k: Tensor, values: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor, write_buffers: CacheWriteBuffers,
-    k_before_conv: Tensor | None, conv_weight: Tensor | None, rotates_keys: bool, can_prefetch: bool,
+    q_and_k: Tensor, values: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, write_buffers: CacheWriteBuffers,
+    k_before_conv: Tensor | None, conv_weight: Tensor | None, can_prefetch: bool,
 ) -> Tensor:
     """See `kernels.rotate_and_append`."""
     q_and_k = q_and_k if q_and_k.stride(3) == 1 else q_and_k.contiguous()
-    values = values if values is None or values.stride(3) == 1 else values.contiguous()
+    values = values if values.stride(3) == 1 else values.contiguous()
     B, T, n_rows, Dk = q_and_k.shape
     first_branch, buffer = next((i // 2, x) for i, x in enumerate(write_buffers) if x is not None)
     G, n_keys = buffer.shape[2], buffer.shape[2] * sum(x is not None for x in write_buffers[::2])
-    H, Dv = n_rows - n_keys, Dk if values is None else values.shape[3]
+    H, Dv = n_rows - n_keys, values.shape[3]
     q = buffer.new_empty(B, T, H, Dk)
-    nsa_rope_kv_append[(B * T, H + n_keys * (1 if values is None else 2))](
+    nsa_rope_kv_append[(B * T, H + 2 * n_keys)](
         q_and_k, values, cos, sin, lengths, q, *write_buffers, k_before_conv, conv_weight,
-        *get_strides(q_and_k), *_get_optional_strides(values),
+        *get_strides(q_and_k, values),
         *(stride for x in write_buffers for stride in _get_optional_strides(x)), *cos.stride(),
         T, 0 if write_buffers.k_sel is None else write_buffers.k_sel.shape[1], len(cos),
         *(0 if x is None else x.shape[1] for x in (write_buffers.k_raw, write_buffers.k_win, k_before_conv)), G,
-        H=H, KEYS=n_keys, FIRST_BRANCH=first_branch, HALF=cos.shape[1], ROTATE_KEYS=rotates_keys, DK=Dk, DV=Dv,
+        H=H, KEYS=n_keys, FIRST_BRANCH=first_branch, HALF=cos.shape[1], DK=Dk, DV=Dv,
         PAD=padded_width(max(Dk, Dv)),
         num_warps=launch_table.APPEND_WARPS, **get_pdl_options(q.device, B * T, can_prefetch),
     )
@@ -216,24 +217,29 @@ def update_compressed(
     )
 
 
-def update_index(
-    k_raw: Tensor, k: Tensor, pool: PoolWeights | None, norm: tuple[Tensor, float] | None,
-    rotary: tuple[Tensor, Tensor] | None, is_norm_first: bool, lengths: Tensor, T: int, l: int, can_prefetch: bool,
-) -> None:
-    """See `kernels.update_index`."""
-    B, _, G, Dk = k_raw.shape
-    score, bias = pool or (None, None)
-    norm_weight, eps = norm or (None, 0.0)
-    cos, sin = rotary or (None, None)
+def append_index(
+    qk: Tensor, rotary: tuple[Tensor, Tensor], lengths: Tensor, k_raw: Tensor, k: Tensor, l: int,
+    k_before_conv: Tensor | None, conv_weight: Tensor | None, pool: PoolWeights | None, norm: tuple[Tensor, float] | None,
+    rotates_tokens: bool, rotates_blocks: bool, is_norm_first: bool, can_prefetch: bool,
+) -> Tensor:
+    """See `kernels.append_index`."""
+    qk = qk if qk.stride(3) == 1 else qk.contiguous()
+    (B, T, n_rows, Dk), (raw_slots, G) = qk.shape, k_raw.shape[1:3]
+    q, (score, bias), (norm_weight, eps) = k_raw.new_empty(B, T, n_rows - G, Dk), pool or (None, None), norm or (None, 0.0)
     k, key_format = get_format(k)
-    nsa_index_update[(B * G, ceil_div(T, l))](
-        k_raw, k, score, bias, norm_weight, cos, sin, lengths,
-        *get_strides(k_raw, k), *((0, 0) if cos is None else cos.stride()),
-        T, k.shape[1], 0 if cos is None else len(cos), k_raw.shape[1], G, eps,
-        L=l, L_PAD=padded_width(l), HALF=0 if cos is None else cos.shape[1],
-        NORM_FIRST=norm is not None and is_norm_first, FORMAT=key_format, DK=Dk, PAD=padded_width(Dk),
-        num_warps=launch_table.STREAMING_WARPS, **get_pdl_options(k.device, B * T, can_prefetch),
+    # The new tokens are in at most this many blocks of l tokens.
+    n_blocks = (T + l - 2) // l + 1
+    nsa_index_append[(B, T * (n_rows - G) + n_blocks * G)](
+        qk, q, k_raw, k, k_before_conv, conv_weight, score, bias, norm_weight, *rotary, lengths,
+        *get_strides(qk, k_raw, k), *rotary[0].stride(),
+        T, k.shape[1], len(rotary[0]), raw_slots, 0 if k_before_conv is None else k_before_conv.shape[1], G, eps,
+        H=n_rows - G, L=l, L_PAD=padded_width(l), HALF=rotary[0].shape[1],
+        ROTATE_TOKENS=rotates_tokens, ROTATE_BLOCKS=rotates_blocks, NORM_FIRST=norm is not None and is_norm_first,
+        FORMAT=key_format, DK=Dk, PAD=padded_width(Dk),
+        num_warps=launch_table.APPEND_WARPS if l == 1 else launch_table.STREAMING_WARPS,
+        **get_pdl_options(k.device, B * T, can_prefetch),
     )
+    return q
 
 
 def linear(

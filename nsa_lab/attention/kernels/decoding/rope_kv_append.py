@@ -22,9 +22,8 @@ def get_cache_row(
 ):
     """Return the pointer to the row of a sequence, slot and group in the keys or in the values."""
     target = k_ptr + b * stride_kb + slot * stride_kn + g * stride_kg
-    if v_ptr is not None:
-        if not is_key:
-            target = v_ptr + b * stride_vb + slot * stride_vn + g * stride_vg
+    if not is_key:
+        target = v_ptr + b * stride_vb + slot * stride_vn + g * stride_vg
     return target
 
 
@@ -48,7 +47,7 @@ def nsa_rope_kv_append(
     stride_kwb, stride_kwn, stride_kwg, stride_vwb, stride_vwn, stride_vwg,
     stride_at, stride_ap,
     T, N, n_angles, raw_ring, ring, conv_ring, G,
-    H: tl.constexpr, KEYS: tl.constexpr, FIRST_BRANCH: tl.constexpr, HALF: tl.constexpr, ROTATE_KEYS: tl.constexpr,
+    H: tl.constexpr, KEYS: tl.constexpr, FIRST_BRANCH: tl.constexpr, HALF: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, PAD: tl.constexpr, USE_PDL: tl.constexpr,
 ):
     """Process one row of one token: rotate a query; rotate a key and write it; write a value.
@@ -56,7 +55,6 @@ def nsa_rope_kv_append(
     A token has KEYS rows of keys and KEYS rows of values, of the branches cmp, sel and win from FIRST_BRANCH on that have a
     buffer; FIRST_BRANCH is the first of them.
     cos and sin are float32 [n_angles, HALF], for the first 2 HALF columns at every position, with equal strides.
-    Without ROTATE_KEYS, only queries are rotated.
     If `k_before_conv_ptr` is given, a ring [B, conv_ring, KEYS, DK], keys are first convolved with the key of the previous
     token, with the weights [2, KEYS, DK] of `conv_weight_ptr`.
     """
@@ -66,12 +64,11 @@ def nsa_rope_kv_append(
     is_key = (row >= H) & (row < H + KEYS)
     is_rotated = row < H + KEYS
     base, width = qk_ptr + b * stride_rb + t * stride_rt + row * stride_rh, DK
-    if values_ptr is not None:
-        if not is_rotated:
-            base, width = values_ptr + b * stride_vb + t * stride_vt + (row - H - KEYS) * stride_vh, DV
+    if not is_rotated:
+        base, width = values_ptr + b * stride_vb + t * stride_vt + (row - H - KEYS) * stride_vh, DV
     columns = tl.arange(0, PAD)
     mask = columns < width
-    rotary_mask = (columns < 2 * HALF) & (is_rotated if ROTATE_KEYS else row < H)
+    rotary_mask = (columns < 2 * HALF) & is_rotated
     is_first_half = columns < HALF
     partners = tl.where(is_first_half, columns + HALF, columns - HALF)
     # Tokens past the last position are padding.
