@@ -16,7 +16,7 @@ from learning_rates_and_parts import TASKS, TEXTS, Run, T, difference, number, t
 
 SEEDS = (0, 1, 2)
 FORMS = ("window", "dense")
-# Of `long`, the first position range of the target.
+# The first position range of the target on `long`.
 FIRST_RANGE = 4096
 
 
