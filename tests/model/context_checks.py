@@ -200,6 +200,36 @@ def run_threads(n_ranks: int, function: Callable[[Any, int], Any]) -> list[Any]:
         return list(pool.map(run, range(n_ranks)))
 
 
+def measure_error_in_bfloat16(name: str, text: Span, n_ranks: int) -> dict[str, tuple[float, float]]:
+    """Return the errors of logits and of gradients against float64, each of ranks that are threads and of one rank.
+
+    Both compute in bfloat16 under autocast. Use it with `COLLECTIVES`.
+    """
+    exact_model = make_model(name, "torch")
+    tokens, weights = draw(exact_model, 1, text)
+    exact = compute(exact_model, tokens, text, weights)
+    model = NSATransformer(exact_model.config, backend="torch", dtype=torch.bfloat16).train()
+    model.load_state_dict(exact_model.state_dict())
+
+    def compute_low(tokens: Tensor, span: Span | ContextShard, weights: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return compute(copy.deepcopy(model), tokens, span, weights)
+
+    def compute_share(group: Any, rank: int) -> tuple[Tensor, Tensor]:
+        shard = ContextShard(text, rank, n_ranks, group)
+        logits, gradients = compute_low(shard.take(tokens), shard, shard.take(weights))
+        return shard.place(logits), gradients
+
+    parts = run_threads(n_ranks, compute_share)
+    shared = [torch.stack(values).double().sum(0) for values in zip(*parts, strict=True)]
+    single = compute_low(tokens, text, weights)
+    errors = [
+        tuple(((x.double() - truth).norm() / truth.norm()).item() for x in values)
+        for *values, truth in zip(shared, single, exact, strict=True)
+    ]
+    return {"logits": errors[0], "gradients": errors[1]}
+
+
 def compare_threads(name: str, text: Span, batch: int, n_ranks: int) -> None:
     """Compare ranks that are threads with one rank, as `check_case` does. Use it with `COLLECTIVES`."""
     model = make_model(name, "torch")

@@ -15,6 +15,7 @@ from context_checks import (
     compute,
     draw,
     make_model,
+    measure_error_in_bfloat16,
     run_ranks,
     run_threads,
 )
@@ -48,6 +49,18 @@ def test_three_ranks_equal_one_process_as_threads(monkeypatch: pytest.MonkeyPatc
         compare_threads(name, Span.full(37), 2, 3)
         for text in list_texts()[3:]:
             compare_threads(name, text, 1, 3)
+
+
+@pytest.mark.slow
+def test_ranks_in_bfloat16_err_at_most_as_the_parity_rule_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 2 times (gradients: 3 times) the error of one rank in bfloat16."""
+    monkeypatch.setattr(context_parallel, "_load_collective", COLLECTIVES.get)
+    for name in ("training recipe", "paper", "dense"):
+        for text in (Span.full(97), list_texts()[3]):
+            errors = measure_error_in_bfloat16(name, text, 3)
+            for what, factor in (("logits", 2), ("gradients", 3)):
+                shared, single = errors[what]
+                assert 1e-4 < shared <= factor * single, (name, text, what, shared, single)
 
 
 def test_gradients_in_bfloat16_are_summed_without_rounding_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
