@@ -77,8 +77,8 @@ def selected_blocks(monkeypatch):
     """Record the blocks that the kernels select in each call."""
     calls, original = [], launch.launch_selected_and_window
 
-    def record(*arguments, **options):
-        calls.append(original(*arguments, **options))
+    def record(*arguments):
+        calls.append(original(*arguments))
         return calls[-1]
 
     monkeypatch.setattr(launch, "launch_selected_and_window", record)
@@ -235,9 +235,7 @@ def select_topk(scores: torch.Tensor, lengths: torch.Tensor, nsa: NSAConfig) -> 
     q = torch.zeros(B, T, G, 16, device=scores.device)
     k = torch.zeros(B, n_blocks * nsa.l_sel, G, 16, device=scores.device)
     parts, rule = launch.allocate_parts(q, None, k, None, nsa.n_sel, 0), SelectionRule.from_config(nsa)
-    return launch.launch_selected_and_window(
-        q, k, k, None, None, None, scores, lengths, parts, nsa.l_sel, 0, rule, is_first=True
-    )
+    return launch.launch_selected_and_window(q, k, k, None, None, None, scores, lengths, parts, nsa.l_sel, 0, rule)
 
 
 def select_by_loops(importance: torch.Tensor, nsa: NSAConfig) -> list[int]:

@@ -127,9 +127,9 @@ def nsa_block_logsumexp(
     tile = tl.program_id(0) // (B * G)
     part, tile = tile // row_tiles, tile % row_tiles
     before = tl.load(lengths_ptr + b)
+    pdl_wait(USE_PDL)
     last_block = (before + T - 1) // L_SEL - LOCAL
     if (part * BLOCKS > last_block) | (not needs_scores(before + T - 1, L_SEL, N_SEL)):
-        pdl_wait(USE_PDL)
         return
     q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
     q, t, head, inside = load_queries(q_base, stride_qt, stride_qh, tile, T, HEADS, DK, DK_PAD, ROWS)
@@ -146,7 +146,6 @@ def nsa_block_logsumexp(
         STRIDE, STRIDE, STRIDES, STRIDES_AT_ONCE, DK, DK_PAD, ROWS, BLOCKS, BLOCK_MAX, FORMAT,
     )
     offsets = (((b * T + t) * G + g) * HEADS + head)[:, None] * n_blocks + j[None, :]
-    pdl_wait(USE_PDL)
     tl.store(logsumexp_ptr + offsets, logsumexp, mask=inside[:, None] & (j < n_blocks)[None, :])
 
 

@@ -79,7 +79,7 @@ def load_new_keys(
     """Load the new keys t [tokens, 1] at `columns` [1, columns], float32; zeros where a token is not new.
 
     With `history_base`, a ring of earlier keys, they are convolved with the key of the previous token. `stride_history`:
-    elements from one key of the ring to the next, and from the weights of the own key to those of the previous one.
+    elements from one key of the ring to the next, and from one row of the weights to the next.
     """
     mask = is_new & (columns < DK)
     x = tl.load(new_base + t.to(tl.int64) * stride_t + columns, mask=mask, other=0.0).to(tl.float32)

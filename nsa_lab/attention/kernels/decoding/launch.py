@@ -84,7 +84,7 @@ def _attend_cached(
 
     The scores of index_q over k_index select blocks, otherwise the scores of the compressed branch; or blocks are given.
     """
-    # All kernels that torch launches come before our first kernel: later ones may load before the previous one has ended.
+    # All kernels that torch launches come before our first kernel: later ones may start before the previous one has ended.
     q = q if q.stride(3) == 1 else q.contiguous()
     index_q = index_q if index_q is None or index_q.stride(3) == 1 else index_q.contiguous()
     parts = allocate_parts(q, v_cmp, v_sel, v_win, n_sel, w)
@@ -100,13 +100,10 @@ def _attend_cached(
             selection = SelectionScores(scores, parts.sums, parts.cmp_parts, l, d)
             block_scores = compute_importance(T, k_cmp.shape[2], selection, lengths, n_blocks, l_sel, rule)
     if has_competition and index_q is not None and k_index is not None:
-        block_scores = _score_blocks(
-            index_q, k_index, lengths, n_blocks, index_l, index_d, l_sel, rule, is_first=k_cmp is None
-        )
+        block_scores = _score_blocks(index_q, k_index, lengths, n_blocks, index_l, index_d, l_sel, rule)
     if k_sel is not None or k_win is not None:
-        is_first = k_cmp is None and block_scores is None  # no kernel has been launched here
         selected = launch_selected_and_window(
-            q, k_sel, v_sel, k_win, v_win, blocks, block_scores, lengths, parts, l_sel, w, rule, is_first=is_first
+            q, k_sel, v_sel, k_win, v_win, blocks, block_scores, lengths, parts, l_sel, w, rule
         )
         selected_blocks = selected_blocks if selected is None else selected
     return merge_parts(q, gates, parts), selected_blocks
@@ -144,13 +141,9 @@ def _(q: Tensor, gates: Tensor, lengths: Tensor, k_cmp: Tensor, v_cmp: Tensor, *
 
 
 def _score_blocks(
-    q: Tensor, keys: Tensor, lengths: Tensor, n_blocks: int, l: int, d: int, l_sel: int, rule: SelectionRule, *,
-    is_first: bool,
+    q: Tensor, keys: Tensor, lengths: Tensor, n_blocks: int, l: int, d: int, l_sel: int, rule: SelectionRule,
 ) -> Tensor:
-    """Return a score of each block for q [B, T, H, D] and keys [B, N, G, D] that are used only for selection.
-
-    `is_first`: the previous kernel may be the one that wrote the queries and keys.
-    """
+    """Return a score of each block for q [B, T, H, D] and keys [B, N, G, D] that are used only for selection."""
     T, G = q.shape[1], keys.shape[2]
     n_heads = q.shape[2] // G
     if keys.stride(2) == 0:  # one key for all groups: load it once
@@ -158,7 +151,7 @@ def _score_blocks(
     if l == d and (n_heads == 1 or not (rule.head_max or rule.block_max)):
         # The probability of a block is the sum over its keys, so the log-sum-exps of the blocks replace the scores of the
         # keys. The probabilities of a single head have the same denominator, which is not needed.
-        return compute_block_logsumexp(q, keys, lengths, n_blocks, d, l_sel, rule, n_heads, is_first=is_first)
+        return compute_block_logsumexp(q, keys, lengths, n_blocks, d, l_sel, rule, n_heads)
     decoded = keys[..., :1].expand(*keys.shape[:3], q.shape[3])  # has the shape of keys that are not stored in fewer bits
     parts, scores = allocate_parts(q, decoded, None, None, 0, 0), _allocate_scores(q, keys)
     # The output is not used, so no values are read.
@@ -363,13 +356,12 @@ def compute_importance(
 
 
 def compute_block_logsumexp(
-    q: Tensor, keys: Tensor, lengths: Tensor, n_blocks: int, d: int, l_sel: int, rule: SelectionRule, n_heads: int, *,
-    is_first: bool,
+    q: Tensor, keys: Tensor, lengths: Tensor, n_blocks: int, d: int, l_sel: int, rule: SelectionRule, n_heads: int,
 ) -> Tensor:
     """Return the indexer scores of `n_blocks` blocks, float32 [B, T, H, n_blocks].
 
-    q [B, T, H, D] has `n_heads` heads per group; keys [B, N, G or 1, .] cover d tokens each. `is_first`: as in
-    `_score_blocks`. The forced local blocks have no scores if there is one head per group.
+    q [B, T, H, D] has `n_heads` heads per group; keys [B, N, G or 1, .] cover d tokens each. With one head per group, the
+    forced local blocks have no scores.
     """
     B, T, H, Dk = q.shape
     G = keys.shape[2]
@@ -385,7 +377,7 @@ def compute_block_logsumexp(
         STRIDE=d, L_SEL=l_sel, N_SEL=rule.n_sel, LOCAL=rule.local_blocks if n_heads == 1 else 0, BLOCK_MAX=rule.block_max,
         STRIDES=l_sel // d, STRIDES_AT_ONCE=tile.strides, HEADS=H // G,
         DK=Dk, DK_PAD=padded_width(Dk), FORMAT=key_format, ROWS=rows, BLOCKS=tile.blocks,
-        num_warps=tile.warps, num_stages=tile.stages, **get_pdl_options(q.device, B * T, not is_first),
+        num_warps=tile.warps, num_stages=tile.stages, **get_pdl_options(q.device, B * T),
     )
     return logsumexp
 
@@ -393,13 +385,12 @@ def compute_block_logsumexp(
 def launch_selected_and_window(
     q: Tensor, k_sel: Tensor | None, v_sel: Tensor | None, k_win: Tensor | None, v_win: Tensor | None,
     given_blocks: Tensor | None, scores: Tensor | None, lengths: Tensor, parts: PartialOutputs, l_sel: int, w: int,
-    rule: SelectionRule, *, is_first: bool,
+    rule: SelectionRule,
 ) -> Tensor | None:
     """Fill the parts of the selected branch and of the window, or of the one that exists. Return the blocks selected here.
 
     `scores`: float32 [B, T, G, blocks] of all blocks, or of several heads per group [B, T, G * heads, blocks]: log-sum-exps
-    in units of log2. None: all blocks can be selected, or `given_blocks` are. `is_first`: the previous kernel may be the
-    one that wrote the queries.
+    in units of log2. None: all blocks can be selected, or `given_blocks` are.
     """
     B, T, H, Dk = q.shape
     # The kernel reads nothing of a branch without parts.
@@ -424,7 +415,7 @@ def launch_selected_and_window(
         SEL_PARTS=parts.sel_parts, PARTS=parts.sums.shape[3],
         DK=Dk, DV=Dv, DK_PAD=padded_width(Dk), DV_PAD=padded_width(Dv),
         ROWS=tile.rows, KEYS=min(tile.keys, padded_width(l_sel)),
-        **tile.compile_options(), **get_pdl_options(q.device, B * T, not is_first),
+        **tile.compile_options(), **get_pdl_options(q.device, B * T),
     )
     return blocks
 

@@ -8,8 +8,9 @@ memory may still be in use there.
 Rules
 * Every program calls `pdl_wait`, even if it has nothing to do. Only then may the next kernel start, so at most one earlier
   kernel is still running: all launches before that one have ended and their writes are visible.
-* Therefore a kernel may load before `pdl_wait` whatever the launch directly before it did not write. Inside
-  `cached_attention` this is known for all kernels except the first. In other places the caller states it by `can_prefetch`.
+* Therefore a kernel may load before `pdl_wait` whatever the launch directly before it did not write. The kernels of
+  `cached_attention` load only lengths and gates, which were written earlier. In other places the caller states it by
+  `can_prefetch`.
 """
 
 # Parameters of triton.jit functions have no Python types.

@@ -93,9 +93,9 @@ def nsa_selected_and_window(
     part, tile = tile // row_tiles, tile % row_tiles
     part, t = part // T, part % T
     position = tl.load(lengths_ptr + b) + t
+    pdl_wait(USE_PDL)
     q_base = q_ptr + b * stride_qb + t * stride_qt + g * HEADS * stride_qh
     q, _, head, inside = load_queries(q_base, stride_qt, stride_qh, tile, 1, HEADS, DK, DK_PAD, ROWS)
-    pdl_wait(USE_PDL)
     is_window = part < WIN_PARTS
     slot = tl.arange(0, N_SEL_PAD)
     blocks = tl.zeros([N_SEL_PAD], tl.int32)
