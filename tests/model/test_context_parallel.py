@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any, cast
 
 import pytest
 import torch
@@ -66,6 +68,27 @@ def test_ranks_in_bfloat16_err_at_most_as_the_parity_rule_allows(monkeypatch: py
 def test_gradients_in_bfloat16_are_summed_without_rounding_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context_parallel, "_load_collective", COLLECTIVES.get)
     run_threads(4, lambda group, rank: check_gradient_sum(group, rank, 4))
+
+
+def test_communication_overlaps_with_what_is_computed_before_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the forward pass, and in the backward pass of the same computation."""
+    log: list[str] = []
+
+    def load(name: str) -> Callable[..., torch.Tensor]:
+        def run(x: torch.Tensor, *_: object) -> torch.Tensor:
+            log.append(name)
+            return torch.cat([x, x]) if name == "all_gather" else x
+
+        return run
+
+    monkeypatch.setattr(context_parallel, "_load_collective", load)
+    own, other = (torch.ones(1, 4, 3, requires_grad=True) for _ in range(2))
+    pending = ContextShard(Span.full(8), 0, 2, cast(Any, object())).start_gather(2 * own)
+    computed = 2 * other
+    computed.register_hook(lambda gradient: log.append("computation"))
+    (pending.wait().sum() + computed.sum()).backward()
+    assert log == ["all_gather", "wait", "all_to_all", "computation", "wait"]
+    assert own.grad is not None and bool((own.grad == 4).all())
 
 
 def test_one_rank_computes_the_whole_text() -> None:
