@@ -418,7 +418,7 @@ def test_health_exit_code_and_first_failure(run_cli, tmp_path: Path) -> None:
     )
     result = run_cli("health", good)
     assert result.exit_code == 0
-    n_checks = len(CHECKS) - 1  # that of a teacher does not apply
+    n_checks = len(CHECKS) - 1  # without a teacher
     assert f"{good.name}: healthy: {n_checks} of {n_checks} checks passed\n" in result.out
     assert (
         result.out.startswith("Run of the configuration fake, which has no description.\nThis NSA model of ")

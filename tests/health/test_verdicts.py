@@ -331,7 +331,7 @@ def test_healthy_run_passes_all_checks(tmp_path: Path) -> None:
         write_checkpoint(run_dir, step)
     health = examine(run_dir)
     assert [v.name for v in health.verdicts if v.ok is not True] == []
-    n_checks = len(CHECKS) - 1  # that of a teacher does not apply
+    n_checks = len(CHECKS) - 1  # without a teacher
     assert len(health.verdicts) == n_checks
     assert health.headline == f"healthy: {n_checks} of {n_checks} checks passed"
 
