@@ -55,9 +55,10 @@ class RunConfig(Section):
         train, model = self.train, self.model
         if train.trainable == "indexer" and (not model.has_indexer or model.branches != ("sel",)):
             raise ValueError(
-                f"train.trainable = indexer: expected the selected branch and an indexer, got model.branches = "
-                f"{list(model.branches)} and model.indexer_block = {model.indexer_block}; set model.branches: [sel] and "
-                "model.indexer_block: 1, or train.trainable: all"
+                "train.trainable = indexer: expected the selected branch and an indexer, got model.attention = "
+                f"{model.attention}, model.branches = {list(model.branches)} and model.indexer_block = "
+                f"{model.indexer_block}; set model.attention: nsa, model.branches: [sel] and model.indexer_block: 1, or "
+                "train.trainable: all"
             )
         if train.teacher_weight and not (train.initial_weights and train.trainable == "all"):
             raise ValueError(

@@ -58,6 +58,11 @@ def describe_model(dense: PreTrainedConfig, nsa: NSAConfig = DEFAULT_NSA, **inde
     own: dict[str, Any] = {"mlp": "gated", "mlp_hidden": dense.intermediate_size, "rope_theta": rope["rope_theta"]}
     if rope.get("rope_type", "default") != "default":
         scaling = {key: value for key, value in rope.items() if key != "rope_theta" and value is not None}
+        if unknown := sorted(scaling.keys() - RopeScaling.model_fields.keys()):
+            raise ConfigError(
+                f"{dense.model_type}: NSATransformer has no rope_parameters.{unknown[0]} = {scaling[unknown[0]]}; use "
+                "nsa_lab.sparsify and transformers"
+            )
         own["rope_scaling"] = RopeScaling(**scaling)
     return describe_attention(dense, nsa, add_indexer_defaults(nsa, indexer), **own)
 

@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from nsa_lab.config import ConfigError
+from nsa_lab.config import ConfigError, UsageError
 from nsa_lab.config.errors import shorten
 from nsa_lab.config.optional_deps import require
 from nsa_lab.convert.settings import check_dense_config
@@ -29,12 +30,27 @@ def load_dense(source: str | Path, *, dtype: torch.dtype = torch.float32) -> Pre
     """
     load_dense_config(source)
     location = _locate(source)
-    model = _call(source, AutoModelForCausalLM.from_pretrained, *location, dtype=dtype)
+    load = AutoModelForCausalLM.from_pretrained
+    model, info = _call(source, load, *location, dtype=dtype, output_loading_info=True)
+    _check_complete(source, info)
     if getattr(model, "hf_quantizer", None) is not None and location[1]:
         # The weights are not quantized any more; transformers would refuse to save or train them.
         del model.config.quantization_config
         model.hf_quantizer, model.is_quantized = None, False
     return model.eval()
+
+
+def _check_complete(source: str | Path, info: Mapping[str, Any]) -> None:
+    """Raise ConfigError if weights were not loaded: transformers initializes them randomly, with a warning.
+
+    info: `loading_info` of transformers.
+    """
+    names = sorted([*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])])
+    if names:
+        raise ConfigError(
+            f"{source}: expected all weights of its configuration, got none, or one of another shape, for {names[0]}"
+            f"{f' and {len(names) - 1} others' if names[1:] else ''}; download or save the model again"
+        )
 
 
 def load_dense_config(source: str | Path) -> Any:
@@ -85,10 +101,10 @@ def _locate(source: str | Path) -> tuple[str, str | None]:
             raise ConfigError(f"{path}: no such file; give a GGUF file, a folder or an id of the Hugging Face Hub")
         require("gguf", "accelerate")
         return str(path.parent), path.name
-    if not path.is_dir() and str(source).count("/") != 1:
+    if not str(source).strip() or (not path.is_dir() and str(source).count("/") != 1):
         raise ConfigError(
-            f"{source}: no such folder; give a folder, a GGUF file, an id of the Hugging Face Hub (owner/name) or one of "
-            f"{', '.join(PACKAGES)}"
+            f"{str(source)!r}: no such folder; give a folder, a GGUF file, an id of the Hugging Face Hub (owner/name) or "
+            f"one of {', '.join(PACKAGES)}"
         )
     return str(source), None
 
@@ -105,12 +121,14 @@ def _find_in_package(name: str) -> Path:
 
 
 def _call(source: str | Path, load: Any, location: str, gguf_file: str | None, **options: Any) -> Any:
-    """Call a loader of transformers. Its errors for unreadable and unknown files become one line."""
+    """Call a loader of transformers. Its errors for unreadable, damaged and unknown files become one line."""
     if gguf_file is not None:
         options["gguf_file"] = gguf_file
     try:
         return load(location, **options)
-    except (OSError, ValueError, KeyError, NotImplementedError, RuntimeError) as error:
+    except UsageError:
+        raise
+    except Exception as error:  # its readers raise errors of any kind for a damaged file
         if gguf_file is not None and any(word in str(error) for word in ("GGMLQuantizationType", "Dequantization")):
             raise ConfigError(
                 f"{source}: expected quantization types that the package gguf reads, got another ({shorten(str(error))}); "

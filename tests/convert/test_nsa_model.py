@@ -60,6 +60,9 @@ def test_a_model_without_the_scaling_of_its_weights_is_refused() -> None:
     model = NSATransformer(describe_model(dense.config).model_copy(update={"rope_scaling": None}))
     with pytest.raises(ConfigError, match=r"model.rope_scaling = None: expected rope_type='yarn'"):
         copy_weights(dense, model)
+    unknown = {"rope_parameters": {**SCALED[1], "mscale": 0.7}}
+    with pytest.raises(ConfigError, match=r"NSATransformer has no rope_parameters\.mscale = 0\.7; use nsa_lab\.sparsify"):
+        describe_model(make_dense(**PLAIN | unknown).config)
     # The reverse extends the context.
     extended = describe_model(make_dense(**PLAIN).config).model_copy(update={"rope_scaling": model.config.rope_scaling})
     copy_weights(make_dense(**PLAIN), NSATransformer(extended))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import subprocess
 import sys
@@ -163,7 +164,11 @@ def test_calls_that_cannot_be_answered_are_refused() -> None:
 
 
 def test_sources_that_cannot_be_loaded_are_refused(tmp_path: Path) -> None:
-    for source, message in (("no-such-folder", "no such folder"), (tmp_path / "x.gguf", "no such file")):
+    for source, message in (
+        ("no-such-folder", "no such folder"),
+        ("", "'': no such folder"),
+        (tmp_path / "x.gguf", "no such file"),
+    ):
         with pytest.raises(ConfigError, match=message):
             load_dense(source)
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
@@ -172,6 +177,24 @@ def test_sources_that_cannot_be_loaded_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="transformers cannot load it"):
         load_dense(tmp_path)
+    folder = tmp_path / "dense"
+    make_dense().save_pretrained(folder)
+    weights, config = (folder / "model.safetensors").read_bytes(), (folder / "config.json").read_text()
+    for content in (b"", weights[:1000], weights[:-10], b"text" * 100):
+        (folder / "model.safetensors").write_bytes(content)
+        with pytest.raises(ConfigError, match="transformers cannot load it"):
+            load_dense(folder)
+    (folder / "model.safetensors").write_bytes(weights)
+    assert load_dense(folder)
+    for key, value, message in (
+        ("num_hidden_layers", 4, r"for model\.layers\.3\..* and \d+ others"),
+        ("num_attention_heads", 0, "cannot load it"),
+        ("hidden_size", "text", "cannot load it"),
+    ):
+        (folder / "config.json").write_text(json.dumps(json.loads(config) | {key: value}))
+        with pytest.raises(ConfigError, match=message) as caught:
+            load_dense(folder)
+        assert "\n" not in str(caught.value)
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
     with pytest.raises((ConfigError, MissingPackage)):
         load_dense(tmp_path / "bad.gguf")

@@ -81,8 +81,18 @@ def test_unknown_quantization_types_and_damaged_files_give_one_line(tmp_path: Pa
             load_dense(path)
         assert "\n" not in str(caught.value) and str(path) in str(caught.value)
     write_model(path)
-    for content in (path.read_bytes()[:1500], b"", b"text" * 100):
+    # Cut in the header, in the metadata, in the list of tensors, and in a tensor.
+    cuts = [path.read_bytes()[:length] for length in (6, 24, 100, 800, 1500)]
+    for content in (*cuts, b"", b"text" * 100):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match="transformers cannot load it") as caught:
             load_dense(path)
         assert "\n" not in str(caught.value)
+
+
+def test_a_missing_tensor_is_not_replaced_by_random_weights(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_model(path)
+    path.write_bytes(path.read_bytes().replace(b"blk.0.attn_output", b"blk.0.attn_outpux"))
+    with pytest.raises(ConfigError, match=r"for model\.layers\.0\.self_attn\.o_proj\.weight"):
+        load_dense(path)
