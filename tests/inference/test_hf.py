@@ -197,7 +197,10 @@ def test_packed_documents_equal_single_documents(model: hf.NSALabForCausalLM) ->
             "count up by one from token to token, without a step at padding",
         ),
         ({"position_ids": torch.tensor([[0, 1]])}, r"the shape of input_ids, \(1, 3\), got \(1, 2\)"),
-        *(({"num_items_in_batch": n}, rf"num_items_in_batch = {n}: expected .* at least 1") for n in (0, -3, math.nan)),
+        *(
+            ({"num_items_in_batch": n}, rf"num_items_in_batch = {n!r}: expected .* at least 1")
+            for n in (0, -3, math.nan, "3")
+        ),
         ({"num_items_in_batch": torch.tensor([0])}, r"num_items_in_batch = 0: expected .* at least 1"),
         ({"use_cache": "false"}, "use_cache = 'false': expected True, False or None"),
         ({"return_dict": "no"}, "return_dict = 'no': expected True, False or None"),

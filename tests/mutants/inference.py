@@ -238,8 +238,8 @@ MUTANTS = [
     Mutant(
         "transformers: a negative number of labels trains to a higher loss",
         "inference.hf.inputs",
-        "if not 0 < number < math.inf:",
-        "if number == 0:",
+        "(isinstance(number, Real) and 0 < number < math.inf)",
+        "number",
     ),
     Mutant(
         "transformers: the number of labels of all micro-batches is ignored",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 import torch
@@ -50,9 +51,9 @@ def check_item_count(value: Tensor | float | None) -> None:
     if value is None or torch.compiler.is_compiling():
         return
     number = value.sum().item() if isinstance(value, Tensor) else value
-    if not 0 < number < math.inf:
+    if not (isinstance(number, Real) and 0 < number < math.inf):
         raise ValueError(
-            f"num_items_in_batch = {number}: expected the number of labels in all micro-batches of the step, at least 1; "
+            f"num_items_in_batch = {number!r}: expected the number of labels in all micro-batches of the step, at least 1; "
             "omit it for a mean over the labels of this batch, and leave out batches in which every label is -100"
         )
 

@@ -60,6 +60,17 @@ class Outputs(NamedTuple):
     cache: NSALabCache | None
 
 
+def check_finite_weights(model: nn.Module, source: object) -> None:
+    """Raise ConfigError for weights that are NaN or infinite in a model that was loaded from `source`."""
+    for name, weight in model.named_parameters():
+        # On the meta device are weights that another rank will send; other dtypes are quantized.
+        is_plain = weight.dtype in SUPPORTED_DTYPES and not weight.is_meta
+        if is_plain and (problem := describe_nonfinite(name, weight)):
+            raise ConfigError(
+                f"{source}: {problem} in {weight.dtype}; save or export the model again, or load it with another dtype"
+            )
+
+
 class SavedModel(SavedWithImport):
     """Base of models that are saved as a folder. A class lists it before its class of `transformers`."""
 
@@ -68,15 +79,8 @@ class SavedModel(SavedWithImport):
         """Load a model as `transformers` does. Raises ConfigError for weights that are NaN or infinite."""
         parent: Any = super()
         loaded = parent.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        model: nn.Module = loaded[0] if isinstance(loaded, tuple) else loaded  # with `output_loading_info`
-        for name, weight in model.named_parameters():
-            # On the meta device are weights that another rank will send; other dtypes are quantized.
-            is_plain = weight.dtype in SUPPORTED_DTYPES and not weight.is_meta
-            if is_plain and (problem := describe_nonfinite(name, weight)):
-                raise ConfigError(
-                    f"{pretrained_model_name_or_path}: {problem} in {weight.dtype}; save or export the model again, or "
-                    "load it with another dtype"
-                )
+        # With `output_loading_info`, the model is the first of two results.
+        check_finite_weights(loaded[0] if isinstance(loaded, tuple) else loaded, pretrained_model_name_or_path)
         return loaded
 
 
