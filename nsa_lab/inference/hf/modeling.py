@@ -63,8 +63,8 @@ class Outputs(NamedTuple):
 def check_finite_weights(model: nn.Module, source: object) -> None:
     """Raise ConfigError for weights that are NaN or infinite in a model that was loaded from `source`."""
     for name, weight in model.named_parameters():
-        # On the meta device are weights that another rank will send; other dtypes are quantized.
-        is_plain = weight.dtype in SUPPORTED_DTYPES and not weight.is_meta
+        # On the meta device are weights that another rank will send; other types and dtypes are quantized or sharded.
+        is_plain = type(weight) is nn.Parameter and weight.dtype in SUPPORTED_DTYPES and not weight.is_meta
         if is_plain and (problem := describe_nonfinite(name, weight)):
             raise ConfigError(
                 f"{source}: {problem} in {weight.dtype}; save or export the model again, or load it with another dtype"
