@@ -122,6 +122,12 @@ CONVERT = [f"tests/convert/test_{name}.py" for name in ("sparsify", "training", 
 SUITES = {
     **{f"convert.{name}": CONVERT for name in ("forward_pass", "cache", "indexer", "models", "adapter", "settings")},
     "convert.nsa_model": ["tests/convert/test_nsa_model.py"],
+    "convert.sources": ["tests/convert/test_saved_models.py"],
+    "convert.run_settings": ["tests/convert/test_describe_source.py"],
+    "convert.export": ["tests/convert/test_conversion_run.py"],
+    "train.teacher": ["tests/train/test_teacher.py"],
+    "train.checkpoint_state": ["tests/train/test_teacher.py"],
+    "evaluate.conversion": ["tests/evaluate/test_conversion.py"],
     "attention.layout": [
         *attention_tests("padding", "replace_documents", "packed_compression", "layout", "dense_limit"),
         *MODEL,
@@ -286,7 +292,7 @@ OTHERS = {
     "train.estimate": ["tests/train/test_estimate.py"],
     "train.communication": ["tests/train/test_estimate.py"],
     "train.lr_schedule": ["tests/train/test_lr_schedule.py"],
-    "train.step": ["tests/train/test_step.py", *MASKED, *GRAPHS],
+    "train.step": ["tests/train/test_step.py", "tests/train/test_teacher.py", *MASKED, *GRAPHS],
     "train.cuda_graph": GRAPHS,
     "train.muon": ["tests/train/test_muon.py"],
     "runs.trajectory": [
