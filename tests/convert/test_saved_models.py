@@ -184,6 +184,12 @@ def test_sources_that_cannot_be_loaded_are_refused(tmp_path: Path) -> None:
         (folder / "model.safetensors").write_bytes(content)
         with pytest.raises(ConfigError, match="transformers cannot load it"):
             load_dense(folder)
+    spoiled = make_dense()
+    with torch.no_grad():
+        spoiled.lm_head.weight[0, 0] = math.nan
+    spoiled.save_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"lm_head\.weight: 1 of .* values are NaN or infinite in torch\.float32"):
+        load_dense(folder)
     (folder / "model.safetensors").write_bytes(weights)
     assert load_dense(folder)
     for key, value, message in (
