@@ -127,10 +127,13 @@ def test_decoding_splits_keys_within_its_limits() -> None:
     for blocks in (0, 300, 1024, 10**5):
         at_once = launch_table.topk_blocks(blocks)
         assert min(blocks, launch_table.TOPK_BLOCKS) <= at_once == padded_width(at_once)
-    for dtype, programs, blocks, strides in itertools.product(DTYPES, (1, 32), (1, 1024, 8192), (1, 4, 64)):
-        tile = launch_table.index_tile(dtype, 64, programs, blocks, strides)
-        assert all(size == padded_width(size) for size in tile[:3]) and tile.strides <= strides
-        assert tile.blocks * tile.strides * 64 * dtype.itemsize * tile.stages <= 96 * 1024
+    for dtype, programs, blocks, strides, width in itertools.product(
+        DTYPES, (1, 32), (1, 1024, 8192), (1, 4, 64), (16, 96, 256)
+    ):
+        tile = launch_table.index_tile(dtype, width, programs, blocks, strides)
+        assert all(size == padded_width(size) for size in tile[:4]) and tile.strides <= strides
+        assert tile.blocks % tile.blocks_at_once == 0
+        assert tile.blocks_at_once * tile.strides * padded_width(width) * dtype.itemsize * tile.stages <= 96 * 1024
     for n_sel in range(1, 65):
         at_once = launch_table.slots_at_once(n_sel)
         assert at_once <= launch_table.SLOTS_AT_ONCE and -(-n_sel // at_once) == -(-n_sel // launch_table.SLOTS_AT_ONCE)

@@ -33,7 +33,6 @@ from nsa_lab.attention.kernels.fast_launch import cache_launches
 from nsa_lab.attention.kernels.kernel_names import UNSPECIALIZED_ARGS
 from nsa_lab.attention.kernels.launch_utils import ceil_div, get_strides, make_rows_contiguous, padded_width
 from nsa_lab.attention.kernels.packed_tiles import COMPRESSED_ROW, count_tiles, find_document_of_tile, split_bounds
-from nsa_lab.attention.kernels.stored_keys import PLAIN, load_stored_rows
 from nsa_lab.attention.kernels.tiles import LOG2E, get_reversed_tile, load_at, load_rows
 from nsa_lab.config import NSAConfig
 
@@ -172,13 +171,11 @@ def compute_block_logsumexp(
     q, k_base, stride_kn, t, j0, N, scale_log2,
     L: tl.constexpr, STRIDE: tl.constexpr, STRIDES: tl.constexpr, STRIDES_AT_ONCE: tl.constexpr,
     DK: tl.constexpr, DK_PAD: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_MAX: tl.constexpr,
-    FORMAT: tl.constexpr,
 ):
     """Return log2(sum(exp(score))) over the compressed blocks of each selection block j0, j0 + 1, ...: [QUERIES, BLOCKS].
 
     For one head and non-overlapping compressed blocks. -inf if a query attends to none of them. Columns are ordered as in
     `_compute_importance`, with STRIDES_AT_ONCE strides of every selection block at a time. BLOCK_MAX: the maximum score.
-    FORMAT: how the keys are stored.
     """
     column = tl.arange(0, STRIDES_AT_ONCE * BLOCKS)
     columns = tl.arange(0, DK_PAD)
@@ -189,7 +186,7 @@ def compute_block_logsumexp(
         s = s0 + column // BLOCKS
         i = (j0 + column % BLOCKS) * STRIDES + s
         k_rows = tl.minimum(i, N - 1).to(tl.int64) * stride_kn
-        k = load_stored_rows(k_base, k_rows, columns, None, DK, DK_PAD, FORMAT, q.dtype)
+        k = load_rows(k_base, k_rows, columns, DK, DK_PAD)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         seen = (s < STRIDES)[None, :] & (i[None, :] * STRIDE + L - 1 <= t[:, None])
         scores = tl.reshape(tl.where(seen, scores, float("-inf")), [QUERIES, STRIDES_AT_ONCE, BLOCKS])
@@ -197,6 +194,12 @@ def compute_block_logsumexp(
         if not BLOCK_MAX:
             total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(scores - new_peak[:, None, :]), 1)
         peak = new_peak
+    return finish_block_logsumexp(peak, total, BLOCK_MAX)
+
+
+@triton.jit
+def finish_block_logsumexp(peak, total, BLOCK_MAX: tl.constexpr):
+    """Return log2(total) + peak, or the peak with BLOCK_MAX; -inf for a block without keys."""
     if BLOCK_MAX:
         result = tl.where(peak > -3.0e38, peak, float("-inf"))
     else:
@@ -315,7 +318,7 @@ def nsa_block_topk(
             if lse_ptr is None:
                 score = compute_block_logsumexp(
                     q_tile, k_base, stride_kn, t, j0, N, scale_log2,
-                    L, STRIDE, STRIDES, STRIDES_PAD, DK, DK_PAD, QUERIES, BLOCKS, BLOCK_MAX, PLAIN,
+                    L, STRIDE, STRIDES, STRIDES_PAD, DK, DK_PAD, QUERIES, BLOCKS, BLOCK_MAX,
                 )
             else:
                 lse_base = lse_ptr + (b * T * G + g) * HEADS

@@ -288,7 +288,7 @@ MERGE_ELEMENTS, MERGE_WARPS = 4096, 2
 IMPORTANCE_ELEMENTS, IMPORTANCE_BLOCKS = 4096, 64
 TOPK_BLOCKS = 2048
 INDEX_BLOCKS = 32
-"""Selection blocks of a program that scores index keys. With 8, the sum over a block would cross warps."""
+"""Maximum number of selection blocks of a program that scores index keys."""
 MAX_PDL_TOKENS = 4
 """Maximum number of new tokens for programmatic dependent launch. For 32 sequences it makes a step slower."""
 APPEND_WARPS = 1  # a row has at most 256 elements
@@ -344,26 +344,36 @@ def topk_blocks(n_blocks: int) -> int:
 
 
 class IndexTile(NamedTuple):
-    """Tile of the kernel that scores index keys: selection blocks of a program, and their keys that are scored at once."""
+    """Tile of the kernel that scores index keys.
+
+    `blocks`: selection blocks of a program; `blocks_at_once`, `strides`: blocks, and index keys of each, that are scored at
+    once.
+    """
 
     blocks: int
+    blocks_at_once: int
     strides: int
     warps: int
     stages: int
 
 
+def index_rows(rows: int) -> int:
+    """Return the queries of a tile that scores index keys, for `rows` existing ones. A tensor-core product needs 8."""
+    return min(max(padded_width(rows), 8), DECODING_ROWS)
+
+
 def index_tile(dtype: torch.dtype, width: int, n_programs: int, n_blocks: int, strides: int) -> IndexTile:
     """Return the tile for selection blocks of `strides` index keys.
 
-    `n_programs`: programs before the blocks are divided among several of them. If they are too few to fill the GPU, a
-    program has few blocks and loads all of its keys at once.
+    `n_programs`: programs before the blocks are divided among several of them.
     """
-    at_once = min(padded_width(strides), block_topk_strides(dtype, width))
-    if dtype == torch.float32 or width > MAX_TIMED_WIDTH:
-        return IndexTile(16, at_once, 4, 1)
-    if n_programs * ceil_div(n_blocks, INDEX_BLOCKS) >= DECODING_PROGRAMS:
-        return IndexTile(INDEX_BLOCKS, at_once, 4, 3)
-    return IndexTile(8, min(padded_width(strides), 4096 // padded_width(width)), 8, 1)
+    keys = 64 if dtype == torch.float32 else min(2**14 // padded_width(width), 256)
+    at_once = min(padded_width(strides), 64)
+    blocks_at_once = keys // at_once
+    blocks = max(INDEX_BLOCKS, blocks_at_once)
+    while blocks > blocks_at_once and n_programs * ceil_div(n_blocks, blocks) < DECODING_PROGRAMS:
+        blocks //= 2
+    return IndexTile(blocks, blocks_at_once, at_once, 4, 1 if dtype == torch.float32 else 3)
 
 
 def decoding_tile(dtype: torch.dtype, width: int, rows: int, device: torch.device) -> Tile:

@@ -11,6 +11,7 @@ subnormal.
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import triton
@@ -18,12 +19,17 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_lab.attention import key_storage
-from nsa_lab.attention.kernels.tiles import load_rows, load_rows_masked
+from nsa_lab.attention.kernels.tiles import load_rows_masked
 from nsa_lab.config.model_config import MXFP4_BLOCK
 
 PLAIN, FP8, MXFP4, HARDWARE_FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 NAN_SCALE = tl.constexpr(key_storage.NAN_SCALE)
 SCALED_CHANNELS = tl.constexpr(MXFP4_BLOCK)
+
+
+def get_mxfp4_chunk(width: int) -> int:
+    """Return the number of channels of half a key of `width` channels that have the same scale, for `load_mxfp4_halves`."""
+    return math.gcd(width // 2, MXFP4_BLOCK)
 
 
 def get_format(keys: Tensor) -> tuple[Tensor, int]:
@@ -51,49 +57,70 @@ def load_stored_rows(
 ):
     """Return keys at `offsets` elements from `base`, in `dtype`; columns from WIDTH on are zero.
 
-    inside: rows that exist, the others are zero; None: all exist.
+    Rows that are not `inside` are not read and are zero.
     """
     if FORMAT == MXFP4:
         HALF: tl.constexpr = WIDTH // 2
-        mask = (columns < WIDTH)[None, :]
-        if inside is not None:
-            mask = mask & inside[:, None]
+        mask = (columns < WIDTH)[None, :] & inside[:, None]
         rows = base + offsets[:, None]
         code = tl.load(rows + (columns % HALF)[None, :], mask=mask, other=0).to(tl.int32)
-        code = (code >> tl.where(columns >= HALF, 4, 0)[None, :]) & 15
-        value = from_float16_bits(((code & 7) << 9) | ((code & 8) << 12)) * 16384.0
-        scale = tl.load(rows + HALF + (columns // SCALED_CHANNELS)[None, :], mask=mask, other=0).to(tl.int32)
-        factor = (scale << 23).to(tl.float32, bitcast=True)
-        keys = (value * tl.where(scale == NAN_SCALE, float("nan"), factor)).to(dtype)
+        value = decode_low_nibble(code >> tl.where(columns >= HALF, 4, 0)[None, :]).to(tl.float32)
+        scale = tl.load(rows + HALF + (columns // SCALED_CHANNELS)[None, :], mask=mask, other=0)
+        keys = (value * decode_scale(scale)).to(dtype)
     else:
-        if inside is None:
-            keys = load_rows(base, offsets, columns, WIDTH, STOP)
-        else:
-            keys = load_rows_masked(base, offsets, columns, inside, WIDTH, STOP)
+        keys = load_rows_masked(base, offsets, columns, inside, WIDTH, STOP)
         if FORMAT == HARDWARE_FP8:
             keys = keys.to(tl.float8e4nv, bitcast=True).to(dtype)
         elif FORMAT == FP8:
             code = keys.to(tl.int32)
-            value = from_float16_bits(((code & 127) << 7) | ((code & 128) << 8)) * 256.0
+            value = from_float16_bits(((code & 127) << 7) | ((code & 128) << 8)).to(tl.float32) * 256.0
             keys = tl.where((code & 127) == 127, float("nan"), value).to(dtype)
     return keys
 
 
 @triton.jit
-def scale_to_float16(q):
-    """Return q [ROWS, D] times a power of two per row, in float16, and the inverse of these factors, float32 [ROWS].
+def load_mxfp4_halves(base, offsets, first_byte, inside, HALF: tl.constexpr, CHUNK: tl.constexpr, CHUNK_PAD: tl.constexpr):
+    """Return CHUNK channels of the first and of the second half of MXFP4 keys from `first_byte` on, not yet multiplied by
+    the scale of each key, float16 [keys, CHUNK_PAD]; and these scales, float32 [keys].
 
-    Codes of fp8 are exact in float16, and their conversion takes half as many instructions as to bfloat16. The factor moves
-    the largest magnitude of a row to 2 ** 14, so bfloat16 values from 2 ** -28 of it on are exact.
+    HALF: half of the channels. A chunk of either half has a single scale per key.
+    """
+    byte = tl.arange(0, CHUNK_PAD)
+    mask = (byte < CHUNK)[None, :] & inside[:, None]
+    rows = base + offsets
+    code = tl.load(rows[:, None] + (first_byte + byte)[None, :], mask=mask, other=0).to(tl.int32)
+    low_scale = tl.load(rows + HALF + first_byte // SCALED_CHANNELS, mask=inside, other=0)
+    high_scale = tl.load(rows + HALF + (HALF + first_byte) // SCALED_CHANNELS, mask=inside, other=0)
+    return decode_low_nibble(code), decode_low_nibble(code >> 4), decode_scale(low_scale), decode_scale(high_scale)
+
+
+@triton.jit
+def decode_low_nibble(code):
+    """Return the e2m1 value in the low four bits of int32 codes, divided by 2 ** 14, which is exact in float16."""
+    return from_float16_bits(((code & 7) << 9) | ((code & 8) << 12))
+
+
+@triton.jit
+def decode_scale(scale):
+    """Return 2 ** 14 times the factor of a stored scale, uint8, for values of `decode_low_nibble`; float32."""
+    scale = scale.to(tl.int32)
+    return tl.where(scale == NAN_SCALE, float("nan"), (scale << 23).to(tl.float32, bitcast=True)) * 16384.0
+
+
+@triton.jit
+def get_float16_factor(q):
+    """Return a power of two per column of q [D, ROWS], float32: times it, the largest magnitude of the column is 2 ** 14.
+
+    Codes of fp8 and MXFP4 are exact in float16, and their conversion takes fewer instructions than to bfloat16. With this
+    factor, bfloat16 queries from 2 ** -28 of the largest magnitude on are exact in float16, too.
     """
     bits = q.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    exponent = tl.maximum(tl.max(bits, 1) >> 23, 15)
-    factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
-    return (q.to(tl.float32) * factor[:, None]).to(tl.float16), ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    exponent = tl.maximum(tl.max(bits, 0) >> 23, 15)
+    return ((268 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def from_float16_bits(bits):
-    """Return the float16 of these bits, int32, as a float32."""
-    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    """Return the float16 of these bits, int32."""
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True)
 # fmt: on

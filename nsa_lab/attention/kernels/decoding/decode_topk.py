@@ -22,14 +22,20 @@ from nsa_lab.attention.kernels.block_topk import (
     MIN_SCORE,
     NO_BLOCK,
     add_forced_blocks,
-    compute_block_logsumexp,
+    finish_block_logsumexp,
     to_ordered_bits,
 )
-from nsa_lab.attention.kernels.decoding.kv_tiles import NO_PEAK, load_queries, load_sums
+from nsa_lab.attention.kernels.decoding.kv_tiles import NO_PEAK, load_sums
 from nsa_lab.attention.kernels.decoding.pdl import pdl_wait
 from nsa_lab.attention.kernels.fast_launch import cache_launches
 from nsa_lab.attention.kernels.kernel_names import UNSPECIALIZED_ARGS
-from nsa_lab.attention.kernels.stored_keys import FP8, HARDWARE_FP8, scale_to_float16
+from nsa_lab.attention.kernels.stored_keys import (
+    MXFP4,
+    PLAIN,
+    get_float16_factor,
+    load_mxfp4_halves,
+    load_stored_rows,
+)
 from nsa_lab.attention.kernels.tiles import get_batch_and_group
 
 EMPTY_KEY = tl.constexpr(-(2**63))
@@ -107,6 +113,19 @@ def nsa_block_importance(
     tl.store(importance_ptr + row * n_blocks + j, importance, mask=j < n_blocks)
 
 
+@triton.jit
+def load_query_chunk(
+    q_rows, inside, factor, first, CHUNK: tl.constexpr, CHUNK_PAD: tl.constexpr, TO_FLOAT16: tl.constexpr
+):
+    """Load CHUNK channels of the queries from `first` on, [CHUNK_PAD, ROWS]; times `factor` in float16 with TO_FLOAT16."""
+    channels = tl.arange(0, CHUNK_PAD)
+    mask = inside[None, :] & (channels < CHUNK)[:, None]
+    q = tl.load(q_rows[None, :] + first + channels[:, None], mask=mask, other=0.0)
+    if TO_FLOAT16:
+        q = (q.to(tl.float32) * factor[None, :]).to(tl.float16)
+    return q
+
+
 @cache_launches
 @triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def nsa_block_logsumexp(
@@ -114,14 +133,16 @@ def nsa_block_logsumexp(
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg,
     T, N, B, G, row_tiles, n_blocks, scale_log2,
     STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, LOCAL: tl.constexpr, BLOCK_MAX: tl.constexpr,
-    STRIDES: tl.constexpr, STRIDES_AT_ONCE: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr,
-    FORMAT: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, USE_PDL: tl.constexpr,
+    STRIDES: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr, FORMAT: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNK_PAD: tl.constexpr, ROW_BYTES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_AT_ONCE: tl.constexpr, STRIDES_AT_ONCE: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """Compute the indexer score of BLOCKS blocks: the log2 of sum(exp(score)) over the index keys of a block.
 
     BLOCK_MAX: the maximum score instead. The HEADS heads of a group share its keys, and each has its own scores. Stores
-    float32 [B, T, G HEADS, n_blocks]. The keys of a block are adjacent. The
-    probabilities of a single head have the same denominator, so these scores give the same order (block_topk.py).
+    float32 [B, T, G HEADS, n_blocks]. The keys of a block are adjacent. The probabilities of a single head have the same
+    denominator, so these scores give the same order (block_topk.py).
     """
     b, g = get_batch_and_group(B, G)
     tile = tl.program_id(0) // (B * G)
@@ -129,24 +150,68 @@ def nsa_block_logsumexp(
     before = tl.load(lengths_ptr + b)
     pdl_wait(USE_PDL)
     last_block = (before + T - 1) // L_SEL - LOCAL
-    if (part * BLOCKS > last_block) | (not needs_scores(before + T - 1, L_SEL, N_SEL)):
+    first_block = part * BLOCKS
+    if (first_block > last_block) | (not needs_scores(before + T - 1, L_SEL, N_SEL)):
         return
-    q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
-    q, t, head, inside = load_queries(q_base, stride_qt, stride_qh, tile, T, HEADS, DK, DK_PAD, ROWS)
-    j = part * BLOCKS + tl.arange(0, BLOCKS)
-    row_scale = scale_log2
-    if (FORMAT == FP8) | (FORMAT == HARDWARE_FP8):
-        if q.dtype != tl.float32:
-            q, inverse = scale_to_float16(q)
-            row_scale = scale_log2 * inverse[:, None]
+    if FORMAT == MXFP4:  # tell the compiler by what the strides are divisible
+        stride_kb, stride_kg = stride_kb // ROW_BYTES * ROW_BYTES, stride_kg // ROW_BYTES * ROW_BYTES
+        stride_kn = stride_kn // ROW_BYTES * ROW_BYTES
+    row = tile * ROWS + tl.arange(0, ROWS)
+    inside = row < T * HEADS
     # Padding rows use the position of the last row: past it, the cache may be uninitialized.
-    position = before + tl.minimum(t, T - 1)
-    logsumexp = compute_block_logsumexp(
-        q, k_ptr + b * stride_kb + g * stride_kg, stride_kn, position, part * BLOCKS, N, row_scale,
-        STRIDE, STRIDE, STRIDES, STRIDES_AT_ONCE, DK, DK_PAD, ROWS, BLOCKS, BLOCK_MAX, FORMAT,
-    )
-    offsets = (((b * T + t) * G + g) * HEADS + head)[:, None] * n_blocks + j[None, :]
-    tl.store(logsumexp_ptr + offsets, logsumexp, mask=inside[:, None] & (j < n_blocks)[None, :])
+    t, head = tl.minimum(row // HEADS, T - 1), row % HEADS
+    position = before + t
+    q_rows = q_ptr + b * stride_qb + g * HEADS * stride_qh + t.to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
+    channels = tl.arange(0, DK_PAD)
+    q = tl.load(q_rows[None, :] + channels[:, None], mask=inside[None, :] & (channels < DK)[:, None], other=0.0)
+    scale = tl.full([ROWS], 1.0, tl.float32) * scale_log2
+    factor = tl.full([ROWS], 1.0, tl.float32)
+    TO_FLOAT16: tl.constexpr = FORMAT != PLAIN and q.dtype != tl.float32  # pyright: ignore[reportAssignmentType]
+    if TO_FLOAT16:
+        factor = get_float16_factor(q)
+        q = (q.to(tl.float32) * factor[None, :]).to(tl.float16)
+        scale /= factor
+    # The rows of a product that a warp computes, 16 adjacent ones, are keys of the same blocks: sums do not cross warps.
+    ADJACENT: tl.constexpr = STRIDES_AT_ONCE if STRIDES_AT_ONCE < 16 else 16
+    key = tl.arange(0, BLOCKS_AT_ONCE * STRIDES_AT_ONCE)
+    block_of_key = key // ADJACENT % BLOCKS_AT_ONCE
+    stride_of_key = key // (ADJACENT * BLOCKS_AT_ONCE) * ADJACENT + key % ADJACENT
+    k_base = k_ptr + b * stride_kb + g * stride_kg
+    for j0 in range(first_block, tl.minimum(first_block + BLOCKS, last_block + 1), BLOCKS_AT_ONCE):
+        # Each block has a separate peak: relative to the peak of another block, its sum could underflow.
+        peak = tl.full([BLOCKS_AT_ONCE, ROWS], NO_PEAK, tl.float32)
+        total = tl.zeros([BLOCKS_AT_ONCE, ROWS], tl.float32)
+        for s0 in range(0, STRIDES, STRIDES_AT_ONCE):
+            s = s0 + stride_of_key
+            i = (j0 + block_of_key) * STRIDES + s
+            k_rows = i.to(tl.int64) * stride_kn
+            exists = i < N
+            if FORMAT == MXFP4:
+                scores = tl.zeros([BLOCKS_AT_ONCE * STRIDES_AT_ONCE, ROWS], tl.float32)
+                for chunk in tl.static_range(DK // 2 // CHUNK):
+                    low, high, low_scale, high_scale = load_mxfp4_halves(
+                        k_base, k_rows, chunk * CHUNK, exists, DK // 2, CHUNK, CHUNK_PAD
+                    )
+                    low_q = load_query_chunk(q_rows, inside, factor, chunk * CHUNK, CHUNK, CHUNK_PAD, TO_FLOAT16)
+                    high_q = load_query_chunk(q_rows, inside, factor, DK // 2 + chunk * CHUNK, CHUNK, CHUNK_PAD, TO_FLOAT16)
+                    scores += tl.dot(low.to(low_q.dtype), low_q, input_precision="ieee") * low_scale[:, None]
+                    scores += tl.dot(high.to(high_q.dtype), high_q, input_precision="ieee") * high_scale[:, None]
+            else:
+                k = load_stored_rows(k_base, k_rows, channels, exists, DK, DK_PAD, FORMAT, q.dtype)
+                scores = tl.dot(k, q, input_precision="ieee")
+            seen = (s < STRIDES)[:, None] & (i[:, None] * STRIDE + STRIDE - 1 <= position[None, :])
+            # Axis 0 is in the registers of a thread, axis 2 in the threads of a warp.
+            scores = tl.where(seen, scores, float("-inf"))
+            scores = tl.reshape(scores, [STRIDES_AT_ONCE // ADJACENT, BLOCKS_AT_ONCE, ADJACENT, ROWS])
+            new_peak = tl.maximum(peak, tl.max(tl.max(scores, 0), 1) * scale[None, :])
+            if not BLOCK_MAX:
+                p = tl.exp2(scores * scale[None, None, None, :] - new_peak[None, :, None, :])
+                total = total * tl.exp2(peak - new_peak) + tl.sum(tl.sum(p, 0), 1)
+            peak = new_peak
+        j = j0 + tl.arange(0, BLOCKS_AT_ONCE)
+        offsets = (((b * T + t) * G + g) * HEADS + head)[None, :] * n_blocks + j[:, None]
+        result = finish_block_logsumexp(peak, total, BLOCK_MAX)
+        tl.store(logsumexp_ptr + offsets, result, mask=inside[None, :] & (j < n_blocks)[:, None])
 
 
 @triton.jit

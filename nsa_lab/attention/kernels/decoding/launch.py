@@ -8,6 +8,7 @@ without a compressed branch; one kernel computes linear layers.
 # pyright: reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from nsa_lab.attention.kernels.decoding.split_kv_attention import (
 from nsa_lab.attention.kernels.kernel_names import LOG2E
 from nsa_lab.attention.kernels.launch_table import Tile
 from nsa_lab.attention.kernels.launch_utils import ceil_div, get_strides, padded_width
-from nsa_lab.attention.kernels.stored_keys import get_format, get_load_format
+from nsa_lab.attention.kernels.stored_keys import get_format, get_load_format, get_mxfp4_chunk
 from nsa_lab.attention.layer_cache import CacheWriteBuffers, PoolWeights
 
 _KEYS_AND_VALUES = ", ".join(f"Tensor {kind}_{branch}" for branch in ("cmp", "sel", "win") for kind in "kv")
@@ -365,18 +366,20 @@ def compute_block_logsumexp(
     """
     B, T, H, Dk = q.shape
     G = keys.shape[2]
-    rows = _get_tile(q, G, Dk, T).rows
+    rows = launch_table.index_rows(T * (H // G))
     row_tiles = ceil_div(T * (H // G), rows)
     tile = launch_table.index_tile(q.dtype, Dk, B * G * row_tiles, n_blocks, l_sel // d)
     logsumexp = q.new_empty(B, T, H, n_blocks, dtype=torch.float32)
     keys, key_format = get_load_format(keys)
+    chunk = get_mxfp4_chunk(Dk)
     nsa_block_logsumexp[(B * G * row_tiles * ceil_div(n_blocks, tile.blocks),)](
         q, keys, lengths, logsumexp,
         *get_strides(q, keys),
         T, keys.shape[1], B, G, row_tiles, n_blocks, Dk**-0.5 * LOG2E,
         STRIDE=d, L_SEL=l_sel, N_SEL=rule.n_sel, LOCAL=rule.local_blocks if n_heads == 1 else 0, BLOCK_MAX=rule.block_max,
-        STRIDES=l_sel // d, STRIDES_AT_ONCE=tile.strides, HEADS=H // G,
-        DK=Dk, DK_PAD=padded_width(Dk), FORMAT=key_format, ROWS=rows, BLOCKS=tile.blocks,
+        STRIDES=l_sel // d, HEADS=H // G, DK=Dk, DK_PAD=padded_width(Dk), FORMAT=key_format,
+        CHUNK=chunk, CHUNK_PAD=max(padded_width(chunk), 16), ROW_BYTES=math.gcd(16, *get_strides(keys)),
+        ROWS=rows, BLOCKS=tile.blocks, BLOCKS_AT_ONCE=tile.blocks_at_once, STRIDES_AT_ONCE=tile.strides,
         num_warps=tile.warps, num_stages=tile.stages, **get_pdl_options(q.device, B * T),
     )
     return logsumexp
