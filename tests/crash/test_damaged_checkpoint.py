@@ -243,6 +243,16 @@ def test_signed_but_bad_files_cost_one_checkpoint(
 
 
 @pytest.mark.slow
+def test_frozen_weights_need_no_moments(trained_run: Path, tmp_path: Path) -> None:
+    checkpoint = shutil.copytree(trained_run, tmp_path / "run") / "checkpoints/step-00000006"
+    edit_moments(lambda every, _: every.clear())(checkpoint)
+    assert checkpoint_content.find_problems(checkpoint)
+    trajectory = json.loads((checkpoint / STATE).read_text())["trajectory"]
+    edit_state(trajectory={**trajectory, "train.trainable": "indexer"})(checkpoint)
+    assert not checkpoint_content.find_problems(checkpoint), "the model has no indexer"
+
+
+@pytest.mark.slow
 def test_sharded_values_that_are_missing_or_not_finite_are_found(trained_run: Path, tmp_path: Path) -> None:
     source = trained_run / "checkpoints/step-00000006"
     assert checkpoint_content.find_problems(convert_checkpoint(source, tmp_path / "whole", "sharded")) == []

@@ -271,6 +271,24 @@ MUTANTS = [
         "for first in range(0, min(n_values, CHUNK_VALUES), CHUNK_VALUES):",
     ),
     Mutant(
+        "content: weights without moments start with new ones",
+        "train.checkpoint_content",
+        "missing = sorted(trained - names)",
+        "missing = sorted(trained) if not names else []",
+    ),
+    Mutant(
+        "content: moments of frozen weights are expected",
+        "train.checkpoint_content",
+        'if trainable == "all" or is_indexer_weight(name)',
+        "",
+    ),
+    Mutant(
+        "health: only the first tensor of sharded weights is read",
+        "health.step_accounting",
+        "return next(filter(None, problems), None)",
+        "return next(problems)",
+    ),
+    Mutant(
         "checkpoint: a second moment may be negative",
         "train.checkpoint_content",
         '("exp_avg_sq", "step")',

@@ -113,6 +113,7 @@ DAMAGED = cases(
     "a_flipped_byte_in_any_file_costs_one_checkpoint_and_no_accuracy",
     "with_no_valid_checkpoint_left_the_run_halts_and_is_not_started_over",
     "signed_but_bad_files_cost_one_checkpoint",
+    "frozen_weights_need_no_moments",
     "odd_files_among_the_checkpoints_block_no_save",
     "checkpoints_that_are_a_file_halt_the_run_with_a_line",
     "many_files_of_a_manifest_start_few_threads",
@@ -202,11 +203,11 @@ OTHERS = {
         *SHARDS,
     ],
     **{
-        f"health.{part}": [f"tests/health/test_{name}.py" for name in ("stage_verdicts", "verdicts", "edited_records")]
-        for part in (
-            "step_accounting",
-            "verdict",
-        )
+        f"health.{part}": [
+            *(f"tests/health/test_{name}.py" for name in ("stage_verdicts", "verdicts", "edited_records")),
+            "tests/runs/test_finite_weights.py",
+        ]
+        for part in ("step_accounting", "verdict")
     },
     **{
         f"health.{part}": [

@@ -57,7 +57,8 @@ def test_health_reads_sharded_weights(tmp_path: Path) -> None:
 
     write_shards(checkpoint, {"weights": {"head.weight": torch.tensor([1.0, 2.0])}})
     assert read()[0]
-    write_shards(checkpoint, {"weights": {"head.weight": torch.tensor([1.0, math.nan])}})
+    weights = {"a": torch.ones(3), "head.weight": torch.tensor([1.0, math.nan])}
+    write_shards(checkpoint, {"weights": weights, "moments": {"a": torch.full((3,), math.nan)}})
     assert read() == (False, "step 200: head.weight: 1 of 2 values are NaN or infinite")
     (checkpoint / ".metadata").write_bytes(b"no index")
     sign(checkpoint)
