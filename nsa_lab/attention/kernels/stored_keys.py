@@ -79,19 +79,39 @@ def load_stored_rows(
 
 
 @triton.jit
-def load_mxfp4_halves(base, offsets, first_byte, inside, HALF: tl.constexpr, CHUNK: tl.constexpr, CHUNK_PAD: tl.constexpr):
-    """Return CHUNK channels of the first and of the second half of MXFP4 keys from `first_byte` on, not yet multiplied by
-    the scale of each key, float16 [keys, CHUNK_PAD]; and these scales, float32 [keys].
+def load_mxfp4_halves(
+    base, offsets, first_byte, inside, HALF: tl.constexpr, CHUNK: tl.constexpr, CHUNK_PAD: tl.constexpr,
+    HAS_WORDS: tl.constexpr,
+):
+    """Return CHUNK channels of the first and of the second half of MXFP4 keys from `first_byte` on, float16
+    [keys, CHUNK_PAD], and their factors, float32 [keys].
 
-    HALF: half of the channels. A chunk of either half has a single scale per key.
+    HALF: half of the channels. A chunk of either half has a single factor per key. HAS_WORDS: addresses are even, and CHUNK
+    is CHUNK_PAD; then two bytes are loaded and decoded together.
     """
-    byte = tl.arange(0, CHUNK_PAD)
-    mask = (byte < CHUNK)[None, :] & inside[:, None]
     rows = base + offsets
-    code = tl.load(rows[:, None] + (first_byte + byte)[None, :], mask=mask, other=0).to(tl.int32)
+    if HAS_WORDS:
+        word_rows = (rows + first_byte).to(tl.pointer_type(tl.uint16), bitcast=True)
+        words = tl.load(word_rows[:, None] + tl.arange(0, CHUNK_PAD // 2)[None, :], mask=inside[:, None], other=0)
+        spread = words.to(tl.int32)
+        spread = (spread | (spread << 8)) & 0x00FF00FF
+        low = split_float16(((spread & 0x00070007) << 9) | ((spread & 0x00080008) << 12))
+        high = split_float16(((spread & 0x00700070) << 5) | ((spread & 0x00800080) << 8))
+    else:
+        byte = tl.arange(0, CHUNK_PAD)
+        mask = (byte < CHUNK)[None, :] & inside[:, None]
+        code = tl.load(rows[:, None] + (first_byte + byte)[None, :], mask=mask, other=0).to(tl.int32)
+        low, high = decode_low_nibble(code), decode_low_nibble(code >> 4)
     low_scale = tl.load(rows + HALF + first_byte // SCALED_CHANNELS, mask=inside, other=0)
     high_scale = tl.load(rows + HALF + (HALF + first_byte) // SCALED_CHANNELS, mask=inside, other=0)
-    return decode_low_nibble(code), decode_low_nibble(code >> 4), decode_scale(low_scale), decode_scale(high_scale)
+    return low, high, decode_scale(low_scale), decode_scale(high_scale)
+
+
+@triton.jit
+def split_float16(bits):
+    """Return the two float16 values in each int32 of `bits` [keys, words] as adjacent columns."""
+    halves = tl.join(from_float16_bits(bits & 0xFFFF), from_float16_bits((bits >> 16) & 0xFFFF))
+    return tl.reshape(halves, [bits.shape[0], 2 * bits.shape[1]])
 
 
 @triton.jit

@@ -130,11 +130,11 @@ def load_query_chunk(
 @triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def nsa_block_logsumexp(
     q_ptr, k_ptr, lengths_ptr, logsumexp_ptr,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kg,
     T, N, B, G, row_tiles, n_blocks, scale_log2,
-    STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, LOCAL: tl.constexpr, BLOCK_MAX: tl.constexpr,
-    STRIDES: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr, FORMAT: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNK_PAD: tl.constexpr, ROW_BYTES: tl.constexpr,
+    STRIDE_KN: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, LOCAL: tl.constexpr,
+    BLOCK_MAX: tl.constexpr, STRIDES: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr,
+    FORMAT: tl.constexpr, CHUNK: tl.constexpr, CHUNK_PAD: tl.constexpr, ROW_BYTES: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_AT_ONCE: tl.constexpr, STRIDES_AT_ONCE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -155,7 +155,6 @@ def nsa_block_logsumexp(
         return
     if FORMAT == MXFP4:  # tell the compiler by what the strides are divisible
         stride_kb, stride_kg = stride_kb // ROW_BYTES * ROW_BYTES, stride_kg // ROW_BYTES * ROW_BYTES
-        stride_kn = stride_kn // ROW_BYTES * ROW_BYTES
     row = tile * ROWS + tl.arange(0, ROWS)
     inside = row < T * HEADS
     # Padding rows use the position of the last row: past it, the cache may be uninitialized.
@@ -176,30 +175,31 @@ def nsa_block_logsumexp(
     key = tl.arange(0, BLOCKS_AT_ONCE * STRIDES_AT_ONCE)
     block_of_key = key // ADJACENT % BLOCKS_AT_ONCE
     stride_of_key = key // (ADJACENT * BLOCKS_AT_ONCE) * ADJACENT + key % ADJACENT
+    key = block_of_key * STRIDES + stride_of_key
+    n_visible = (position + 1) // STRIDE
     k_base = k_ptr + b * stride_kb + g * stride_kg
     for j0 in range(first_block, tl.minimum(first_block + BLOCKS, last_block + 1), BLOCKS_AT_ONCE):
         # Each block has a separate peak: relative to the peak of another block, its sum could underflow.
         peak = tl.full([BLOCKS_AT_ONCE, ROWS], NO_PEAK, tl.float32)
         total = tl.zeros([BLOCKS_AT_ONCE, ROWS], tl.float32)
         for s0 in range(0, STRIDES, STRIDES_AT_ONCE):
-            s = s0 + stride_of_key
-            i = (j0 + block_of_key) * STRIDES + s
-            k_rows = i.to(tl.int64) * stride_kn
-            exists = i < N
+            first = j0 * STRIDES + s0
+            k_tile = k_base + tl.cast(first, tl.int64) * STRIDE_KN
+            exists = key < N - first
             if FORMAT == MXFP4:
                 scores = tl.zeros([BLOCKS_AT_ONCE * STRIDES_AT_ONCE, ROWS], tl.float32)
                 for chunk in tl.static_range(DK // 2 // CHUNK):
                     low, high, low_scale, high_scale = load_mxfp4_halves(
-                        k_base, k_rows, chunk * CHUNK, exists, DK // 2, CHUNK, CHUNK_PAD
+                        k_tile, key * STRIDE_KN, chunk * CHUNK, exists, DK // 2, CHUNK, CHUNK_PAD, ROW_BYTES % 2 == 0
                     )
                     low_q = load_query_chunk(q_rows, inside, factor, chunk * CHUNK, CHUNK, CHUNK_PAD, TO_FLOAT16)
                     high_q = load_query_chunk(q_rows, inside, factor, DK // 2 + chunk * CHUNK, CHUNK, CHUNK_PAD, TO_FLOAT16)
                     scores += tl.dot(low.to(low_q.dtype), low_q, input_precision="ieee") * low_scale[:, None]
                     scores += tl.dot(high.to(high_q.dtype), high_q, input_precision="ieee") * high_scale[:, None]
             else:
-                k = load_stored_rows(k_base, k_rows, channels, exists, DK, DK_PAD, FORMAT, q.dtype)
+                k = load_stored_rows(k_tile, key * STRIDE_KN, channels, exists, DK, DK_PAD, FORMAT, q.dtype)
                 scores = tl.dot(k, q, input_precision="ieee")
-            seen = (s < STRIDES)[:, None] & (i[:, None] * STRIDE + STRIDE - 1 <= position[None, :])
+            seen = (stride_of_key < STRIDES - s0)[:, None] & (key[:, None] < (n_visible - first)[None, :])
             # Axis 0 is in the registers of a thread, axis 2 in the threads of a warp.
             scores = tl.where(seen, scores, float("-inf"))
             scores = tl.reshape(scores, [STRIDES_AT_ONCE // ADJACENT, BLOCKS_AT_ONCE, ADJACENT, ROWS])

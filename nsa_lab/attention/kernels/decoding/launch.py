@@ -374,10 +374,10 @@ def compute_block_logsumexp(
     chunk = get_mxfp4_chunk(Dk)
     nsa_block_logsumexp[(B * G * row_tiles * ceil_div(n_blocks, tile.blocks),)](
         q, keys, lengths, logsumexp,
-        *get_strides(q, keys),
+        *get_strides(q), keys.stride(0), keys.stride(2),
         T, keys.shape[1], B, G, row_tiles, n_blocks, Dk**-0.5 * LOG2E,
-        STRIDE=d, L_SEL=l_sel, N_SEL=rule.n_sel, LOCAL=rule.local_blocks if n_heads == 1 else 0, BLOCK_MAX=rule.block_max,
-        STRIDES=l_sel // d, HEADS=H // G, DK=Dk, DK_PAD=padded_width(Dk), FORMAT=key_format,
+        STRIDE_KN=keys.stride(1), STRIDE=d, L_SEL=l_sel, N_SEL=rule.n_sel, LOCAL=rule.local_blocks if n_heads == 1 else 0,
+        BLOCK_MAX=rule.block_max, STRIDES=l_sel // d, HEADS=H // G, DK=Dk, DK_PAD=padded_width(Dk), FORMAT=key_format,
         CHUNK=chunk, CHUNK_PAD=max(padded_width(chunk), 16), ROW_BYTES=math.gcd(16, *get_strides(keys)),
         ROWS=rows, BLOCKS=tile.blocks, BLOCKS_AT_ONCE=tile.blocks_at_once, STRIDES_AT_ONCE=tile.strides,
         num_warps=tile.warps, num_stages=tile.stages, **get_pdl_options(q.device, B * T),
