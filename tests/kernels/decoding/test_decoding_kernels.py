@@ -177,19 +177,32 @@ def test_given_blocks_give_the_output_of_the_call_that_selected_them(case, devic
 
 
 @looped
-@pytest.mark.parametrize("index_dtype", ["fp8", "mxfp4"])
-@pytest.mark.parametrize("index_heads", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_index_keys_in_few_bits_give_the_output_of_their_decoded_values(index_dtype, index_heads, dtype, device, poisoned):
-    """With one key for all groups. In half precision, queries are scaled, which rounds nothing."""
+@pytest.mark.parametrize(
+    ("index_dtype", "index_heads", "width", "dtype"),
+    [
+        ("fp8", 1, 64, torch.float32),
+        ("fp8", 2, 64, DTYPES[-1]),
+        ("mxfp4", 1, 64, torch.float32),
+        ("mxfp4", 2, 64, DTYPES[-1]),
+        ("mxfp4", 2, 96, torch.float32),
+        ("mxfp4", 1, 16, torch.float32),
+    ],
+)
+def test_index_keys_in_few_bits_give_the_output_of_their_decoded_values(
+    index_dtype, index_heads, width, dtype, device, poisoned
+):
+    """With one key for all groups. In half precision, queries are scaled, which rounds nothing.
+
+    Of MXFP4, keys of 64 channels take an even number of bytes, keys of 16 and 96 channels an odd one.
+    """
     rule = make_rule(1, 1)
-    case = make_index_case((203, 37), 2, 4, 2, 64, 16, rule=rule, tokens=1, branches=("sel",), index_heads=index_heads)
+    case = make_index_case((203, 37), 2, 4, 2, width, 16, rule=rule, tokens=1, branches=("sel",), index_heads=index_heads)
     inputs = make_inputs(case, dtype, device)
-    shared = inputs.cache.k_index[:, :, :1].float() * torch.logspace(-3, 2, 64, device=device)
+    shared = inputs.cache.k_index[:, :, :1].float() * torch.logspace(-3, 2, width, device=device)
     stored = encode_keys(shared, index_dtype)
-    assert stored[0, 0, 0].nbytes == {"fp8": 64, "mxfp4": 34}[index_dtype]
+    assert stored[0, 0, 0].nbytes == {"fp8": width, "mxfp4": width // 2 + -(-width // 32)}[index_dtype]
     results = []
-    decoded = decode_keys(stored, 64, dtype)
+    decoded = decode_keys(stored, width, dtype)
     for keys in (stored.expand(-1, -1, 2, -1), decoded.expand(-1, -1, 2, -1), decoded.repeat(1, 1, 2, 1)):
         cache = inputs.cache._replace(k_index=keys)
         options = {"index_q": inputs.index_q, "selection_nsa": case.selection_nsa, "backend": "triton"}
