@@ -142,7 +142,7 @@ def make_kernel_form(seed: int) -> ModelConfig:
 def use_float64_rotary() -> Iterator[None]:
     """Compute RoPE tables in float64: with float32 tables, index keys can be rounded to other values."""
 
-    def compute(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
+    def compute(positions: Tensor, width: int, theta: float, scaling: None = None) -> tuple[Tensor, Tensor]:
         angle = positions.double()[..., None] * theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
         return angle.cos(), angle.sin()
 
