@@ -132,7 +132,7 @@ nbval-rest: $(READY)
 	  notebooks/07_does_selection_find.ipynb $(COPIES)/rest/07_does_selection_find.ipynb
 	@$(COPY) -p steps 10 -p max_context 4096 notebooks/08_decoding.ipynb $(COPIES)/rest/08_decoding.ipynb
 	@$(COPY) -p text_bytes 2048 -p n_texts 2 notebooks/09_long_texts.ipynb $(COPIES)/rest/09_long_texts.ipynb
-	@$(COPY) -p outputs $(CURDIR)/$(COPIES)/runs -p dense_steps 100 -p steps 40 -p windows 2 \
+	@$(COPY) -p outputs $(CURDIR)/$(COPIES)/runs -p dense_steps 100 -p steps 40 -p all_steps 10 -p windows 2 \
 	  notebooks/10_convert.ipynb $(COPIES)/rest/10_convert.ipynb
 	$(NBVAL) notebooks/02_in_practice.ipynb notebooks/03_kernel_parity.ipynb $(COPIES)/rest/*.ipynb
 

@@ -54,7 +54,7 @@
 # | [07_does_selection_find][7] | does the selection find facts? tiny models | 25 minutes | a few minutes |
 # | [08_decoding][8] | what a decoding step reads, and its speed | 15 minutes | a few minutes |
 # | [09_long_texts][9] | results at 65,536 bytes, and a model to try | 20 minutes | ten minutes |
-# | [10_convert][10] | a dense model becomes a sparse one | 10 minutes | two minutes |
+# | [10_convert][10] | a dense model becomes a sparse one | 15 minutes | two minutes |
 #
 # **Parameters.** Each notebook starts with a cell of parameters. Change the values there, then select *Run → Run All
 # Cells*. The outputs in the repository were made with the values shown, on a CPU; those of 05 show the record of a run on

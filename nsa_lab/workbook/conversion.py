@@ -22,7 +22,7 @@ def make_loss_table(record: Mapping[str, Any], text: str = VALIDATION) -> Table:
     ranges = [TableColumn(f"{first:,} to {last - 1:,}", "right") for first, last in result["ranges"]]
     rows = [["dense", "all", *(f"{loss:.4f}" for loss in dense)]]
     rows += [
-        [attention, f"{blocks}", *(f"{loss:+.4f}" for loss in mean - dense)]
+        [attention, "all" if blocks is None else f"{blocks}", *(f"{loss:+.4f}" for loss in mean - dense)]
         for attention, blocks, mean in losses
         if attention != "dense"
     ]
