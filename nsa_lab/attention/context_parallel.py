@@ -195,7 +195,7 @@ class ContextShard:
 
 @dataclass(eq=False)
 class _Transfer:
-    """Result of a collective that may still be in progress, with a handle that autograd would wait for."""
+    """Result of a collective that may be in progress. Autograd would wait for it, so it is passed outside of the graph."""
 
     rows: Tensor | None = None
 
