@@ -94,7 +94,7 @@ def export_adapter(
     ] = "bfloat16",
     outputs: Outputs = None,
 ) -> None:
-    """Export the indexer of a conversion run, without the pretrained weights. Writes an adapter with a model card.
+    """Export the indexer of a conversion run as an adapter. Writes a model card too, but not the pretrained weights.
 
     Evaluate the run first with nsa-lab evaluate RUN --blocks N; the model card then has its losses.
     """
