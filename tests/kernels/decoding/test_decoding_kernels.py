@@ -72,6 +72,13 @@ DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
 ROUNDING = 2e-5
 
 
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """The interpreter runs programs one after another, so on a CPU keys are split into few parts."""
+    if not CUDA:
+        monkeypatch.setattr(launch_table, "DECODING_PROGRAMS", 32)
+
+
 @pytest.fixture
 def selected_blocks(monkeypatch):
     """Record the blocks that the kernels select in each call."""
