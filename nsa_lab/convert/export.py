@@ -81,15 +81,15 @@ def build_adapter_card(
 ) -> str:
     """Return Markdown on an adapter. Every number comes from the run's configuration or from its evaluation."""
     nsa, c = config.nsa, config.model
-    keys = "one index key for all groups" if c.indexer_keys == "shared" else "an index key per group"
+    keys = "shared by all groups" if c.indexer_keys == "shared" else "one per group"
     parts = [
         f"# {name}",
         f"Sparse attention for {info.base_model}: {info.n_bytes:,} bytes of indexer weights in {info.dtype}. The weights "
         f"of {info.base_model} are not included and do not change.",
-        f"Every query attends to at most {nsa.n_sel} blocks of {nsa.l_sel} tokens ({nsa.n_sel * nsa.l_sel:,} tokens): the "
-        f"first {nsa.sink_blocks}, the latest {nsa.local_blocks}, and those with the highest scores of the indexer. It has "
-        f"{c.indexer_heads} query heads per group of width {c.index_width} and {keys} for every {c.indexer_block} tokens, "
-        f"stored in {c.indexer_dtype}.",
+        f"Every query attends to at most {nsa.n_sel} blocks of {nsa.l_sel} tokens ({nsa.n_sel * nsa.l_sel:,} tokens): "
+        f"{nsa.sink_blocks} from the start, the {nsa.local_blocks} latest, and the blocks with the highest scores.",
+        f"Indexer: query heads per group {c.indexer_heads}, width {c.index_width}, tokens per index key {c.indexer_block}, "
+        f"index keys {keys} in {c.indexer_dtype}.",
         f'```python\nfrom nsa_lab import load_model\n\nmodel = load_model("{name}")  # or the path of this folder\n```',
         "## Training",
         f"{config.train.tokens_until(step):,} tokens in {step:,} optimizer steps, in texts of "
