@@ -277,8 +277,8 @@ MUTANTS = [
     Mutant(
         "decoding kernels: the block before the query's own block competes",
         "attention.kernels.decoding.decode_topk",
-        "make_sort_keys(score, j, j <= last_free)",
-        "make_sort_keys(score, j, j <= last_free + 1)",
+        "last_free = own_block - LOCAL\n",
+        "last_free = own_block - LOCAL + 1\n",
     ),
     Mutant(
         "decoding kernels: new tokens past the cache capacity are written",
@@ -484,6 +484,18 @@ MUTANTS = [
         "attention.kernels.stored_keys",
         "tl.where(columns >= HALF, 4, 0)",
         "tl.where(columns >= HALF, 0, 0)",
+    ),
+    Mutant(
+        "decoding: a chunk of the second half has the scale of the first",
+        "attention.kernels.stored_keys",
+        "(HALF + first_byte) // SCALED_CHANNELS",
+        "first_byte // SCALED_CHANNELS",
+    ),
+    Mutant(
+        "decoding: the sign of the second code in a byte of MXFP4 is lost",
+        "attention.kernels.stored_keys",
+        " | ((spread & 0x00800080) << 8)",
+        "",
     ),
     Mutant(
         "index update: rotated to the last token of the block",

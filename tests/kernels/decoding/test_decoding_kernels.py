@@ -185,24 +185,27 @@ def test_given_blocks_give_the_output_of_the_call_that_selected_them(case, devic
 
 @looped
 @pytest.mark.parametrize(
-    ("index_dtype", "index_heads", "width", "dtype"),
+    ("index_dtype", "index_heads", "reduction", "width", "dtype"),
     [
-        ("fp8", 1, 64, torch.float32),
-        ("fp8", 2, 64, DTYPES[-1]),
-        ("mxfp4", 1, 64, torch.float32),
-        ("mxfp4", 2, 64, DTYPES[-1]),
-        ("mxfp4", 2, 96, torch.float32),
-        ("mxfp4", 1, 16, torch.float32),
+        ("fp8", 1, "sum", 64, torch.float32),
+        ("fp8", 2, "sum", 64, DTYPES[-1]),
+        ("fp8", 2, "max", 64, torch.float32),
+        ("mxfp4", 1, "sum", 64, torch.float32),
+        ("mxfp4", 2, "sum", 64, DTYPES[-1]),
+        ("mxfp4", 2, "sum", 96, torch.float32),
+        ("mxfp4", 1, "sum", 16, torch.float32),
+        ("mxfp4", 2, "max", 64, torch.float32),
     ],
 )
 def test_index_keys_in_few_bits_give_the_output_of_their_decoded_values(
-    index_dtype, index_heads, width, dtype, device, poisoned
+    index_dtype, index_heads, reduction, width, dtype, device, poisoned
 ):
     """With one key for all groups. In half precision, queries are scaled, which rounds nothing.
 
-    Of MXFP4, keys of 64 channels take an even number of bytes, keys of 16 and 96 channels an odd one.
+    The maximum over heads has another kernel than the sum. Of MXFP4, keys of 64 channels take an even number of bytes, keys
+    of 16 and 96 channels an odd one.
     """
-    rule = make_rule(1, 1)
+    rule = make_rule(1, 1, reduction)
     case = make_index_case((203, 37), 2, 4, 2, width, 16, rule=rule, tokens=1, branches=("sel",), index_heads=index_heads)
     inputs = make_inputs(case, dtype, device)
     shared = inputs.cache.k_index[:, :, :1].float() * torch.logspace(-3, 2, width, device=device)
