@@ -8,7 +8,7 @@ similar loss (arXiv 2512.02556, section 2.1). docs/science/retrieval.md reports 
 
 from __future__ import annotations
 
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +29,17 @@ GOLDEN_NUMERATOR, GOLDEN_DENOMINATOR = 10_946, 17_711
 SEPARATE_DOCUMENTS_RATIO = 4
 
 
+class HeldRows(NamedTuple):
+    """Sampled queries of a text that a rank holds."""
+
+    text_rows: Tensor
+    """int64 [R], rows of the text."""
+    own_rows: Tensor
+    """int64 [R], the same rows in the shard."""
+    n_rows: int
+    """Number of sampled queries of all ranks."""
+
+
 def selection_loss(
     q: Tensor,
     k_cmp: Tensor,
@@ -39,7 +50,7 @@ def selection_loss(
     n_queries: int | None = 64,
     span: Span | None = None,
     layout: Layout | None = None,
-    shard: ContextShard | None = None,
+    held: HeldRows | None = None,
 ) -> Tensor:
     """Return the cross-entropy of block importances against the selected branch's attention mass, nats, 0-d.
 
@@ -54,22 +65,23 @@ def selection_loss(
 
     `n_queries`: number of sampled queries, spread evenly over the sequence and over positions within a block; None: all.
     The sample is the same in every step, so a resumed run repeats it. Memory is proportional to the sampled queries times
-    all keys. `layout`: the span's layout for `nsa`; None: build it. `shard`: q and attention_q belong to a rank that
-    shares the text `span` with others, k_cmp and k_sel to the whole text; the sum of the results of all ranks is the
-    loss of the text. Raise ValueError for inconsistent tensors.
+    all keys. `layout`: the span's layout for `nsa`; None: build it. `held`: the result of `select_held_rows`, if q and
+    attention_q belong to a rank that shares a text with others, k_cmp and k_sel to the whole text; the sum of the results
+    of all ranks is the loss of the text. Raise ValueError for inconsistent tensors.
     """
     attention_q = q if attention_q is None else attention_q
     if layout is None:
-        if shard is None:
+        if held is None:
             input_checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
             input_checks.check_raw(attention_q, k_sel, k_sel, span, "_sel")
-        layout = (span or Span.full(q.shape[1])).layout(nsa, q.device)
+        layout = (span or Span.full(k_sel.shape[1])).layout(nsa, q.device)
     G = k_sel.shape[2]
     # The number of kernel launches below does not depend on the documents.
-    rows = own_rows = sample_rows(q.shape[1] if shard is None else shard.text.n_queries, n_queries, q.device)
-    n_rows = len(rows)
-    if shard is not None:
-        rows, own_rows = _select_held_rows(shard, n_queries, q.device)
+    if held is None:
+        rows = own_rows = sample_rows(q.shape[1], n_queries, q.device)
+        n_rows = len(rows)
+    else:
+        rows, own_rows, n_rows = held
     document = find_documents_of_rows(rows, layout.bounds[0])
     first_key, first_compressed, first_block = (starts[document] for starts in layout.bounds)
     t = layout.start + rows - first_key
@@ -110,12 +122,12 @@ def selection_loss(
         return -(mass * is_free * log_share).sum() / (q.shape[0] * G * n_rows)
 
 
-def _select_held_rows(shard: ContextShard, count: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the sampled rows of the text that this rank holds, and their rows in the shard, int64."""
-    sampled = cast("list[int]", sample_rows(shard.text.n_queries, count).tolist())  # pyright: ignore[reportUnknownMemberType]
+def select_held_rows(shard: ContextShard, n_queries: int | None, device: torch.device) -> HeldRows:
+    """Return the sampled queries that a rank holds; `n_queries` as in `selection_loss`."""
+    sampled = cast("list[int]", sample_rows(shard.text.n_queries, n_queries).tolist())  # pyright: ignore[reportUnknownMemberType]
     text_rows, own_rows = shard.find_rows(sampled)
     rows = torch.tensor([text_rows, own_rows], dtype=torch.int64).to(device, non_blocking=True)
-    return rows[0], rows[1]
+    return HeldRows(rows[0], rows[1], len(sampled))
 
 
 def _has_separate_texts(layout: Layout) -> bool:

@@ -166,8 +166,8 @@ class SparseAttention(nn.Module):
         super().__init__()
         self.config, self.backends, self._backend = config, backends, backend
         # A property that copies a configuration would break a traced graph.
-        self._selection_nsa = config.selection_nsa
-        self._geometries = config.nsa.model_dump_json(), self._selection_nsa.model_dump_json()
+        self.selection_nsa = config.selection_nsa
+        self._geometries = config.nsa.model_dump_json(), self.selection_nsa.model_dump_json()
         has_compression = "cmp" in config.branches
         self.qkv, convolution, out = make_projections(config)
         # The output of a single branch needs no gate.
@@ -202,12 +202,12 @@ class SparseAttention(nn.Module):
         if cache is not None:
             return self.out(cache.attend(self, x)), Selection()
         self._check_blocks(blocks)
+        layouts = layouts or get_layouts(span, self.config, x.device)
         if isinstance(span, ContextShard):
             out, *selection = attend_shard(
                 self, *split_projection(self.qkv(x), self.config), x, rotary, span, layouts, blocks
             )
             return self.out(out.flatten(2)), Selection(*selection)
-        layouts = layouts or get_layouts(span, self.config, x.device)
         layout, selection_layout = (layouts[0], layouts[-1]) if layouts else (None, None)
         inputs = self._project(x, rotary, span, layout)
         scoring = self._project_selection_inputs(x, inputs, rotary, span, selection_layout) if blocks is None else None
@@ -302,12 +302,12 @@ class SparseAttention(nn.Module):
         if self.indexer is not None:
             output = self.indexer(x, rotary, layout and layout.is_document_start)
             keys = self.indexer.compress(output.k, rotary, span, layout)
-            return output.q, keys.expand(-1, -1, c.n_kv_groups, -1), self._selection_nsa
+            return output.q, keys.expand(-1, -1, c.n_kv_groups, -1), self.selection_nsa
         if c.scores == "compressed" and k_cmp is not None:
             return q, k_cmp, c.nsa
         if c.scores == "mean_key" and k_sel is not None:
-            keys = compress_traceable(k_sel, self._selection_nsa, None, span=span, layout=layout)
-            return q, keys, self._selection_nsa
+            keys = compress_traceable(k_sel, self.selection_nsa, None, span=span, layout=layout)
+            return q, keys, self.selection_nsa
         return None
 
     def compute_gates(self, x: Tensor) -> Tensor | None:
@@ -405,10 +405,10 @@ class DenseAttention(nn.Module):
         """
         if cache is not None:
             return self.out(cache.attend(self, x)), Selection()
+        layouts = layouts or get_layouts(span, self.config, x.device)
         if isinstance(span, ContextShard):
             out = attend_dense_shard(self, *split_projection(self.qkv(x), self.config), rotary, span, layouts)
             return self.out(out.flatten(2)), Selection()
-        layouts = layouts or get_layouts(span, self.config, x.device)
         layout = layouts[0] if layouts else None
         q, (k,), (v,), _ = self.project_heads(x, rotary, layout and layout.is_document_start)
         out = dense_attention(q, k, v, backend=self.backends["dense"].backend, span=span, layout=layout)

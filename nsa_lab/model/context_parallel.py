@@ -8,7 +8,7 @@ RoPE of queries overlap with both.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from nsa_lab.attention import compress, dense_attention, nsa_attention, score_an
 from nsa_lab.attention.compile_utils import disable_compile
 from nsa_lab.attention.context_parallel import ContextShard, PendingRows, slice_keys, split_queries
 from nsa_lab.attention.layout import Layout
-from nsa_lab.config import BRANCHES, NSAConfig
+from nsa_lab.attention.selection_loss import HeldRows, select_held_rows
+from nsa_lab.config import BRANCHES
 from nsa_lab.model.layers import Rotary, convolve_keys, rotate
 from nsa_lab.model.ngrams import NgramEmbedding
 
@@ -74,7 +75,8 @@ def attend_shard(
     q, k = qk.split([c.n_heads, values.shape[2]], dim=2)
     index_q, index_k = indexer.split(indexer.qk(x.detach())) if indexer is not None else (None, None)
     rows = [part.flatten(2) for part in (k, values, index_k) if part is not None]
-    own_rotary, pending = _start_gather(shard, rotary, torch.cat(rows, dim=2))
+    trains = layer.training and c.has_selection_loss
+    own_rotary, pending, held = _start_gather(shard, rotary, torch.cat(rows, dim=2), c.selection_queries if trains else 0)
     # While the keys are on their way.
     gates = layer.compute_gates(x)
     gates = None if gates is None else gates.to(q.dtype)
@@ -91,15 +93,33 @@ def attend_shard(
     keys = rotate(k, rotary)
     if indexer is not None and index_rows:
         index_k = indexer.prepare_keys(index_rows[0].unflatten(2, (-1, c.index_width)), rotary, starts)
-    return _attend_shard(layer, q, keys, values, gates, index_q, index_k, rotary, shard, layouts, blocks)
+    by_branch, scoring_k = _compress_keys(layer, keys, values, index_k, rotary, layouts, needs_scoring=blocks is None)
+    scoring_q = q if index_q is None else index_q
+    k_sel, v_sel = by_branch[1]
+    loss = None
+    if held is not None and scoring_k is not None and k_sel is not None:
+        layout = layouts[-1] if layouts else None
+        loss = selection_loss(scoring_q, scoring_k, k_sel, layer.selection_nsa, attention_q=q, layout=layout, held=held)
+    if layer.training and layer.trains_densely and k_sel is not None and v_sel is not None:
+        return _attend_dense_pieces(q, k_sel, v_sel, shard), loss, q.new_empty(0, dtype=torch.int32)
+    if scoring_k is not None and c.scores != "compressed":
+        blocks = _select_blocks(layer, scoring_q, scoring_k, shard)
+    out = _attend_pieces(layer, q, by_branch, gates, shard, blocks)
+    return out, loss, blocks if c.indexer_every > 1 else None
 
 
 # Each batch has other pieces. Traced, their bounds would be constants, and every batch would be compiled again.
 @disable_compile
-def _start_gather(shard: ContextShard, rotary: Rotary, x: Tensor) -> tuple[Rotary, PendingRows]:
-    """Return the RoPE tables of this rank's tokens, and the rows that are being gathered."""
+def _start_gather(
+    shard: ContextShard, rotary: Rotary, x: Tensor, n_queries: int | None = 0
+) -> tuple[Rotary, PendingRows, HeldRows | None]:
+    """Return the RoPE tables of this rank's tokens, the rows that are being gathered, and the sampled queries of this rank.
+
+    `n_queries`: as in `selection_loss`; 0: no queries are sampled.
+    """
     pending = shard.start_gather(x)
-    return (shard.take(rotary[0], dim=0), shard.take(rotary[1], dim=0)), pending
+    held = None if n_queries == 0 else select_held_rows(shard, n_queries, x.device)
+    return (shard.take(rotary[0], dim=0), shard.take(rotary[1], dim=0)), pending, held
 
 
 @disable_compile
@@ -107,49 +127,8 @@ def _finish_gather(pending: PendingRows) -> Tensor:
     return pending.wait()
 
 
-class _TextKeys(NamedTuple):
-    """Keys and values of the whole text; arguments of `nsa_attention`, and the keys that score the blocks."""
-
-    k_cmp: Tensor | None
-    v_cmp: Tensor | None
-    k_sel: Tensor | None
-    v_sel: Tensor | None
-    k_win: Tensor | None
-    v_win: Tensor | None
-    scoring: tuple[Tensor, NSAConfig] | None
-    """Compressed keys that score the blocks, and their configuration; None: the blocks are given, or none are selected."""
-
-
-@disable_compile
-def _attend_shard(
-    layer: SparseAttention,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    gates: Tensor | None,
-    index_q: Tensor | None,
-    index_k: Tensor | None,
-    rotary: Rotary,
-    shard: ContextShard,
-    layouts: tuple[Layout, ...] | None,
-    blocks: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return `attend_shard`. `keys` [B, T, sets G, d_k], `values`, `index_k`: of the whole text, rotated."""
-    c = layer.config
-    text_keys = _compress_keys(layer, keys, values, index_k, rotary, shard, layouts, needs_scoring=blocks is None)
-    scoring_q = q if index_q is None else index_q
-    loss = None
-    if layer.training and c.has_selection_loss and text_keys.scoring is not None and text_keys.k_sel is not None:
-        scoring_k, nsa = text_keys.scoring
-        layout = layouts[-1] if layouts else None
-        options = {"n_queries": c.selection_queries, "span": shard.text, "layout": layout, "shard": shard}
-        loss = selection_loss(scoring_q, scoring_k, text_keys.k_sel, nsa, attention_q=q, **options)
-    if layer.training and layer.trains_densely and text_keys.k_sel is not None and text_keys.v_sel is not None:
-        return _attend_dense_pieces(q, text_keys.k_sel, text_keys.v_sel, shard), loss, q.new_empty(0, dtype=torch.int32)
-    if text_keys.scoring is not None and c.scores != "compressed":
-        blocks = _select_blocks(layer, scoring_q, *text_keys.scoring, shard)
-    out = _attend_pieces(layer, q, text_keys, gates, shard, blocks)
-    return out, loss, blocks if c.indexer_every > 1 else None
+KeysAndValues = tuple[Tensor | None, Tensor | None]
+"""Of a branch; None if it does not exist."""
 
 
 def _compress_keys(
@@ -158,36 +137,41 @@ def _compress_keys(
     values: Tensor,
     index_k: Tensor | None,
     rotary: Rotary,
-    shard: ContextShard,
     layouts: tuple[Layout, ...] | None,
     *,
     needs_scoring: bool,
-) -> _TextKeys:
-    """Split keys and values by branch. Compress the keys that score the blocks, and the compressed branch."""
-    c, text = layer.config, shard.text
+) -> tuple[tuple[KeysAndValues, ...], Tensor | None]:
+    """Return keys and values of the branches cmp, sel and win, and compressed keys that score the blocks.
+
+    `keys` [B, T, sets G, d_k], `values`, `index_k`: of the whole text, rotated. No keys score the blocks if none are
+    selected, or if those of an earlier layer are used.
+    """
+    c = layer.config
     layout, selection_layout = (layouts[0], layouts[-1]) if layouts else (None, None)
     sets = (x.split(c.n_kv_groups, dim=2) for x in (keys, values))
     by_branch = {name: pair for names, *pair in zip(c.kv_sets, *sets, strict=True) for name in names}
     if "cmp" in by_branch:
         own_keys, own_values = by_branch["cmp"]
         by_branch["cmp"] = [
-            compress(own_keys, c.nsa, layer.phi_k, span=text, layout=layout),
-            compress(own_values, c.nsa, layer.phi_v, span=text, layout=layout),
+            compress(own_keys, c.nsa, layer.phi_k, layout=layout),
+            compress(own_values, c.nsa, layer.phi_v, layout=layout),
         ]
-    (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win) = (by_branch.get(name, (None, None)) for name in BRANCHES)
-    scoring: tuple[Tensor, NSAConfig] | None = None
+    branches = tuple((by_branch[name][0], by_branch[name][1]) if name in by_branch else (None, None) for name in BRANCHES)
+    (k_cmp, _), (k_sel, _), _ = branches
+    scoring_k = None
     if layer.indexer is not None and index_k is not None:
-        compressed = layer.indexer.compress(index_k, rotary, text, selection_layout)
-        scoring = compressed.expand(-1, -1, c.n_kv_groups, -1), c.selection_nsa
-    elif needs_scoring and c.scores == "compressed" and k_cmp is not None:
-        scoring = k_cmp, c.nsa
+        compressed = layer.indexer.compress(index_k, rotary, None, selection_layout)
+        scoring_k = compressed.expand(-1, -1, c.n_kv_groups, -1)
+    elif needs_scoring and c.scores == "compressed":
+        scoring_k = k_cmp
     elif needs_scoring and c.scores == "mean_key" and k_sel is not None:
-        scoring = compress(k_sel, c.selection_nsa, span=text, layout=selection_layout), c.selection_nsa
-    return _TextKeys(k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, scoring)
+        scoring_k = compress(k_sel, layer.selection_nsa, layout=selection_layout)
+    return branches, scoring_k
 
 
-def _select_blocks(layer: SparseAttention, q: Tensor, k: Tensor, nsa: NSAConfig, shard: ContextShard) -> Tensor:
-    backend = layer.backends or "auto"
+@disable_compile
+def _select_blocks(layer: SparseAttention, q: Tensor, k: Tensor, shard: ContextShard) -> Tensor:
+    nsa, backend = layer.selection_nsa, layer.backends or "auto"
     selected = [
         score_and_select_blocks(
             q[:, piece.query_rows], k[:, piece.compressed_rows(shard.text, nsa)], nsa, backend=backend, span=piece.span
@@ -197,16 +181,23 @@ def _select_blocks(layer: SparseAttention, q: Tensor, k: Tensor, nsa: NSAConfig,
     return torch.cat(selected, dim=1)
 
 
+@disable_compile
 def _attend_pieces(
-    layer: SparseAttention, q: Tensor, keys: _TextKeys, gates: Tensor | None, shard: ContextShard, blocks: Tensor | None
+    layer: SparseAttention,
+    q: Tensor,
+    by_branch: tuple[KeysAndValues, ...],
+    gates: Tensor | None,
+    shard: ContextShard,
+    blocks: Tensor | None,
 ) -> Tensor:
     nsa, backend, pieces = layer.config.nsa, layer.backends or "auto", shard.pieces
     compressed_rows = [piece.compressed_rows(shard.text, nsa) for piece in pieces]
     key_rows = [piece.key_rows for piece in pieces]
+    compressed, selected, window = by_branch
     inputs = zip(
         split_queries(q, pieces),
-        *(slice_keys(x, compressed_rows) for x in (keys.k_cmp, keys.v_cmp)),
-        *(slice_keys(x, key_rows) for x in (keys.k_sel, keys.v_sel, keys.k_win, keys.v_win)),
+        *(slice_keys(x, compressed_rows) for x in compressed),
+        *(slice_keys(x, key_rows) for x in (*selected, *window)),
         split_queries(gates, pieces),
         split_queries(blocks, pieces),
         strict=True,
@@ -231,7 +222,7 @@ def attend_dense_shard(
     c = layer.config
     q, k = qk.split([c.n_heads, values.shape[2]], dim=2)
     rows = k.flatten(2), values.flatten(2)
-    own_rotary, pending = _start_gather(shard, rotary, torch.cat(rows, dim=2))
+    own_rotary, pending, _ = _start_gather(shard, rotary, torch.cat(rows, dim=2))
     q = rotate(q, own_rotary)
     k, values = _finish_gather(pending).split([part.shape[2] for part in rows], dim=2)
     k, values = k.unflatten(2, (-1, c.d_k)), values.unflatten(2, (-1, c.d_v))

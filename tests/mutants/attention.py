@@ -676,8 +676,8 @@ MUTANTS = [
     Mutant(
         "selection loss: its queries copied from the host",
         "attention.selection_loss",
-        "sample_rows(q.shape[1] if shard is None else shard.text.n_queries, n_queries, q.device)",
-        "sample_rows(q.shape[1] if shard is None else shard.text.n_queries, n_queries).to(q.device)",
+        "sample_rows(q.shape[1], n_queries, q.device)",
+        "sample_rows(q.shape[1], n_queries).to(q.device)",
     ),
     Mutant(
         "selection loss: a rank divides by its own queries",
@@ -688,8 +688,8 @@ MUTANTS = [
     Mutant(
         "selection loss: every rank takes the queries of the text",
         "attention.selection_loss",
-        "return rows[0], rows[1]",
-        "return rows[0], rows[0].clamp_max(shard.n_queries - 1)",
+        "return HeldRows(rows[0], rows[1], len(sampled))",
+        "return HeldRows(rows[0], rows[0].clamp_max(shard.n_queries - 1), len(sampled))",
     ),
     Mutant(
         "context parallel: adjacent chunks instead of a zigzag",
