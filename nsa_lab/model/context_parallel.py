@@ -144,7 +144,7 @@ def _compress_keys(
     """Return keys and values of the branches cmp, sel and win, and compressed keys that score the blocks.
 
     `keys` [B, T, sets G, d_k], `values`, `index_k`: of the whole text, rotated. No keys score the blocks if none are
-    selected, or if those of an earlier layer are used.
+    selected, or if an earlier layer has selected them.
     """
     c = layer.config
     layout, selection_layout = (layouts[0], layouts[-1]) if layouts else (None, None)
