@@ -111,14 +111,14 @@ def scale_rates(rate: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     if scaling.rope_type == "linear":
         return scaled
     assert length is not None, "checked by RopeScaling"
-    n = len(rate)
+    n_rates = len(rate)
     # The index of the frequency with this number of rotations in the original length, as a real number.
     first, last = (
-        n * math.log(length / (2 * math.pi * rotations)) / math.log(theta)
+        n_rates * math.log(length / (2 * math.pi * rotations)) / math.log(theta)
         for rotations in (scaling.beta_fast, scaling.beta_slow)
     )
-    first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * n - 1)
-    index = torch.arange(n, dtype=torch.float32, device=rate.device)
+    first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * n_rates - 1)
+    index = torch.arange(n_rates, dtype=torch.float32, device=rate.device)
     share = ((index - first) / max(last - first, 1e-3)).clamp(0, 1)
     return rate * (1 - share) + scaled * share
 
