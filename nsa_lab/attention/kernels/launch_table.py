@@ -321,8 +321,9 @@ def linear_tile(dtype: torch.dtype, rows: int, columns: int, depth: int, is_gate
     # A tensor-core product needs 16 rows and 16 elements of the sum per warp. Every weight is read once.
     tile_rows, tile_columns, warps, stages = min(max(padded_width(rows), 16), MAX_LINEAR_ROWS), 16, 4, 3
     chunk = 16 * warps if dtype == torch.float32 else 512
-    # Two of three stages are in shared memory.
-    while (tile_rows + tile_columns * (1 + is_gated)) * chunk * dtype.itemsize * (stages - 1) > 96 * 1024:
+    # Two of three stages are in shared memory, which is 64 KB on AMD.
+    limit = (64 if is_amd() else 96) * 1024
+    while (tile_rows + tile_columns * (1 + is_gated)) * chunk * dtype.itemsize * (stages - 1) > limit:
         chunk //= 2
     return LinearTile(tile_rows, tile_columns, min(chunk, max(padded_width(depth), 16 * warps)), warps, stages)
 
@@ -373,7 +374,8 @@ def index_tile(dtype: torch.dtype, width: int, n_programs: int, n_blocks: int, s
     blocks = max(INDEX_BLOCKS, blocks_at_once)
     while blocks > blocks_at_once and n_programs * ceil_div(n_blocks, blocks) < DECODING_PROGRAMS:
         blocks //= 2
-    return IndexTile(blocks, blocks_at_once, at_once, 4, 1 if dtype == torch.float32 else 3)
+    # A third stage does not fit into the 64 KB of shared memory on AMD.
+    return IndexTile(blocks, blocks_at_once, at_once, 4, 1 if dtype == torch.float32 else 2 if is_amd() else 3)
 
 
 def decoding_tile(dtype: torch.dtype, width: int, rows: int, device: torch.device) -> Tile:
