@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from lean import read_throughput
-from learning_rates_and_parts import TASKS, TEXTS, Run, T, difference, number, table
+from learning_rates_and_parts import TASKS, TEXTS, Run, T, difference, number, pairs, table
 
 SEEDS = (0, 1, 2)
 FORMS = ("window", "dense")
@@ -90,12 +90,13 @@ def find_run(folder: Path, name: str, seed: int) -> Path:
 
 def collect(runs: dict[tuple[str, int], Run], form: str, text: str, position: int | None = None) -> list[float]:
     """Differences from `today` of the seeds for which both runs were evaluated on the text."""
-    pairs = [(runs[form, seed], runs["today", seed]) for seed in SEEDS]
-    return [
-        float(difference(run, control, text, position).split()[0])
-        for run, control in pairs
-        if text in run.texts and text in control.texts
-    ]
+    found = [(runs[form, seed], runs["today", seed]) for seed in SEEDS]
+    values = []
+    for run, control in found:
+        if text in run.texts and text in control.texts:
+            differences, weights = pairs(run, control, text, position)
+            values.append(sum(d * w for d, w in zip(differences, weights, strict=True)) / sum(weights))
+    return values
 
 
 def average(values: list[float]) -> str:
