@@ -284,7 +284,7 @@ def test_gpu_is_set_and_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_long_64k_ablations_change_one_setting_each() -> None:
     """All use the same tokens. `facts_everywhere` changes only the share; the paper's attention is that of recall_nsa."""
-    preset = ROOT / "params/long_64k.yaml"
+    preset = ROOT / "params/long_64k_three_branches.yaml"
     whole = RunConfig.from_yaml(preset)
     runs = {
         run.variant: run.config

@@ -22,24 +22,31 @@ from nsa_lab.train.matched_baseline import compute_matched_hidden
 from nsa_lab.train.trainer import Trainer
 
 PARAMS = Path(__file__).parents[2] / "params"
-NSA, DENSE = (RunConfig.from_yaml(PARAMS / f"long_64k{kind}.yaml") for kind in ("", "_dense"))
+NSA, THREE_BRANCHES, DENSE = (
+    RunConfig.from_yaml(PARAMS / f"long_64k{form}.yaml") for form in ("", "_three_branches", "_dense")
+)
 # Sizes for a run of one minute on a CPU; all other settings are those of the presets.
 SHRUNK = [(3, 320, 2), (2, 640, 2), (4, 1280, 1)]
 SMALL = {"dim": 24, "n_layers": 1, "d_k": 4, "d_v": 4, "mlp_hidden": 32, "ngram_rows": 500, "ngram_width": 4}
 
 
 def test_the_dense_preset_is_the_matched_baseline() -> None:
-    """The MLP width is the next multiple of 8 of the width that `nsa-lab plan --twin` prints."""
-    assert DENSE.model.hidden_width == 8 * -(-compute_matched_hidden(NSA) // 8) == 2456
-    counts = [build_meta_model(config.model).parameter_count() for config in (NSA, DENSE)]
-    assert counts == [78_397_184, 78_447_872] and counts[1] / counts[0] - 1 < 0.001
-    model = {"attention": "dense", "mlp_hidden": DENSE.model.hidden_width}
-    assert (
-        NSA.model_copy(
-            update={"name": DENSE.name, "description": DENSE.description, "model": NSA.model.model_copy(update=model)}
-        )
-        == DENSE
-    )
+    """The MLP width is the next multiple of 8 of the width that `nsa-lab plan long_64k_three_branches --twin` prints."""
+    assert DENSE.model.hidden_width == 8 * -(-compute_matched_hidden(THREE_BRANCHES) // 8) == 2456
+    counts = [build_meta_model(config.model).parameter_count() for config in (NSA, THREE_BRANCHES, DENSE)]
+    assert counts == [78_597_632, 78_397_184, 78_447_872]
+    assert all(abs(count / counts[-1] - 1) < 0.002 for count in counts)
+    labels = {"name": DENSE.name, "description": DENSE.description}
+    dense = {"attention": "dense", "mlp_hidden": DENSE.model.hidden_width}
+    model = THREE_BRANCHES.model.model_copy(update=dense)
+    assert THREE_BRANCHES.model_copy(update={**labels, "model": model}) == DENSE
+
+
+def test_the_presets_differ_only_in_their_attention_and_width() -> None:
+    changed = ("branches", "indexer_keys", "indexer_heads", "indexer_dtype", "mlp_hidden")
+    model = THREE_BRANCHES.model.model_copy(update={name: getattr(NSA.model, name) for name in changed})
+    labels = {"name": NSA.name, "description": NSA.description}
+    assert THREE_BRANCHES.model_copy(update={**labels, "model": model}) == NSA
 
 
 def test_the_presets_grow_to_64k_with_masking_and_end_on_long_documents() -> None:
