@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.config import ConfigError, NSAConfig
+from nsa_lab.config import ConfigError, ModelConfig, NSAConfig
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,10 @@ class Shape:
     @property
     def value_width(self) -> int:
         return self.V or self.D
+
+    def with_heads_of(self, model: ModelConfig) -> Shape:
+        """Return a shape with the heads, groups and widths of `model`."""
+        return Shape(self.T, self.B, model.n_heads, model.n_kv_groups, model.d_k, model.d_v)
 
     def __str__(self) -> str:
         width = f"{self.D}" if self.value_width == self.D else f"{self.D}/{self.value_width}"
@@ -71,15 +75,19 @@ class AttentionRow:
         return None if self.forward_ms is None else self.forward_ms + (self.backward_ms or 0.0)
 
 
-def parse_shape(text: str) -> Shape:
-    """Parse `2048x8` (tokens x sequences), `32768x1xH64xG4xD128` or `32768x1xH64xG4xD192xV128`. Raises ValueError."""
+def parse_shape(text: str, model: ModelConfig | None = None) -> Shape:
+    """Parse `2048x8` (tokens x sequences), `32768x1xH64xG4xD128` or `32768x1xH64xG4xD192xV128`. Raises ValueError.
+
+    Heads, groups and widths that the text does not name are those of `model`.
+    """
     match = re.fullmatch(r"(\d+)x(\d+)(?:xH(\d+)xG(\d+)xD(\d+)(?:xV(\d+))?)?", text)
     if not match or not all(int(x) for x in match.groups() if x):
         raise ValueError(
             f"shape {text!r}: expected TOKENSxSEQUENCES, e.g. 2048x8, or 32768x1xH64xG4xD128, "
             "optionally followed by xV128 for another value width"
         )
-    return Shape(*(int(x) for x in match.groups() if x))
+    shape = Shape(*(int(x) for x in match.groups() if x))
+    return shape if model is None or match[3] else shape.with_heads_of(model)
 
 
 def parse_training_shape(text: str) -> tuple[int, int]:
@@ -112,18 +120,21 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def parse_record(
     record: Mapping[str, Any], flops: float | None = None, bandwidth: float | None = None
-) -> tuple[list[AttentionRow], NSAConfig, float, float | None]:
-    """Return rows, NSA settings, FLOP/s and bytes per second of a `bench attention` record; given rates replace its own.
+) -> tuple[list[AttentionRow], ModelConfig, float, float | None]:
+    """Return rows, model, FLOP/s and bytes per second of a `bench attention` record; given rates replace its own.
+
+    The model of a record without a preset has all branches and the recorded NSA settings.
 
     Raises ConfigError if the FLOP/s are unknown or if the record is from another benchmark.
     """
     try:
         rows = [AttentionRow(**{key: value for key, value in row.items() if key != "limits"}) for row in record["rows"]]
         nsa, _ = NSAConfig.model_validate(record["nsa"]), record["dtype"]
+        model = ModelConfig.model_validate(record["model"]) if "model" in record else ModelConfig(nsa=nsa)
     except (KeyError, TypeError):
         raise ConfigError("expected a record of `nsa-lab bench attention`, got a record of another benchmark") from None
     recorded_rates: dict[str, float | None] = record.get("rates", {})
     flops_per_s = flops or recorded_rates.get("flops")
     if flops_per_s is None:
         raise ConfigError("the record has no device limits; measure it again with --parts, or give --flops and --bandwidth")
-    return rows, nsa, flops_per_s, bandwidth or recorded_rates.get("bytes")
+    return rows, model, flops_per_s, bandwidth or recorded_rates.get("bytes")

@@ -1,5 +1,8 @@
 """`nsa-lab bench attention`: time, memory and useful TFLOP/s of every part of NSA, after a parity check.
 
+The operator has all branches, and the scores of the compressed one select the blocks. With a preset, it has the branches
+and the block selection of the preset's model.
+
 On a GPU, every implementation is timed as a captured CUDA graph, so that host launches do not count. Backward time is the
 time of forward and backward minus forward. Useful FLOPs count the (query, key) pairs that the definition reads, never
 masked or padded ones.
@@ -22,11 +25,11 @@ from nsa_lab.bench.attention_parts import Part, make_parts
 from nsa_lab.bench.attention_rows import CPU_SHAPES, GPU_SHAPES, AttentionRow, Shape
 from nsa_lab.bench.harness import Benchmark, Output, RowColumn, Setup, format_number, make_record, measure_if_correct
 from nsa_lab.bench.timing import describe_refusal, make_forward_backward, measure_peak_mib, time_eager_ms, time_ms
-from nsa_lab.config import NSAConfig
+from nsa_lab.config import BRANCHES, ConfigError, ModelConfig, NSAConfig
 from nsa_lab.runs.tables import Table
 
-# Targets of the whole operator, forward + backward, as a fraction of SDPA flash at the same shape. Keys are (T, H); d = 64,
-# or more at H = 64.
+# Targets of the whole operator with all branches, forward + backward, as a fraction of SDPA flash at the same shape. Keys
+# are (T, H); d = 64, or more at H = 64.
 WHOLE_TARGETS = {
     (2048, 12): 1.05,
     (8192, 12): 0.45,
@@ -52,6 +55,7 @@ def run_attention_bench(
     dtype: torch.dtype | None = None,
     backend: str = "auto",
     nsa: NSAConfig | None = None,
+    model: ModelConfig | None = None,
     picture: Path | None = None,
     with_baselines: bool = True,
     parts: bool = False,
@@ -59,31 +63,41 @@ def run_attention_bench(
 ) -> list[AttentionRow]:
     """Measure every part at every shape. Print a table and replace the JSON file after each shape; plot at the end.
 
-    `parts`: also measure the device limits and print each part as a fraction of them (`roofline`).
-    Default shapes: the four lengths with a target on a GPU, one tiny shape on a CPU. Raises as `resolve_backend` does for a
-    backend that cannot run.
+    `model`: branches, scores and indexer, with its own `nsa`; default: all branches with `nsa`. `parts`: also measure the
+    device limits and print each part as a fraction of them (`roofline`).
+    Default shapes: the four lengths with a target on a GPU, one tiny shape on a CPU, with the heads of `model`. Raises as
+    `resolve_backend` does for a backend that cannot run, and ConfigError for a model with dense attention.
     """
-    setup, nsa = Setup.resolve(device, dtype), nsa or NSAConfig()
-    backends = resolve_backend(setup.device, setup.dtype, nsa, backend=backend)
+    if model is not None and model.attention == "dense":
+        raise ConfigError(
+            "model.attention = dense: expected nsa, whose parts are compared with dense attention of the same heads; use "
+            "the preset of the sparse model"
+        )
+    setup, nsa = Setup.resolve(device, dtype), model.nsa if model else nsa or NSAConfig()
+    backends = resolve_backend(setup.device, setup.dtype, nsa, model, backend)
     rates = roofline.measure_rates(setup.device, setup.dtype) if parts else None
-    shapes = shapes or setup.select(gpu=GPU_SHAPES, cpu=CPU_SHAPES)
+    if shapes is None:
+        default_shapes = setup.select(gpu=GPU_SHAPES, cpu=CPU_SHAPES)
+        shapes = tuple(shape.with_heads_of(model) for shape in default_shapes) if model else default_shapes
+    form = model or ModelConfig(nsa=nsa)
     record = make_record(
         setup,
         machine=setup.describe_machine(),
         dtype=str(setup.dtype),
         nsa=nsa.model_dump(),
+        **({"model": model.model_dump(mode="json")} if model else {}),
         backend={part: asdict(resolved) for part, resolved in backends.items()},
         **({"rates": asdict(rates)} if rates else {}),
     )
 
     def make_limit_tables(rows: list[AttentionRow]) -> Iterable[Table]:
         if rates:
-            limited = roofline.add_limits(rows, {str(shape): shape for shape in shapes}, nsa, setup.dtype.itemsize, rates)
+            limited = roofline.add_limits(rows, {str(shape): shape for shape in shapes}, form, setup.dtype.itemsize, rates)
             yield roofline.make_limit_table(limited, rates)
 
     return BENCHMARK.run(
         shapes,
-        lambda shape: _measure_shape(shape, nsa, backends, setup, with_baselines),
+        lambda shape: _measure_shape(shape, form, backends, setup, with_baselines),
         Output(json_path, picture, console),
         record,
         extra_tables=make_limit_tables,
@@ -142,9 +156,10 @@ BENCHMARK = Benchmark[AttentionRow](
 
 
 def _measure_shape(
-    shape: Shape, nsa: NSAConfig, backends: Mapping[str, ResolvedBackend], setup: Setup, with_baselines: bool
+    shape: Shape, model: ModelConfig, backends: Mapping[str, ResolvedBackend], setup: Setup, with_baselines: bool
 ) -> list[AttentionRow]:
     rows: list[AttentionRow] = []
+    nsa = model.nsa
     if with_baselines:
         for name, run, inputs in baselines.list_dense(shape, setup.device, setup.dtype):
             value_width = inputs[2].shape[-1]
@@ -153,13 +168,13 @@ def _measure_shape(
             rows.append(_time_baseline(row, run, inputs, _count_dense_flops(shape, value_width)))
     dense = {row.by: row.total_ms for row in rows if row.total_ms is not None}
     sizes = shape.H, shape.G, shape.D, nsa, backends, setup.device, setup.dtype
-    short = make_parts(min(shape.T, 1024), 1, *sizes, Dv=shape.value_width)
-    long = make_parts(shape.T, shape.B, *sizes, Dv=shape.value_width)
+    short = make_parts(min(shape.T, 1024), 1, *sizes, Dv=shape.value_width, model=model)
+    long = make_parts(shape.T, shape.B, *sizes, Dv=shape.value_width, model=model)
     rows += [_measure_part(shape, *pair, nsa, dense, setup) for pair in zip(short, long, strict=True)]
     if with_baselines:
-        for part, name, run, inputs in baselines.list_branches(shape, nsa, setup.device, setup.dtype):
-            useful_flops = next((p.useful_flops for p in long if p.name == part), 0.0)
-            rows.append(_time_baseline(AttentionRow(str(shape), part, name), run, inputs, useful_flops))
+        useful_flops = {part.name: part.useful_flops for part in long}
+        for part, name, run, inputs in baselines.list_branches(shape, nsa, useful_flops, setup.device, setup.dtype):
+            rows.append(_time_baseline(AttentionRow(str(shape), part, name), run, inputs, useful_flops[part]))
     return rows
 
 
@@ -172,7 +187,8 @@ def _measure_part(
     measure_if_correct(row, is_correct, lambda: _time_passes(row, long.run, long.inputs, long.useful_flops))
     row.share, row.share_fastest = _compute_shares(row, dense)
     if long.name == "whole" and row.share is not None and row.total_ms is not None:
-        row.bar, row.eager_bar = (targets.get((shape.T, shape.H)) for targets in (WHOLE_TARGETS, EAGER_TARGETS))
+        if long.model.scores == "compressed" and long.model.branches == tuple(BRANCHES):
+            row.bar, row.eager_bar = (targets.get((shape.T, shape.H)) for targets in (WHOLE_TARGETS, EAGER_TARGETS))
         row.eager_ms = time_eager_ms(make_forward_backward(long.run, long.inputs), setup.device)
         row.eager_share = None if row.eager_ms is None else row.share * row.eager_ms / row.total_ms
     return row

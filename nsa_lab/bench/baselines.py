@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor
@@ -50,12 +50,12 @@ def _can_run(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def list_branches(
-    shape: Shape, nsa: NSAConfig, device: torch.device, dtype: torch.dtype
+    shape: Shape, nsa: NSAConfig, parts: Collection[str], device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, str, Callable[..., Tensor], list[Tensor]]]:
-    """Yield (part, name, run, inputs) of baselines for the window and the compressed branch; none on a CPU."""
+    """Yield (part, name, run, inputs) of baselines for those of window and compressed in `parts`; none on a CPU."""
     if device.type != "cuda":
         return
-    if not flash.find_flash_problem(device, dtype) and shape.value_width == shape.D:
+    if "window" in parts and not flash.find_flash_problem(device, dtype) and shape.value_width == shape.D:
         yield (
             "window",
             "flash-attn",
@@ -73,7 +73,7 @@ def list_branches(
         ("window", sees_window, shape.T),
         ("compressed", sees_compressed, geometry.num_compressed(shape.T, nsa)),
     ):
-        if keys:
+        if keys and part in parts:
             yield (
                 part,
                 "FlexAttention",

@@ -19,7 +19,7 @@ from nsa_lab.attention import geometry
 from nsa_lab.bench.attention_rows import AttentionRow, Shape, parse_record, parse_shape_label
 from nsa_lab.bench.harness import RowColumn, format_number, make_table
 from nsa_lab.bench.timing import get_memory_bytes_per_s, measure_matmul_flops_per_s
-from nsa_lab.config import ConfigError, NSAConfig
+from nsa_lab.config import ConfigError, ModelConfig
 from nsa_lab.runs.tables import Table
 
 BACKWARD_FACTOR = 2.5  # FLOPs of the backward pass over FLOPs of the forward pass
@@ -53,17 +53,28 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     return Rates(measure_matmul_flops_per_s(device, dtype), get_memory_bytes_per_s(device))
 
 
-def count_work(part: str, shape: Shape, nsa: NSAConfig, width: int) -> tuple[Work, Work | None]:
+def count_work(part: str, shape: Shape, model: ModelConfig, width: int) -> tuple[Work, Work | None]:
     """Return the forward and backward work of a part (an `AttentionRow.part`) in elements of `width` bytes.
 
-    Block selection ("choice") has no backward pass: None. Raises ValueError for an unknown part.
+    `model`: branches, scores and indexer; heads and widths are those of `shape`. Block selection ("choice") has no backward
+    pass: None. Raises ValueError for an unknown part.
     """
     T, B, H, G, D, V = shape.T, shape.B, shape.H, shape.G, shape.D, shape.value_width
+    nsa, n_branches = model.nsa, len(model.branches)
     N, reads = geometry.num_compressed(T, nsa), geometry.mean_reads(T, nsa)
     rows, pair = B * T * H, 2.0 * (D + V) * B * T * H
     q, out, lse, blocks = rows * D * width, rows * V * width, rows * 4, B * T * G * nsa.n_sel * 4
     raw, compressed = (B * n * G * (D + V) * width for n in (T, N))
-    gates, score = rows * 3 * width, 2.0 * D * rows * reads["cmp"]
+    gates = rows * n_branches * width if n_branches > 1 else 0
+    # Queries and keys that score the blocks, in channels per token and bytes.
+    index_channels = G * model.indexer_heads * model.index_width if model.has_indexer else H * D
+    index_q = B * T * index_channels * width
+    index_k = {
+        "indexer": B * geometry.num_compressed(T, model.selection_nsa) * model.index_groups * model.index_width * width,
+        "compressed": B * N * G * D * width,
+        "mean_key": B * T * G * D * width,
+    }[model.scores or "compressed"]
+    score = 2.0 * index_channels * B * T * geometry.mean_reads(T, model.selection_nsa)["cmp"]
 
     def attention(keys: float, kv: int, more: int = 0) -> tuple[Work, Work]:
         forward = Work(pair * keys, q + kv + more + out + lse)
@@ -74,7 +85,7 @@ def count_work(part: str, shape: Shape, nsa: NSAConfig, width: int) -> tuple[Wor
         case "dense":
             return attention(reads["dense"], raw)
         case "dense wide":
-            return count_work("dense", replace(shape, V=int(part.rsplit(" ", 1)[1])), nsa, width)
+            return count_work("dense", replace(shape, V=int(part.rsplit(" ", 1)[1])), model, width)
         case "compressed":
             return attention(reads["cmp"], compressed)
         case "selected":
@@ -82,20 +93,33 @@ def count_work(part: str, shape: Shape, nsa: NSAConfig, width: int) -> tuple[Wor
         case "window":
             return attention(reads["win"], raw)
         case "choice":
-            return Work(score, q + B * N * G * D * width + lse + blocks), None
+            return Work(score, index_q + index_k + (lse if model.scores == "compressed" else 0) + blocks), None
+        case "selection loss":
+            # Only the sampled queries have scores and attention; every query and index key has a gradient.
+            share = min(model.selection_queries, T) / T
+            attention_scores, k_sel = 2.0 * D * rows * reads["dense"], B * T * G * D * width
+            forward = Work(share * (score + attention_scores), share * (index_q + q) + index_k + k_sel)
+            return forward, Work(2 * share * score, (1 + share) * index_q + 2 * index_k)
         case "gate":
-            return Work(0.0, 4 * out + gates), Work(0.0, 7 * out + 2 * gates)
+            return Work(0.0, (n_branches + 1) * out + gates), Work(0.0, (2 * n_branches + 1) * out + 2 * gates)
         case "whole":
-            keys, kv = reads["cmp"] + reads["sel"] + reads["win"], compressed + 2 * raw
-            # Block selection uses the scores of the compressed branch; they count once.
-            backward = Work(BACKWARD_FACTOR * pair * keys, 2 * (q + kv + gates) + blocks + 2 * out)
-            return Work(pair * keys, q + kv + gates + out), backward
+            keys = sum(reads[branch] for branch in model.branches)
+            n_sets = sum(branch != "cmp" for branch in model.branches)
+            kv = (min(n_sets, 1) if model.shared_kv else n_sets) * raw + (compressed if "cmp" in model.branches else 0)
+            selected = blocks if model.scores else 0
+            backward = Work(BACKWARD_FACTOR * pair * keys, 2 * (q + kv + gates) + selected + 2 * out)
+            # Block selection by the scores of the compressed branch: they count once.
+            more = score if model.scores in ("indexer", "mean_key") else 0.0
+            index = index_q + index_k if model.has_indexer else 0
+            return Work(pair * keys + more, q + kv + gates + index + out), backward
         case other:
-            raise ValueError(f"part {other!r}: expected dense, compressed, choice, selected, window, gate or whole")
+            raise ValueError(
+                f"part {other!r}: expected dense, compressed, choice, selection loss, selected, window, gate or whole"
+            )
 
 
 def add_limits(
-    rows: Sequence[AttentionRow], shapes: Mapping[str, Shape], nsa: NSAConfig, width: int, rates: Rates
+    rows: Sequence[AttentionRow], shapes: Mapping[str, Shape], model: ModelConfig, width: int, rates: Rates
 ) -> list[AttentionRow]:
     """Return the timed rows, after adding the minimum time and its fraction of the measured time for each pass.
 
@@ -107,7 +131,7 @@ def add_limits(
             continue
         for pass_name, work, measured_ms in zip(
             ("forward", "backward"),
-            count_work(row.part, shapes[row.shape], nsa, width),
+            count_work(row.part, shapes[row.shape], model, width),
             (row.forward_ms, row.backward_ms),
             strict=True,
         ):
@@ -155,6 +179,7 @@ def make_limit_table(rows: Sequence[AttentionRow], rates: Rates) -> Table:
 COLORS = {
     "compressed": "#0072B2",
     "choice": "#E69F00",
+    "selection loss": "#56B4E9",
     "selected, real": "#009E73",
     "window": "#CC79A7",
     "whole": "#000000",
@@ -204,8 +229,8 @@ def read_rows(
     record: Mapping[str, Any], flops: float | None = None, bandwidth: float | None = None
 ) -> tuple[list[AttentionRow], Rates]:
     """Return the rows of a `bench attention` record with limits, and the rates used. Raises as `parse_record`."""
-    rows, nsa, flops_per_s, bytes_per_s = parse_record(record, flops, bandwidth)
+    rows, model, flops_per_s, bytes_per_s = parse_record(record, flops, bandwidth)
     width = getattr(torch, record["dtype"].removeprefix("torch.")).itemsize
     rates = Rates(flops_per_s, bytes_per_s)
     shapes = {row.shape: parse_shape_label(row.shape) for row in rows}
-    return add_limits(rows, shapes, nsa, width, rates), rates
+    return add_limits(rows, shapes, model, width, rates), rates

@@ -53,16 +53,23 @@ def bench_attention(
     backend: Annotated[Backend, typer.Option(help="Attention backend")] = "auto",
     packed: Annotated[bool, typer.Option("--packed", help="Compare packed documents with batched calls instead")] = False,
     parts: Annotated[bool, typer.Option("--parts", help="Also report each part as a fraction of the device limit")] = False,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            "--preset", metavar="NAME", help="Preset or YAML file whose branches, indexer and heads are timed instead"
+        ),
+    ] = None,
     device: Device = None,
 ) -> None:
     """Benchmark NSA against dense attention, forward and backward. Measures time and memory after a parity check."""
     from nsa_lab.bench.attention_rows import parse_shape
 
-    shapes = _parse_values(parse_shape, shape, "--shape")
+    model = resolve.load_config(preset, []).model if preset else None
+    shapes = _parse_values(lambda text: parse_shape(text, model), shape, "--shape")
     if packed:
-        if shape or picture or parts:
+        if shape or picture or parts or preset:
             raise typer.BadParameter(
-                "it uses fixed shapes and has no parts and no figure; omit --shape, --parts and --picture",
+                "it uses fixed shapes and has no parts and no figure; omit --shape, --parts, --preset and --picture",
                 param_hint="--packed",
             )
         device = _resolve_device(device)
@@ -73,7 +80,7 @@ def bench_attention(
     device = _resolve_device(device)
     from nsa_lab.bench.attention_speed import run_attention_bench
 
-    run_attention_bench(shapes, json_file, backend=backend, picture=picture, parts=parts, device=device)
+    run_attention_bench(shapes, json_file, backend=backend, model=model, picture=picture, parts=parts, device=device)
 
 
 @app.command("limits")

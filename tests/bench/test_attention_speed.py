@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from looping import looped
 from rich.console import Console
 
 from nsa_lab.attention import resolve_backend, torch_backend
@@ -13,10 +14,33 @@ from nsa_lab.bench import attention_parity
 from nsa_lab.bench.attention_parts import SELECTION_KINDS, make_parts, make_selection
 from nsa_lab.bench.attention_rows import CPU_SHAPES, Shape, parse_shape
 from nsa_lab.bench.attention_speed import run_attention_bench
+from nsa_lab.bench.roofline import read_rows
 from nsa_lab.bench.timing import describe_refusal
-from nsa_lab.config import NSAConfig
+from nsa_lab.config import ConfigError, ModelConfig, NSAConfig
 
 NSA = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=13)
+LARGEST = NSA.model_copy(update={"head_reduction": "max", "block_reduction": "max"})
+INDEXER = {"selection_loss": 0.05, "selection_queries": 20}
+FORMS = {
+    "compressed scores": ModelConfig(selection_loss=0.05, nsa=NSA),
+    "indexer": ModelConfig(
+        branches=("sel", "win"),
+        **INDEXER,
+        indexer_block=1,
+        indexer_heads=2,
+        indexer_keys="shared",
+        indexer_dtype="fp8",
+        nsa=NSA,
+    ),
+    "one branch": ModelConfig(
+        branches=("sel",), **INDEXER, indexer_block=4, indexer_width=32, indexer_dtype="mxfp4", nsa=LARGEST
+    ),
+    "shared keys and values": ModelConfig(shared_kv=True, **INDEXER, indexer_block=2, nsa=NSA),
+    "mean keys": ModelConfig(
+        branches=("sel", "win"), selection_loss=0.05, nsa=NSA.model_copy(update={"scores": "mean_key"})
+    ),
+    "window": ModelConfig(branches=("win",), nsa=NSA),
+}
 
 
 def bench(tmp_path, shapes=CPU_SHAPES, **options):
@@ -26,9 +50,8 @@ def bench(tmp_path, shapes=CPU_SHAPES, **options):
             tmp_path / "bench.json",
             device="cpu",
             backend="torch",
-            nsa=NSA,
+            **{"nsa": NSA, **options},
             console=Console(file=table, width=200),
-            **options,
         )
 
 
@@ -44,6 +67,48 @@ def test_every_part_is_checked_timed_and_recorded(tmp_path):
     recorded = json.loads((tmp_path / "bench.json").read_text())
     assert len(recorded["rows"]) == len(rows) and recorded["machine"]["torch"] == torch.__version__
     assert (tmp_path / "bench.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+@looped
+@pytest.mark.parametrize("form", FORMS)
+def test_the_parts_of_a_model_pass_parity(form):
+    """In float32 and bfloat16, for a sequence with and without free blocks."""
+    model = FORMS[form]
+    for dtype in (torch.float32, torch.bfloat16):
+        backends = resolve_backend("cpu", dtype, model.nsa, model, "torch")
+        for tokens in (7, 150):
+            parts = make_parts(tokens, 1, 4, 2, 16, model.nsa, backends, "cpu", dtype, model=model)
+            names = [part.name for part in parts]
+            assert names[-1] == "whole" and ("gate" in names) == (len(model.branches) > 1)
+            assert ("selection loss" in names) == model.has_selection_loss and ("choice" in names) == bool(model.scores)
+            for part in parts:
+                errors, is_correct = attention_parity.check_parity(part, part, model.nsa)
+                assert is_correct, (dtype, tokens, part.name, errors)
+
+
+def test_a_wrong_selection_or_loss_of_an_indexer_fails_parity(monkeypatch):
+    """Without the rounding of the keys, other blocks are selected, and the loss is another."""
+    model = FORMS["indexer"]
+    backends = resolve_backend("cpu", torch.float32, NSA, model, "torch")
+    parts = make_parts(300, 1, 4, 2, 16, NSA, backends, "cpu", torch.float32, model=model)
+    monkeypatch.setattr("nsa_lab.bench.attention_parity.prepare_index_keys", lambda k, model, G: k.expand(-1, -1, G, -1))
+    failed = {part.name for part in parts if not attention_parity.check_parity(part, part, NSA)[1]}
+    assert failed == {"choice", "selection loss"}
+
+
+@pytest.mark.slow
+def test_a_preset_is_timed_and_its_record_is_read(tmp_path):
+    rows = bench(tmp_path, (Shape(70, 1, 4, 2, 16),), model=FORMS["indexer"], parts=True)
+    parts = [row.part for row in rows]
+    selected = [f"selected, {kind}" for kind in SELECTION_KINDS]
+    assert parts == ["dense", "choice", "selection loss", *selected, "window", "gate", "whole"]
+    assert all(row.forward_ms and not row.note and row.limits for row in rows)
+    assert rows[-1].share_fastest == pytest.approx(rows[-1].total_ms / rows[0].total_ms)
+    recorded = json.loads((tmp_path / "bench.json").read_text())
+    assert [row.limits for row in read_rows(recorded)[0]] == [row["limits"] for row in recorded["rows"]]
+    with pytest.raises(ConfigError, match="expected nsa"):
+        bench(tmp_path, model=ModelConfig(attention="dense"))
 
 
 @pytest.mark.slow
@@ -166,6 +231,9 @@ def test_shapes_are_parsed_or_rejected():
     assert parse_shape("2048x8") == Shape(2048, 8)
     assert parse_shape("32768x1xH64xG4xD128") == Shape(32768, 1, 64, 4, 128)
     assert parse_shape("32768x1xH64xG4xD192xV128") == Shape(32768, 1, 64, 4, 192, 128)
+    model = ModelConfig(n_heads=6, n_kv_groups=3, d_k=32, d_v=16)
+    assert parse_shape("2048x8", model) == Shape(2048, 8, 6, 3, 32, 16)
+    assert parse_shape("2048x8xH4xG2xD16", model) == Shape(2048, 8, 4, 2, 16)
     assert str(Shape(32768, 1, 64, 4, 192, 128)) == "32768x1 H64 G4 d192/128" and Shape(9, 1).value_width == 64
     with pytest.raises(ValueError, match="TOKENSxSEQUENCES"):
         parse_shape("2048")

@@ -26,12 +26,26 @@ WIDE = Shape(64, 1, 8, 2, 48, 16)
         (
             "attention_speed.run_attention_bench",
             "attention --shape 64x2 --shape 64x1xH8xG2xD48xV16 --backend torch --parts --device cpu",
-            (((Shape(64, 2), WIDE), None), {"backend": "torch", "picture": None, "parts": True, "device": "cpu"}),
+            (
+                ((Shape(64, 2), WIDE), None),
+                {"backend": "torch", "model": None, "picture": None, "parts": True, "device": "cpu"},
+            ),
+        ),
+        (
+            "attention_speed.run_attention_bench",
+            "attention --shape 64x2 --shape 64x1xH8xG2xD48xV16 --preset smoke --device cpu",
+            (
+                ((Shape(64, 2).with_heads_of(SMOKE), WIDE), None),
+                {"backend": "auto", "model": SMOKE, "picture": None, "parts": False, "device": "cpu"},
+            ),
         ),
         (
             "attention_speed.run_attention_bench",
             "attention --json {json} --picture {picture} --device cpu",
-            ((None, "{json}"), {"backend": "auto", "picture": "{picture}", "parts": False, "device": "cpu"}),
+            (
+                (None, "{json}"),
+                {"backend": "auto", "model": None, "picture": "{picture}", "parts": False, "device": "cpu"},
+            ),
         ),
         (
             "packed_attention.run_packed_bench",

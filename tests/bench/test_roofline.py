@@ -17,35 +17,70 @@ from nsa_lab.bench.attention_rows import AttentionRow, Shape, parse_shape_label
 from nsa_lab.bench.attention_speed import run_attention_bench
 from nsa_lab.bench.roofline import Rates, Work, count_work
 from nsa_lab.cli import app
-from nsa_lab.config import ConfigError, NSAConfig
+from nsa_lab.config import ConfigError, ModelConfig, NSAConfig
 
 NSA = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=13)
 SHAPE = Shape(70, 2, 4, 2, 48, 16)
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 BRANCHES = ("compressed", "selected", "window")
+MODEL = ModelConfig(nsa=NSA)
+# The form of long_64k, small.
+LEAN = ModelConfig(
+    branches=("sel", "win"),
+    selection_loss=0.05,
+    selection_queries=20,
+    indexer_block=1,
+    indexer_heads=2,
+    indexer_keys="shared",
+    indexer_dtype="fp8",
+    nsa=NSA,
+)
+
+
+LEAN_PARTS = ["choice", "selection loss", "selected, real", "window", "gate", "whole"]
+FORMS = {
+    "compressed scores": (MODEL, ["compressed", "choice", "selected, real", "window", "gate", "whole"]),
+    "indexer": (LEAN, LEAN_PARTS),
+    "shared keys and values": (LEAN.model_copy(update={"shared_kv": True}), LEAN_PARTS),
+    "mean keys": (
+        ModelConfig(branches=("sel",), nsa=NSA.model_copy(update={"scores": "mean_key"})),
+        ["choice", "selected, real", "whole"],
+    ),
+}
 
 
 @looped
-@pytest.mark.parametrize("name", ["compressed", "choice", "selected, real", "window", "gate", "whole"])
-def test_work_counts_every_input_and_result_once(name):
+@pytest.mark.parametrize(("form", "name"), [(form, name) for form, (_, names) in FORMS.items() for name in names])
+def test_work_counts_every_input_and_result_once(form, name):
     """Compare with the tensors of the benchmark, and its useful FLOPs with the pairs of the definition."""
+    model = FORMS[form][0]
     sizes = (
         SHAPE.H,
         SHAPE.G,
         SHAPE.D,
-        NSA,
-        resolve_backend("cpu", torch.float32, NSA, backend="torch"),
+        model.nsa,
+        resolve_backend("cpu", torch.float32, model.nsa, model, backend="torch"),
         "cpu",
         torch.float32,
     )
-    part = next(p for p in make_parts(SHAPE.T, SHAPE.B, *sizes, Dv=SHAPE.value_width) if p.name == name)
+    parts = {p.name: p for p in make_parts(SHAPE.T, SHAPE.B, *sizes, Dv=SHAPE.value_width, model=model)}
+    part = parts[name]
     out = part.run(*part.inputs)
-    moved = sum(x.numel() * x.element_size() for x in (*part.inputs, out))
+    # Branches that share keys and values read them once.
+    stored = {x.data_ptr(): x.numel() * x.element_size() for x in part.inputs}
+    moved = sum(stored.values()) + out.numel() * out.element_size()
     lse = out.numel() // SHAPE.value_width * 4 if name.split(",")[0] in BRANCHES else 0
-    forward, backward = count_work(name, SHAPE, NSA, 4)
+    forward, backward = count_work(name, SHAPE, model, 4)
+    if name == "selection loss":  # all queries are sampled if there are few
+        every, _ = count_work(name, SHAPE, model.model_copy(update={"selection_queries": SHAPE.T}), 4)
+        assert every.bytes == moved - out.element_size() and forward.bytes < every.bytes
+        attention_scores = 2 * SHAPE.D * SHAPE.H * SHAPE.B * sum(range(1, SHAPE.T + 1))
+        assert every.flops == pytest.approx(parts["choice"].useful_flops + attention_scores)
+        assert forward.flops == pytest.approx(every.flops * model.selection_queries / SHAPE.T)
+        return
     flops = part.useful_flops
-    if name == "whole":  # the scores of the compressed branch, also used for selection, count once
-        flops -= count_work("choice", SHAPE, NSA, 4)[0].flops
+    if name == "whole" and model.scores == "compressed":  # the scores, also used for selection, count once
+        flops -= count_work("choice", SHAPE, model, 4)[0].flops
     assert tuple(forward) == pytest.approx((flops, moved + lse))
     if name == "choice":
         assert backward is None
@@ -60,12 +95,12 @@ def test_work_counts_every_input_and_result_once(name):
 
 
 def test_dense_attention_reads_all_keys():
-    forward, _ = count_work("dense", SHAPE, NSA, 2)
+    forward, _ = count_work("dense", SHAPE, MODEL, 2)
     assert forward.flops == 2 * (48 + 16) * 2 * 4 * sum(range(1, 71))
-    wide, _ = count_work("dense, values of 48", SHAPE, NSA, 2)
+    wide, _ = count_work("dense, values of 48", SHAPE, MODEL, 2)
     assert wide.flops == forward.flops * 96 / 64
     with pytest.raises(ValueError, match="part 'norm': expected dense, compressed"):
-        count_work("norm", SHAPE, NSA, 2)
+        count_work("norm", SHAPE, MODEL, 2)
 
 
 def test_the_slower_of_arithmetic_and_memory_is_the_limit():
@@ -80,8 +115,8 @@ def test_a_share_is_minimum_over_measured_time():
         AttentionRow("70x2 H4 G2 d48/16", "dense", "SDPA", 1.0, 4.0),
         AttentionRow("70x2 H4 G2 d48/16", "gate", "torch", note="refused"),
     ]
-    rates = Rates(count_work("dense", SHAPE, NSA, 2)[0].flops * 2e3, None)  # half a millisecond
-    (row,) = limits.add_limits(rows, {rows[0].shape: SHAPE}, NSA, 2, rates)
+    rates = Rates(count_work("dense", SHAPE, MODEL, 2)[0].flops * 2e3, None)  # half a millisecond
+    (row,) = limits.add_limits(rows, {rows[0].shape: SHAPE}, MODEL, 2, rates)
     assert row.limits["forward"]["share"] == pytest.approx(0.5)
     assert row.limits["backward"]["share"] == pytest.approx(0.5 * 2.5 / 4)
 
@@ -89,8 +124,8 @@ def test_a_share_is_minimum_over_measured_time():
 @pytest.mark.parametrize("factor, told", [(0.99, False), (1.01, True)])
 def test_a_share_above_one_is_reported(factor, told):
     row = AttentionRow("70x2 H4 G2 d48/16", "dense", "SDPA", 1.0, None)
-    rates = Rates(count_work("dense", SHAPE, NSA, 2)[0].flops * 1e3 / factor, None)
-    rows = limits.add_limits([row], {row.shape: SHAPE}, NSA, 2, rates)
+    rates = Rates(count_work("dense", SHAPE, MODEL, 2)[0].flops * 1e3 / factor, None)
+    rows = limits.add_limits([row], {row.shape: SHAPE}, MODEL, 2, rates)
     assert ("above 100%" in str(limits.make_limit_table(rows, rates).caption)) == told
 
 

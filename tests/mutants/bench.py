@@ -78,6 +78,12 @@ MUTANTS = [
         "max(q.shape[2] * k.shape[1], 1)",
         "q.shape[2] * k.shape[1]",
     ),
+    Mutant(
+        "bench: index keys are not rounded",
+        "bench.attention_parts",
+        "round_keys(k, model.indexer_dtype).expand",
+        "k.expand",
+    ),
     Mutant("bench: shares of the slowest dense attention", "bench.attention_speed", "/ min(dense", "/ max(dense"),
     Mutant(
         "bench decode: NaN is no error",

@@ -260,6 +260,7 @@ OTHERS = {
     ),
     "bench.harness": ["tests/bench/test_harness.py"],
     "bench.attention_speed": ["tests/bench/test_harness.py", "tests/bench/test_attention_speed.py"],
+    "bench.attention_parts": ["tests/bench/test_attention_speed.py"],
     "bench.attention_parity": ["tests/bench/test_attention_speed.py"],
     "bench.tune_tiles": ["tests/bench/test_tune_tiles.py"],
     "bench.timing": cases("bench/test_training_speed.py", "the_matmul_rate_is_that_of_the_fastest_round"),
