@@ -5,8 +5,8 @@ be 2 (output) and 3 (gradient) times the error of the same mathematics in plain 
 rows of the output (up to 512) are compared with float64. Their error may be 2 times that of plain low precision, on these
 rows or on the shorter sequence, whichever is larger. Fewer rows would be an unfair comparison: matrix products of 16 rows
 are summed in another order, which may halve their error (H200, float32: 2.3e-7 for 16 rows alone, 4.7e-7 for the same rows
-among all others). A block selection passes if it equals the definition's, except for scores that differ by less than
-rounding.
+among all others). Gate, whole and selection loss are compared on the shorter sequence only. A block selection passes if it
+equals the definition's, except for scores that differ by less than rounding.
 
 Notebook 03 uses the same error rule, `compute_plain` and `compute_error_and_limit`.
 """
