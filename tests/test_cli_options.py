@@ -223,8 +223,8 @@ case("warmup", "param", "warmup {params} -p train.lr=0.5", WARMUP, lambda config
 case("warmup", "threads", "warmup {params} --threads 3", WARMUP, lambda config, threads: threads == 3, DONE)
 
 LOAD = "nsa_lab.runs.sweep_runner.Sweep.load"
-case("sweep", "file", f"sweep {{sweep}} {OUT}", LOAD, lambda file, folder: file.endswith("rates.yaml"), stop)
-case("sweep", "outputs", f"sweep {{sweep}} {OUT}", LOAD, lambda file, folder: folder.name == "outputs", stop)
+case("sweep", "file", f"sweep {{sweep}} {OUT}", LOAD, lambda file, folder, _: file.endswith("rates.yaml"), stop)
+case("sweep", "outputs", f"sweep {{sweep}} {OUT}", LOAD, lambda file, folder, _: folder.name == "outputs", stop)
 case("sweep", "dry_run", f"sweep {{sweep}} {OUT} --dry-run", "nsa_lab.cli.sweep_command._show_plan", lambda sweep: True)
 case(
     "sweep",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -44,7 +46,8 @@ def sweep_command(
         raise ConfigError("nsa-lab sweep: --dry-run lists runs and shows no table; omit --table and --json")
     from nsa_lab.runs.sweep_runner import Sweep
 
-    sweep = Sweep.load(file, resolve.get_outputs_dir(outputs))
+    folder = resolve.get_outputs_dir(outputs)
+    sweep = Sweep.load(file, folder, functools.partial(_describe_source, folder))
     if dry_run:
         _show_plan(sweep)
         return
@@ -68,6 +71,13 @@ def sweep_command(
         _write_results(sweep, log)
     _show_results(sweep, as_json)
     raise typer.Exit(_report_unfinished(attempted, file, log))
+
+
+def _describe_source(folder: Path, source: str) -> dict[str, Any]:
+    """Return the settings of runs that convert `source`, as `nsa-lab convert` does."""
+    from nsa_lab.convert import describe_source  # needs the extra hf
+
+    return describe_source(source, folder)
 
 
 def _find_gpus(sweep: Sweep) -> list[str | None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,12 +12,21 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from nsa_lab.config.base import MAX_COUNT, Section
 from nsa_lab.config.errors import ConfigError
-from nsa_lab.config.run_config import RunConfig, parse_override, read_mapping
+from nsa_lab.config.run_config import RunConfig, apply_overrides, parse_override, read_mapping
 
 # Overrides that a sweep may not have, and the key that sets their value.
 RESERVED_KEYS = {"train.seed": "seeds", "name": "the names of the sweep and its variants"}
 # Without dots, because a dot separates the parts of a run's name: names of different runs and sweeps are then different.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
+
+SOURCE_KEY = "train.initial_weights"
+DescribeSource = Callable[[str], Mapping[str, Any]]
+"""Source of the initial weights -> settings that follow from it, by dotted key, `SOURCE_KEY` among them."""
+
+
+def name_source(source: str) -> dict[str, Any]:
+    """Return `SOURCE_KEY` only: the preset and the sweep have the other settings."""
+    return {SOURCE_KEY: source}
 
 
 def _parse_overrides(raw: Any) -> Any:
@@ -98,15 +108,23 @@ class SweepConfig(Section):
     def baseline(self) -> str:
         return next(iter(self.variants))
 
-    def build_runs(self, preset: Path) -> list[SweepRun]:
-        """Return all runs, first of the baseline. Raise one `ConfigError` for all variants that are invalid."""
+    def build_runs(self, preset: Path, describe_source: DescribeSource = name_source) -> list[SweepRun]:
+        """Return all runs, first of the baseline. Raise one `ConfigError` for all variants that are invalid.
+
+        Settings of `describe_source` take precedence over the preset, and the overrides of the sweep over them.
+        """
+        describe_source = functools.cache(describe_source)
         runs: list[SweepRun] = []
-        problems: list[str] = []
+        variants_by_error: dict[str, list[str]] = {}
         for variant in self.variants:
             try:
-                runs += self._build_variant_runs(variant, preset)
+                runs += self._build_variant_runs(variant, preset, describe_source)
             except ConfigError as error:
-                problems += [f"variant {variant}: {line}" for line in str(error).splitlines()]
+                for line in str(error).splitlines():
+                    variants_by_error.setdefault(line, []).append(variant)
+        problems = [
+            f"variant{'s' * (len(names) > 1)} {', '.join(names)}: {line}" for line, names in variants_by_error.items()
+        ]
         variant_by_settings: dict[str, str] = {}
         for run in runs:
             settings = repr({**run.config.to_dict(), "name": None})
@@ -120,10 +138,15 @@ class SweepConfig(Section):
             raise ConfigError("\n".join(dict.fromkeys(problems)))
         return runs
 
-    def _build_variant_runs(self, variant: str, preset: Path) -> Iterator[SweepRun]:
+    def _build_variant_runs(self, variant: str, preset: Path, describe_source: DescribeSource) -> Iterator[SweepRun]:
+        overrides = {**self.common, **self.variants[variant]}
+        train = apply_overrides(read_mapping(preset), overrides).get("train")
+        if isinstance(train, dict) and isinstance(source := train.get("initial_weights"), str):
+            overrides.pop(SOURCE_KEY, None)
+            overrides = {**describe_source(source), **overrides}
         for seed in self.seeds:
             for repeat in range(1, self.repeats + 1):
                 name = f"{self.name}.{variant}.s{seed}" + (f".r{repeat}" if repeat > 1 else "")
                 run_overrides = {"name": name, "train.seed": seed}
-                config = RunConfig.from_yaml(preset, {**self.common, **self.variants[variant], **run_overrides})
+                config = RunConfig.from_yaml(preset, {**overrides, **run_overrides})
                 yield SweepRun(variant, seed, repeat, config)

@@ -100,7 +100,7 @@ class Limits:
     selection_share: float = 0.5  # maximum fraction of readings in which a layer's selection ignores the content
     sink_share: float = 0.80  # maximum fraction of the selected attention on the first block
     selection_loss_fall: float = 0.01  # minimum relative fall of a conversion's selection loss; scaled before step 100
-    selection_loss_rise: float = 0.25  # maximum relative rise of the same where all weights are trained
+    selection_loss_rise: float = 0.25  # maximum relative rise of the same if the indexer was trained before
     selection_loss_errors: float = 3.0  # the same fall is unknown within this many standard errors of the readings
     attention_mass: float = 0.95  # minimum attention mass in a converted model's blocks / in the best blocks
     conversion_gap: float = 0.03  # maximum loss with selected blocks minus dense attention's, in nats per token

@@ -88,6 +88,7 @@ class NSATransformer(nn.Module):
         super().__init__()
         self.config = config
         self.backends = resolve_backend(device, dtype, config.nsa, config, backend)
+        self.has_loaded_indexers = False  # True if `load_initial_weights` copied them from a trained model
         self.gradient_checkpointing = False
         # With gradient checkpointing, how blocks are recomputed, and of how many blocks the first is.
         self.checkpoint_function: Callable[..., Any] = partial(checkpoint, use_reentrant=False)

@@ -91,6 +91,9 @@ class AttemptEvent(Event):
     settings: NotRequired[Annotated[dict[str, float | str | bool | None], Field("monitor settings of this attempt")]]
     source_missing: NotRequired[Annotated[str, Field("why the original text was not available; the prepared one was")]]
     teacher: NotRequired[Annotated[str, Field("digest of the teacher's weights")]]
+    indexer: NotRequired[
+        Annotated[str, Field("initial indexers of a conversion: `loaded` from `train.initial_weights`, or `new`")]
+    ]
     gpu_util: Annotated[str, Field("`on`, or why GPU utilization is not recorded")]
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from nsa_lab.config import ConfigError, RunConfig, SweepConfig, SweepRun, UsageError
 from nsa_lab.config.optional_deps import require
+from nsa_lab.config.sweep_config import DescribeSource, name_source
 from nsa_lab.runs import directory, lifecycle, resolve
 from nsa_lab.runs.directory import DONE, HALTED, RUNNING, RunDirectoryError
 from nsa_lab.runs.summary import diff_settings
@@ -60,12 +61,16 @@ class Sweep:
     outputs: Path
 
     @classmethod
-    def load(cls, name: str, outputs: Path) -> Sweep:
-        """Load `params/sweeps/<name>.yaml` or the file at path `name`. `ConfigError` lists all problems of all variants."""
+    def load(cls, name: str, outputs: Path, describe_source: DescribeSource = name_source) -> Sweep:
+        """Load `params/sweeps/<name>.yaml` or the file at path `name`. `ConfigError` lists all problems of all variants.
+
+        describe_source: as in `SweepConfig.build_runs`.
+        """
         file = resolve.find_sweep_file(name)
         config = SweepConfig.from_yaml(file)
         try:
-            sweep = cls(config, config.build_runs(resolve.find_params_file(config.preset)), outputs)
+            runs = config.build_runs(resolve.find_params_file(config.preset), describe_source)
+            sweep = cls(config, runs, outputs)
             sweep._check_names()
         except ConfigError as error:
             raise ConfigError("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from None

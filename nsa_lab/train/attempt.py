@@ -251,6 +251,7 @@ class _Attempt:
             },
             "params": context.model.parameter_count(),
             **({"teacher": compute_fingerprint(context.teacher)} if context.teacher else {}),
+            **({"indexer": "loaded" if context.model.has_loaded_indexers else "new"} if self.config.is_conversion else {}),
             **self._compute_work_per_token(context),
         }
 

@@ -73,8 +73,7 @@ def _replay_step(context: TrainContext, batch: Batch) -> tuple[list[str], str | 
             computed = context.stepper.compute_logits(context.model, micro_batch, span)
             loss = sum_token_losses(computed.logits, computed.targets)
             losses.append(repr(loss.item() / computed.targets.numel()))
-            teacher_kl = context.stepper.compute_teacher_kl(computed, micro_batch, span)
-            trained_loss = loss + context.config.train.teacher_weight * teacher_kl
+            trained_loss, _ = context.stepper.add_teacher_kl(loss, computed, micro_batch, span)
             contribution = trained_loss / context.stepper.stage.tokens_per_step
             (contribution + context.stepper.compute_auxiliary_loss(micro_batch.targets.numel())).backward()
     return losses, non_finite_modules[0] if non_finite_modules else None

@@ -135,6 +135,7 @@ class Stepper:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._device, self._use_bf16, self._world = device, use_bf16, world
         self._is_non_finite = torch.zeros((), device=device)
+        self._no_teacher_kl = torch.zeros((), device=device)  # allocated once: a step without a teacher does nothing for it
         self.applied_lr = 0.0
         # The optimizer itself calls this hook, so the recorded rate is the rate that was applied.
         optimizer.register_step_pre_hook(self._record_rate)
@@ -282,8 +283,7 @@ class Stepper:
                 self._sum_losses_by_kind(token_losses, weights, tokens),
             )
         auxiliary_loss = self.compute_auxiliary_loss(batch.targets.numel())
-        teacher_kl = self.compute_teacher_kl(computed, batch, span) / total_weight
-        trained_loss = loss + auxiliary_loss + self._train.teacher_weight * teacher_kl
+        trained_loss, teacher_kl = self.add_teacher_kl(loss + auxiliary_loss, computed, batch, span, total_weight)
         # DDP and FSDP average gradients over ranks; the mean over all tokens needs their sum.
         (trained_loss * self._world.size).backward()
         losses = torch.stack([value.detach().to(loss.dtype) for value in (loss, auxiliary_loss, teacher_kl)])
@@ -305,17 +305,21 @@ class Stepper:
         """
         return self._auxiliary_loss() * (n_tokens / self.stage.tokens_per_step)
 
-    def compute_teacher_kl(self, computed: ComputedBatch, batch: Batch, span: Span | None) -> Tensor:
-        """Return KL(teacher || model) of a micro-batch, summed over its tokens with their weights, 0-d.
+    def add_teacher_kl(
+        self, loss: Tensor, computed: ComputedBatch, batch: Batch, span: Span | None, total_weight: float | Tensor = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Return `loss` plus the weighted KL(teacher || model) of a micro-batch, and this divergence, both 0-d.
 
-        It is 0 without a teacher. `computed`: the model's results for this micro-batch. Collective if several ranks share
-        each sequence.
+        The divergence is summed over tokens with their weights and divided by `total_weight`. Without a teacher, `loss` is
+        unchanged and the divergence is 0. `computed`: the model's results for this micro-batch. Collective if several ranks
+        share each sequence.
         """
         if self._teacher is None:
-            return torch.zeros((), device=self._device)
+            return loss, self._no_teacher_kl
         with torch.no_grad():
             expected = self.compute_logits(self._teacher, batch, span)
-        return sum_kl_divergence(computed.logits, expected.logits, computed.weights)
+        teacher_kl = sum_kl_divergence(computed.logits, expected.logits, computed.weights) / total_weight
+        return loss + self._train.teacher_weight * teacher_kl, teacher_kl
 
     def _clip_gradients(self) -> Tensor:
         norm = nn.utils.clip_grad_norm_(self._parameters, self._train.grad_clip)

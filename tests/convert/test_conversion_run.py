@@ -107,6 +107,7 @@ def test_a_run_trains_only_the_indexer(builders: Builders, tmp_path: Path) -> No
     losses = [event["selection_loss"] for event in recorded if event["kind"] == "step"]
     assert len(losses) == 6 and losses[-1] < losses[0]
     assert {event["ok"] for event in recorded if event["kind"] == "preflight"} == {True}
+    assert recorded[0]["indexer"] == "new"
     compared = [event for event in recorded if event["kind"] == "conversion"]
     assert [event["step"] for event in compared] == [0, 3, 6]
     assert len({event["loss"]["dense"] for event in compared}) == 1, "the trunk is frozen"
@@ -170,7 +171,9 @@ def test_a_run_trains_only_the_indexer(builders: Builders, tmp_path: Path) -> No
         assert run(second, builders=builders) == 0
         assert (second / "checkpoints/step-00000004/model.safetensors").read_bytes() == final, "resuming is exact"
         recorded = events.read_events(second)
-        fingerprints |= {event["teacher"] for event in recorded if event["kind"] in ("start", "resume")}
+        starts = [event for event in recorded if event["kind"] in ("start", "resume")]
+        fingerprints |= {event["teacher"] for event in starts}
+        assert [event.get("indexer") for event in starts] == ["loaded" if n_indexers else None] * 2
         steps = [event for event in recorded if event["kind"] == "step"]
         assert [event["step"] for event in steps] == [1, 2, 3, 4, 3, 4]
         divergences[name] = [event["teacher_kl"] for event in steps]

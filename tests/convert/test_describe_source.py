@@ -13,8 +13,10 @@ from tiny_dense_models import FEW, YARN, make_dense
 from transformers import PreTrainedTokenizerFast
 
 from nsa_lab import NSATransformer
+from nsa_lab.cli.sweep_command import sweep_command
 from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.convert import describe_source, load_initial_weights
+from nsa_lab.runs.sweep_runner import Sweep
 
 PLAIN: dict[str, Any] = {"attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
 
@@ -49,6 +51,32 @@ def test_a_pretrained_model_gives_sizes_weights_and_tokenizer(tmp_path: Path) ->
     save_tokenizer(tmp_path / "dense", 98)
     with pytest.raises(ConfigError, match="at most 97 tokens, as the model embeds, got 98"):
         describe_source(str(tmp_path / "dense"), tmp_path / "outputs")
+
+
+def test_a_sweep_gets_the_settings_of_a_conversion_from_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_dense(**PLAIN).save_pretrained(tmp_path / "dense")
+    save_tokenizer(tmp_path / "dense", 97)
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "forms.yaml"
+    file.write_text(
+        "preset: convert_tiny\ncommon: {train.initial_weights: dense}\nseeds: [0]\n"
+        "variants: {base: {}, wider: {model.indexer_heads: 2}, other: {data.tokenizer: own.json}}\n"
+    )
+    loaded: list[Sweep] = []
+    monkeypatch.setattr("nsa_lab.cli.sweep_command._show_plan", loaded.append)
+    sweep_command(str(file), tmp_path / "outputs", dry_run=True)
+    settings = describe_source(str(tmp_path / "dense"), tmp_path / "outputs")
+    base, wider, other = (run.config for run in loaded[0].runs)
+    for config in (base, wider):
+        assert {key: config.settings()[key] for key in ("model.dim", "model.mlp_hidden", "data.tokenizer")} == {
+            key: settings[key] for key in ("model.dim", "model.mlp_hidden", "data.tokenizer")
+        }
+    assert base.train.initial_weights == str((tmp_path / "dense").resolve())
+    assert (base.model.indexer_heads, wider.model.indexer_heads) == (1, 2)
+    assert other.data.tokenizer == "own.json", "the sweep takes precedence"
+    file.write_text(file.read_text().replace("initial_weights: dense", "initial_weights: absent"))
+    with pytest.raises(ConfigError, match="variants base, wider, other: 'absent': no such folder; give a folder"):
+        sweep_command(str(file), tmp_path / "outputs", dry_run=True)
 
 
 def test_a_dense_run_is_a_source(tmp_path: Path) -> None:

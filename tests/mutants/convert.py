@@ -32,7 +32,7 @@ MUTANTS = [
     Mutant("teacher: weights of tokens are ignored", "train.teacher", ".sum(-1) * weights[:, 0]).sum()", ".sum(-1)).sum()"),
     Mutant("teacher: it shares the trained weights", "train.teacher", "weights[name].clone()", "weights[name]"),
     Mutant("teacher: the fingerprint is that of the names", "train.teacher", "        digest.update(weight.detach()", "        bytes(weight.detach()"),
-    Mutant("teacher: the divergence is a sum", "train.step", "self.compute_teacher_kl(computed, batch, span) / total_weight", "self.compute_teacher_kl(computed, batch, span)"),
+    Mutant("teacher: the divergence is a sum", "train.step", "computed.weights) / total_weight", "computed.weights)"),
     Mutant("teacher: the divergence has weight 1", "train.step", "self._train.teacher_weight * teacher_kl", "teacher_kl"),
     Mutant("teacher: another one continues the run", "train.checkpoint_state", 'if state.get("teacher") != teacher:', "if False:"),
     Mutant("rope: YaRN scales the fast frequencies", "model.layers", "rate * (1 - share) + scaled * share", "rate * share + scaled * (1 - share)"),

@@ -571,4 +571,10 @@ MUTANTS = [
         "if len(dense) != 1:",
         "if not dense:",
     ),
+    Mutant(
+        "health: a new indexer that learns nothing passes if all weights are trained",
+        "health.conversion_checks",
+        'return recorded[-1] == "loaded"',
+        'return history.config.train.trainable == "all"',
+    ),
 ]

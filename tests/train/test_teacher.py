@@ -122,7 +122,9 @@ def test_without_a_teacher_its_divergence_is_zero() -> None:
     tokens = torch.zeros(4, 32, dtype=torch.int64)
     assert step.step(tokens, tokens, 0.0, lambda: None)[TEACHER_KL] == 0
     computed = step.compute_logits(model, Batch(tokens, tokens), None)
-    assert step.compute_teacher_kl(computed, Batch(tokens, tokens), None) == 0
+    loss = computed.logits.sum()
+    unchanged, divergence = step.add_teacher_kl(loss, computed, Batch(tokens, tokens), None)
+    assert unchanged is loss and divergence == 0
 
 
 def test_another_teacher_and_settings_without_one_are_refused() -> None:

@@ -260,9 +260,9 @@ def check_gradients(context: TrainContext) -> PreflightCheck:
     span, n_tokens = make_span(batch.documents, batch.inputs.shape[1]), batch.inputs.numel()
     with context.stepper.use_stage(stage):
         computed = context.stepper.compute_logits(context.model, batch, span)
-        loss = sum_token_losses(computed.logits, computed.targets)
-        teacher_kl = context.stepper.compute_teacher_kl(computed, batch, span)
-        (loss + context.stepper.compute_auxiliary_loss(n_tokens) + train.teacher_weight * teacher_kl).backward()
+        loss = sum_token_losses(computed.logits, computed.targets) + context.stepper.compute_auxiliary_loss(n_tokens)
+        trained_loss, _ = context.stepper.add_teacher_kl(loss, computed, batch, span)
+        trained_loss.backward()
     if computed.shard is not None and not world.is_sharded:
         # Each rank has the gradient of its tokens.
         for parameter in context.model.parameters():
