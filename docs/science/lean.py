@@ -28,21 +28,17 @@ def main() -> None:
     folder = Path(sys.argv[1])
     paths = {name: next(iter(folder.glob(f"long_64k_lean.{name}.s0-*"))) for name in RUNS}
     runs = {name: Run(path) for name, path in paths.items()}
-    configs = {name: RunConfig.from_yaml(path / "config.yaml").model for name, path in paths.items()}
     today, spans = runs["today"], runs["today"].texts["long"]["octaves"]
 
     print("## Bits per byte minus `today`, and the cache at 65,536 bytes as a share of `dense`\n")
-    size = {
-        name: (compute_read_bytes(c, LENGTH, ELEMENT_BYTES), compute_sequence_bytes(c, LENGTH, ELEMENT_BYTES))
-        for name, c in configs.items()
-    }
-    rows = [["`today`", *map(number, [today.validation, *(today.bits(t) for t in TEXTS)]), *shares(size, "today")]]
+    shares = {name: [f"{share:.3f}" for share in both] for name, both in shares_of_cache(paths).items()}
+    rows = [["`today`", *map(number, [today.validation, *(today.bits(t) for t in TEXTS)]), *shares["today"]]]
     rows += [
         [
             f"`{name}`",
             f"{runs[name].validation - today.validation:+.4f}",
             *(difference(runs[name], today, t) for t in TEXTS),
-            *shares(size, name),
+            *shares[name],
         ]
         for name in RUNS[1:]
     ]
@@ -87,8 +83,12 @@ def read_changed() -> dict[str, dict]:
     return {name: evaluations[name] for name in CHANGED_WEIGHTS}
 
 
-def shares(size: dict[str, tuple[int, int]], name: str) -> list[str]:
-    return [f"{part / whole:.3f}" for part, whole in zip(size[name], size["dense"], strict=True)]
+def shares_of_cache(paths: dict[str, Path]) -> dict[str, tuple[float, float]]:
+    """Bytes read per generated token, and kept per sequence, as shares of those of `dense`, for each run."""
+    models = {name: RunConfig.from_yaml(path / "config.yaml").model for name, path in paths.items()}
+    count = compute_read_bytes, compute_sequence_bytes
+    size = {name: [f(model, LENGTH, ELEMENT_BYTES) for f in count] for name, model in models.items()}
+    return {name: (read / size["dense"][0], kept / size["dense"][1]) for name, (read, kept) in size.items()}
 
 
 def read_throughput(path: Path) -> list[str]:

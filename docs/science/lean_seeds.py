@@ -1,4 +1,4 @@
-"""Print the tables of stage 2 in lean.md from run directories.
+"""Print the tables of stage 2 in lean.md from run directories, and write its figure to docs/pictures/lean.png.
 
     python docs/science/lean_seeds.py FOLDER
 
@@ -11,9 +11,13 @@ import statistics
 import sys
 from pathlib import Path
 
-from lean import read_throughput
+from lean import RUNS, read_throughput, shares_of_cache
 from learning_rates_and_parts import TASKS, TEXTS, Run, T, difference, number, pairs, table
+from matplotlib.figure import Figure
 
+from nsa_lab.figures.style import DENSE, SEL, add_legend, render_png
+
+PICTURE = Path(__file__).parents[1] / "pictures" / "lean.png"
 SEEDS = (0, 1, 2)
 FORMS = ("window", "dense")
 # The first position range of the target on `long`.
@@ -80,6 +84,38 @@ def main() -> None:
             [f"{task}, {length:,}" for task, length in columns],
             [[run.answers(*column) for column in columns]],
         )
+
+    PICTURE.write_bytes(render_png(plot_lean(folder, runs, spans)))
+
+
+def plot_lean(folder: Path, runs: dict[tuple[str, int], Run], spans: list[list[int]]) -> Figure:
+    """Plot the loss on `long` minus `today`: of every form of stage 1 by the cache that it reads, and by position."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    forms, positions = figure.subplots(1, 2)
+    stage_1 = {name: find_run(folder, name, 0) for name in RUNS}
+    for name, (read, _) in shares_of_cache(stage_1).items():
+        run = Run(stage_1[name])
+        values, weights = pairs(run, runs["today", 0], "long", None)
+        loss = sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
+        forms.plot(read, loss, "o", color={"dense": DENSE, "window": SEL}.get(name, "#777777"))
+        below = name in ("bf16_keys", "today")
+        forms.annotate(name, (read, loss), xytext=(5, -10 if below else 3), textcoords="offset points", fontsize=8)
+    forms.set(xscale="log", xlim=(0.07, 1.7), xlabel="cache read per token at 65,536 bytes, share of dense", ylabel="bits per byte")
+    forms.set_title("long, minus today, one seed", fontsize=9)
+    forms.set_xticks([0.1, 0.2, 0.5, 1], ["0.1", "0.2", "0.5", "1"])
+    for form, color in (("dense", DENSE), ("window", SEL)):
+        seeds = [collect(runs, form, "long", k) for k in range(len(spans))]
+        positions.plot([statistics.mean(values) for values in seeds], "o-", color=color, label=f"{form}, mean of 3 seeds")
+        for seed in range(len(SEEDS)):
+            positions.plot([values[seed] for values in seeds], color=color, linewidth=0.7, alpha=0.6)
+    positions.axhline(0.003, color="black", linewidth=0.8, linestyle="--", label="target from 4,096 on: at most +0.003")
+    for axes in (forms, positions):
+        axes.axhline(0, color="black", linewidth=0.8)
+    positions.set_xticks(range(len(spans)), [f"{first:,}–" for first, _ in spans], fontsize=7)
+    positions.set(xlabel="position, bytes", ylabel="bits per byte")
+    positions.set_title("long by position, minus today at the same seed", fontsize=9)
+    add_legend(positions)
+    return figure
 
 
 def find_run(folder: Path, name: str, seed: int) -> Path:
