@@ -100,7 +100,12 @@ def plot_lean(folder: Path, runs: dict[tuple[str, int], Run], spans: list[list[i
         forms.plot(read, loss, "o", color={"dense": DENSE, "window": SEL}.get(name, "#777777"))
         below = name in ("bf16_keys", "today")
         forms.annotate(name, (read, loss), xytext=(5, -10 if below else 3), textcoords="offset points", fontsize=8)
-    forms.set(xscale="log", xlim=(0.07, 1.7), xlabel="cache read per token at 65,536 bytes, share of dense", ylabel="bits per byte")
+    forms.set(
+        xscale="log",
+        xlim=(0.07, 1.7),
+        xlabel="cache read per token at 65,536 bytes, share of dense",
+        ylabel="bits per byte",
+    )
     forms.set_title("long, minus today, one seed", fontsize=9)
     forms.set_xticks([0.1, 0.2, 0.5, 1], ["0.1", "0.2", "0.5", "1"])
     for form, color in (("dense", DENSE), ("window", SEL)):
