@@ -60,6 +60,11 @@ class RunConfig(Section):
                 f"{model.indexer_block}; set model.attention: nsa, model.branches: [sel] and model.indexer_block: 1, or "
                 "train.trainable: all"
             )
+        if train.trainable == "indexer" and not train.initial_weights:
+            raise ValueError(
+                "train.trainable = indexer: expected pretrained weights for the rest of the model, got none in "
+                "train.initial_weights; use nsa-lab convert SOURCE, or train.trainable: all"
+            )
         if train.teacher_weight and not (train.initial_weights and train.trainable == "all"):
             raise ValueError(
                 f"train.teacher_weight = {train.teacher_weight:g}: expected pretrained weights that are trained, got "

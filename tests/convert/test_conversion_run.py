@@ -206,6 +206,8 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     nsa = {**sections["nsa"], "scores": "mean_key"}
     with pytest.raises(ConfigError, match=r"train\.trainable = indexer"):
         RunConfig.from_dict({**sections, "model": without, "nsa": nsa})
+    with pytest.raises(ConfigError, match=r"got none in train\.initial_weights; use nsa-lab convert"):
+        RunConfig.from_dict({**sections, "train": sections["train"] | {"initial_weights": None}})
     with pytest.raises(ConfigError, match=r"runtime\.parallel"):
         RunConfig.from_dict({**sections, "runtime": {"parallel": "fsdp"}})
     # The preset alone, without the settings that `nsa-lab convert` takes from the source.
