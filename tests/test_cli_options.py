@@ -436,6 +436,7 @@ BENCH: dict[str, tuple[str, list[tuple[str, str, Callable[..., bool]]]]] = {
             ("picture", "--picture {folder}/p.png", lambda *_, picture, **__: picture.name == "p.png"),
             ("backend", "--backend torch", lambda *_, backend, **__: backend == "torch"),
             ("parts", "--parts", lambda *_, parts, **__: parts),
+            ("preset", "--preset {params}", lambda *_, model, **__: model is not None),
             ("device", "", lambda *_, device, **__: device == "cpu"),
         ],
     ),

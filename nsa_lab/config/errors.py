@@ -74,6 +74,8 @@ _SECTION_BY_CLASS = {
 # Shortens values in messages to their beginning and end, and nested lists to two levels.
 VALUE_REPR = reprlib.Repr()
 VALUE_REPR.maxlevel, VALUE_REPR.maxstring, VALUE_REPR.maxother, VALUE_REPR.maxlong = 2, 100, 100, 40
+# Of a section with more keys, a message lists only the first.
+MAX_LISTED_KEYS = 20
 
 
 def shorten(text: str) -> str:
@@ -131,7 +133,11 @@ def _suggest_key(key: str, known: list[str]) -> str:
     if matches:
         return f"did you mean {matches[0]}?"
     similar = _find_similar_key(key, known)
-    return f"did you mean {similar[0]}?" if similar else f"{section} has {', '.join(k.split('.')[1] for k in section_keys)}"
+    if similar:
+        return f"did you mean {similar[0]}?"
+    names = [k.split(".")[1] for k in section_keys]
+    shown, rest = names[:MAX_LISTED_KEYS], len(names[MAX_LISTED_KEYS:])
+    return f"{section} has {', '.join(shown)}{f' and {rest} more' if rest else ''}"
 
 
 def _find_similar_key(key: str, known: list[str]) -> list[str]:
