@@ -16,8 +16,7 @@ from torch.nn.functional import pad
 
 from nsa_lab.attention import compress, dense_attention, nsa_attention, score_and_select_blocks, selection_loss
 from nsa_lab.attention.compile_utils import disable_compile
-from nsa_lab.attention.context_parallel import ContextShard, PendingRows, ShardPiece, slice_keys, split_queries
-from nsa_lab.attention.kernels.launch_utils import run_on_second_stream
+from nsa_lab.attention.context_parallel import ContextShard, PendingRows, slice_keys, split_queries
 from nsa_lab.attention.layout import Layout
 from nsa_lab.attention.selection_loss import HeldRows, select_held_rows
 from nsa_lab.config import BRANCHES
@@ -173,18 +172,12 @@ def _compress_keys(
 @disable_compile
 def _select_blocks(layer: SparseAttention, q: Tensor, k: Tensor, shard: ContextShard) -> Tensor:
     nsa, backend = layer.selection_nsa, layer.backends or "auto"
-
-    def select(piece: ShardPiece) -> Tensor:
-        own_q, own_k = q[:, piece.query_rows], k[:, piece.compressed_rows(shard.text, nsa)]
-        return score_and_select_blocks(own_q, own_k, nsa, backend=backend, span=piece.span)
-
-    # The queries of the last piece have the most keys, and their kernels end with programs that leave most multiprocessors
-    # idle. The short programs of the other pieces fill them.
-    *others, last = shard.pieces
-    with run_on_second_stream(q.device) as join:
-        of_last = select(last)
-    selected = [*map(select, others), of_last]
-    join()
+    selected = [
+        score_and_select_blocks(
+            q[:, piece.query_rows], k[:, piece.compressed_rows(shard.text, nsa)], nsa, backend=backend, span=piece.span
+        )
+        for piece in shard.pieces
+    ]
     return torch.cat(selected, dim=1)
 
 
