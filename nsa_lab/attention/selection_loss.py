@@ -12,11 +12,13 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from nsa_lab.attention import geometry, input_checks
 from nsa_lab.attention.context_parallel import ContextShard
 from nsa_lab.attention.layout import Layout, Span
 from nsa_lab.attention.segment_ops import ABSENT, find_documents_of_rows
+from nsa_lab.attention.torch_backend import reduce_strides
 from nsa_lab.config import NSAConfig
 
 # Added to every importance: it is 0 for a block that overlaps no visible compressed block, and log 0 has no gradient.
@@ -178,14 +180,15 @@ def _compute_attention(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, docume
 
 
 def _reduce_to_blocks(p: Tensor, compressed_starts: Tensor, n_blocks: int, nsa: NSAConfig) -> Tensor:
-    """Reduce probabilities p [..., N] of compressed blocks that start at these positions [N] to blocks [..., n_blocks]."""
-    if nsa.block_reduction == "sum":
-        return p @ geometry.overlap_at(compressed_starts, n_blocks, nsa, dtype=p.dtype)
-    # The blocks that a compressed block overlaps are adjacent. Rows of padding have probability 0 for every query.
-    first_block = geometry.own_block(compressed_starts, nsa)
-    importance = p.new_zeros(*p.shape[:-1], n_blocks)
-    for next_block in range(geometry.num_selection(nsa.l - nsa.d, nsa) + 1):
-        is_overlapping = (first_block + next_block) * nsa.l_sel < compressed_starts + nsa.l
-        index = (first_block + next_block).clamp(0, n_blocks - 1).expand(p.shape)
-        importance = importance.scatter_reduce(-1, index, torch.where(is_overlapping, p, 0.0), "amax")
-    return importance
+    """Reduce probabilities p [..., N] of compressed blocks that start at these positions [N] to blocks [..., n_blocks].
+
+    Without a matrix of their overlaps: for one key per token it has T * T / l_sel entries, 69 GB for 1,048,576 tokens.
+    """
+    n_before = nsa.l // nsa.d - 1
+    n_slots = n_before + n_blocks * (nsa.l_sel // nsa.d)
+    # The row of p of the compressed block that starts at each stride of the text; N: there is none.
+    slots = torch.where(compressed_starts == ABSENT, n_slots, compressed_starts // nsa.d + n_before)
+    rows = slots.new_full((n_slots + 1,), p.shape[-1])
+    rows = rows.scatter(0, slots, geometry.positions(0, p.shape[-1], p.device))[:n_slots]
+    # A row has one slot, so its gradient is not a sum, whose order could differ between runs.
+    return reduce_strides(pad(p, (0, 1)).index_select(-1, rows), n_blocks, nsa)

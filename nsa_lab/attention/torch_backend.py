@@ -342,9 +342,18 @@ def compute_importance(p: Tensor, n_blocks: int, nsa: NSAConfig) -> Tensor:
     p = p.sum(-2) if nsa.head_reduction == "sum" else p.amax(-2)
     strides_per_block, n_before = nsa.l_sel // nsa.d, nsa.l // nsa.d - 1
     padded = pad(p, (n_before, n_blocks * strides_per_block - p.shape[-1]))
-    strides = padded[..., n_before:]
+    return reduce_strides(padded, n_blocks, nsa)
+
+
+def reduce_strides(p: Tensor, n_blocks: int, nsa: NSAConfig) -> Tensor:
+    """Reduce p [..., l/d - 1 + n_blocks l_sel/d] to selection blocks [..., n_blocks].
+
+    p: probability of the compressed block that begins at each stride of d tokens, from l/d - 1 strides before the text.
+    """
+    strides_per_block, n_before = nsa.l_sel // nsa.d, nsa.l // nsa.d - 1
+    strides = p[..., n_before:]
     for shift in range(n_before):
-        shifted = padded[..., shift : shift + n_blocks * strides_per_block]
+        shifted = p[..., shift : shift + n_blocks * strides_per_block]
         strides = strides + shifted if nsa.block_reduction == "sum" else torch.maximum(strides, shifted)
     if nsa.block_reduction == "max":
         return torch.unflatten(strides, -1, (n_blocks, strides_per_block)).amax(-1)

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,10 +46,12 @@ GPU_LENGTHS, CPU_LENGTHS = (65_536, 131_072, 262_144), (515,)
 # Target speedup over one rank, as a share of the number of ranks: 1.85 on two.
 TARGET_EFFICIENCY = 0.925
 N_WARMUP, N_TIMED = 3, 8
-# For texts of at least this many tokens, of which a step takes many seconds.
-LONG_TEXT, N_WARMUP_LONG, N_TIMED_LONG = 1 << 19, 1, 3
+# For texts of at least this many tokens, of which a step takes many seconds. The results that are compared are a warm-up.
+LONG_TEXT, N_WARMUP_LONG, N_TIMED_LONG = 1 << 19, 0, 2
 # Allowed relative difference of the outputs and of the loss: as attention in low precision, summed in another order.
 MAX_DIFFERENCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+# File of the exception of a rank.
+FAILURE = "failure-{rank}.json"
 
 
 @dataclass
@@ -121,10 +124,36 @@ def _run_processes(base: ModelConfig, part: str, tokens: int, ranks: int, option
         processes = [_start_rank(folder, rank, ranks) for rank in range(ranks)]
         # The other ranks wait in a collective for one that failed, and are then killed.
         if failure := wait_for_ranks(processes):
-            rank, code = failure
-            lines = (folder / f"errors-{rank}").read_text().strip().splitlines()
-            raise RuntimeError(f"bench ranks: rank {rank} failed with {code}: {lines[-1] if lines else ''}")
+            _raise_failure(folder, *failure)
         return json.loads((folder / "row.json").read_text())
+
+
+def _raise_failure(folder: Path, rank: int, code: int) -> None:
+    """Raise RuntimeError with the first exception of a rank. `rank`, `code`: of the rank that ended first.
+
+    The exceptions of the other ranks are its consequences, and a rank that waits for another can end before it. Of a rank
+    that was killed, or failed in an import, only the last line of its output is known.
+    """
+    reports = [json.loads(path.read_text()) for path in folder.glob(FAILURE.format(rank="*"))]
+    if not reports or (code < 0 and rank not in [report["rank"] for report in reports]):
+        lines = (folder / f"errors-{rank}").read_text().strip().splitlines()
+        raise RuntimeError(f"bench ranks: rank {rank} failed with {code}: {lines[-1] if lines else 'no output'}")
+    first = min(reports, key=lambda report: report["time"])
+    cause = RuntimeError(first["traceback"])
+    raise RuntimeError(f"bench ranks: rank {first['rank']} failed: {first['exception']}") from cause
+
+
+def _report_failure(folder: Path, rank: int, error: Exception) -> None:
+    """Write the exception of a rank for `_raise_failure`."""
+    report = {
+        "rank": rank,
+        "time": time.time(),
+        "exception": "".join(traceback.format_exception_only(error)).strip(),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    path = folder / FAILURE.format(rank=rank)
+    path.with_suffix(".part").write_text(json.dumps(report))
+    path.with_suffix(".part").rename(path)
 
 
 def _start_rank(folder: Path, rank: int, ranks: int) -> subprocess.Popen[bytes]:
@@ -132,6 +161,14 @@ def _start_rank(folder: Path, rank: int, ranks: int) -> subprocess.Popen[bytes]:
     loopback = "lo" if sys.platform == "linux" else "lo0"
     with open(folder / f"errors-{rank}", "wb") as errors:
         return subprocess.Popen(command, stderr=errors, env={**os.environ, "GLOO_SOCKET_IFNAME": loopback})
+
+
+def _run_rank(folder: Path, rank: int, n_ranks: int) -> None:
+    try:
+        _measure_on_rank(folder, rank, n_ranks)
+    except Exception as error:
+        _report_failure(folder, rank, error)
+        raise
 
 
 def _measure_on_rank(folder: Path, rank: int, n_ranks: int) -> None:
@@ -344,4 +381,4 @@ BENCHMARK = Benchmark[RanksRow](
 
 
 if __name__ == "__main__":
-    _measure_on_rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    _run_rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -236,6 +236,9 @@ def compile_blocks(model: nn.Module, n_stages: int = 1) -> None:
     # document has another power of two; a dense baseline has further ones for batches with long documents.
     limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # before torch 2.7
     setattr(config, limit, max(getattr(config, limit), MAX_COMPILED_SHAPES_PER_STAGE * n_stages))
+    # For DDP, torch would cut a block's graphs where a bucket of gradients is full. The exchange overlaps with other blocks
+    # anyway, and the cut of an MLP stores another residual stream per layer, 3 KB per token of width 768.
+    config.optimize_ddp = False
     for block in getattr(model, "blocks", [model]):
         block.compile(dynamic=False)
 

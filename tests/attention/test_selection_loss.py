@@ -227,17 +227,31 @@ def test_sampling_fits_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(rows.dtype == torch.int32 and torch.equal(rows, same) for rows, same in zip(narrow, wide, strict=True))
 
 
+@pytest.mark.parametrize("geometry", [GEOMETRIES[0], Geometry(1, 1, 64, 16, 512)])
+def test_memory_is_linear_in_tokens(geometry: Geometry) -> None:
+    """With one key per token too: no tensor has an entry for each pair of a key and a block."""
+    nsa, largest = make_nsa(geometry), list[int]()
+    for T in (512, 2048):
+        q, k_cmp, k_sel = (x.requires_grad_() for x in draw_tensors(T, nsa, H=2, G=1, B=1))
+        with RecordDeviceOps() as seen:
+            selection_loss(q, k_cmp, k_sel, nsa, n_queries=3).backward()
+        largest.append(seen.largest)
+    assert largest[1] < 4.5 * largest[0]
+
+
 class RecordDeviceOps(TorchDispatchMode):
-    """Record the device types of the tensors of all operations."""
+    """Record the device types of the tensors of all operations, and the number of elements of the largest."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: set[str] = set()
+        self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        tensors = (x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor))
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
         self.seen |= {x.device.type for x in tensors}
+        self.largest = max([self.largest, *(x.untyped_storage().size() // x.element_size() for x in tensors)])
         return result
 
 

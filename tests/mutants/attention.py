@@ -9,8 +9,8 @@ MUTANTS = [
     Mutant(
         "eq. 9 read with indices from 0",
         "attention.geometry",
-        "start_i = starts.unsqueeze(1)",
-        "start_i = starts.unsqueeze(1) + nsa.l_sel - nsa.d",
+        "start_i = torch.arange(n_compressed, device=device).unsqueeze(1) * nsa.d",
+        "start_i = torch.arange(n_compressed, device=device).unsqueeze(1) * nsa.d + nsa.l_sel - nsa.d",
     ),
     Mutant(
         "overlap weights renormalised at the cut end",
@@ -666,6 +666,12 @@ MUTANTS = [
         "(position < stop[:, None])",
         "(position + 1 < stop[:, None])",
     ),
+    Mutant(
+        "selection loss: compressed blocks begin l - d tokens earlier",
+        "attention.selection_loss",
+        "compressed_starts // nsa.d + n_before)",
+        "compressed_starts // nsa.d)",
+    ),
     Mutant("selection loss: scores without the scale", "attention.selection_loss", " * q.shape[-1] ** -0.5", ""),
     Mutant(
         "selection loss: equal distances",
@@ -822,12 +828,6 @@ MUTANTS = [
         "attention.selection_loss",
         'probabilities.mean(3) if nsa.head_reduction == "sum" else probabilities.amax(3)',
         "probabilities.mean(3)",
-    ),
-    Mutant(
-        "selection loss: the maximum over a block counts blocks that only touch it",
-        "attention.selection_loss",
-        "(first_block + next_block) * nsa.l_sel < compressed_starts + nsa.l",
-        "(first_block + next_block) * nsa.l_sel <= compressed_starts + nsa.l",
     ),
     Mutant(
         "index keys: the scale of MXFP4 is twice as large",
