@@ -256,8 +256,8 @@ def time_model_pair(
                 cached_bytes=kv_cache_size.compute_sequence_bytes(model.config, length, itemsize),
             )
             if has_parts and kind in runs:
-                row.parts = compute_breakdown(runs[kind], device, N_PROFILED)
                 row.graph_ms = _time_replays_ms(decoders[kind], device)
+                row.parts = compute_breakdown(runs[kind], device, N_PROFILED)
             rows.append(row)
     return _add_shares(rows)
 
