@@ -296,10 +296,11 @@ INDEX_BLOCKS = 8
 
 A step as above: 0.601 ms, with 32 blocks 0.637; of one sequence 0.169 ms, with 4 blocks 0.172.
 """
-MAX_PDL_TOKENS = 64
+MAX_PDL_TOKENS = 32
 """Maximum number of new tokens for programmatic dependent launch.
 
-A step as above: 0.619 ms instead of 0.637; of one sequence 0.172 ms instead of 0.213.
+A step as above: 0.619 ms instead of 0.637; of one sequence 0.172 ms instead of 0.213. For 64 sequences a step of an earlier
+version was slower with it (docs/log/kernels.md).
 """
 APPEND_WARPS = 1  # a row has at most 256 elements
 MAX_NARROW_ROWS = 4
