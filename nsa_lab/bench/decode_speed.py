@@ -42,6 +42,7 @@ CPU_LENGTHS = (4096, 16_384, 65_536, 131_072)
 GPU_LENGTHS = (8192, 65_536, 131_072)
 KINDS = ("nsa", "dense")
 N_PROFILED = 2  # profiled steps on a GPU, after the timed ones
+N_REPLAYS = 20  # replays in a row on a GPU
 
 
 @dataclass
@@ -75,6 +76,8 @@ class StepTime:
     """Bytes cached per sequence, at the model level."""
     cached_of_dense: float | None = None
     """Bytes cached as a fraction of dense attention's."""
+    graph_ms: float | None = None
+    """Time of a step of a given model on a GPU without the host: of replays of its CUDA graph in a row."""
     parts: dict[str, float] = field(default_factory=dict)
     """Share of a step's time per part, for a given model on a GPU."""
 
@@ -228,7 +231,7 @@ def time_model_pair(
 ) -> list[StepTime]:
     """Time a decode step of each model (by kind) at each context length; those that `failed` parity have no time.
 
-    `has_parts`: also profile steps, on a GPU.
+    `has_parts`: also profile steps and time replays of their CUDA graphs, on a GPU.
     """
     parameter = next(models["nsa"].parameters())
     device, itemsize = parameter.device, parameter.dtype.itemsize
@@ -253,9 +256,24 @@ def time_model_pair(
                 cached_bytes=kv_cache_size.compute_sequence_bytes(model.config, length, itemsize),
             )
             if has_parts and kind in runs:
+                row.graph_ms = _time_replays_ms(decoders[kind], device)
                 row.parts = compute_breakdown(runs[kind], device, N_PROFILED)
             rows.append(row)
     return _add_shares(rows)
+
+
+def _time_replays_ms(decoder: Decoder, device: torch.device) -> float | None:
+    """Return the time of a replay of the captured step, as the mean of replays in a row; None if no step was captured."""
+    decoder.crop(N_REPLAYS)  # room in the cache
+    if not decoder.repeat_step(N_WARMUP):
+        return None
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    start.record()
+    decoder.repeat_step(N_REPLAYS)
+    end.record()
+    torch.cuda.synchronize(device)
+    return start.elapsed_time(end) / N_REPLAYS
 
 
 def _measure_operator(step: QueryStep, backend: str, has_passed: bool) -> list[StepTime]:
@@ -375,6 +393,7 @@ BENCHMARK = Benchmark[StepTime](
         TOKENS_COLUMN,
         BATCH_COLUMN,
         RowColumn("ms", lambda row: format_number(row.ms) or PARITY_FAILED),
+        RowColumn("graph ms", "graph_ms"),
         RowColumn("tokens/s", "tokens_per_s"),
         RowColumn("of dense", "of_dense"),
         RowColumn("of the shortest", "of_shortest"),

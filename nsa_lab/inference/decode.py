@@ -74,6 +74,18 @@ class Decoder:
         self._rotary.clear()
         self._decode_graph = None
 
+    def repeat_step(self, n: int) -> bool:
+        """Replay the captured step n times in a row, to time it without the host. Return False if no step was captured.
+
+        The lengths do not change, but the contents of the cache are undefined afterwards. It must have room for n tokens.
+        """
+        if self._decode_graph is None:
+            return False
+        for _ in range(n):
+            self._decode_graph.replay()
+        self.cache.restore_lengths()
+        return True
+
     def crop(self, n_tokens: int) -> None:
         """Remove the last `n_tokens` tokens of every sequence. Raises the errors of `Cache.crop`."""
         self.cache.crop([n_tokens] * self.cache.batch)
@@ -138,8 +150,7 @@ class Decoder:
         """Return logits [B, 1, V] of one token per sequence from the CUDA graph; None if the step cannot be captured."""
         if inputs.tokens is None or inputs.width > 1 or not any(self.cache.starts) or not can_capture(self.cache):
             return None
-        if self._snapshot is not None and not self._snapshot.is_current():
-            self._decode_graph = self._snapshot = None
+        is_new = self._decode_graph is None
         if self._decode_graph is None or self._snapshot is None:
             if not is_plain(self._model, self.cache.like):
                 return None
@@ -147,6 +158,12 @@ class Decoder:
             with self._run_eagerly():
                 self._decode_graph = DecodeGraph(lambda tokens, step: self._run(NewTokens(tokens), step), self.cache)
         logits = self._decode_graph(inputs.tokens, counts).clone()
+        # Checked while the GPU computes. A replay with outdated weights leaves no trace: the step runs again and overwrites
+        # its tokens.
+        if not is_new and not self._snapshot.is_current():
+            self._decode_graph = self._snapshot = None
+            self.cache.restore_lengths()
+            return self._replay_graph(inputs, counts)
         self.cache.advance(counts, width=1, update_lengths=False)
         return logits
 

@@ -36,18 +36,22 @@ class DecodeGraph:
             cache.lengths.add_(self._counts)
             return logits
 
-        self._replay, self._logits = capture_graph(step)
+        self.replay, self._logits = capture_graph(step)
 
     def __call__(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
         """Return logits [B, 1, V] of tokens int64 [B, 1]. `counts`: 1 for a token, 0 for padding.
 
-        The replay updates the lengths on the device; call `Cache.advance` with update_lengths=False.
+        The replay updates the lengths on the device; call `Cache.advance` with update_lengths=False. The host does not wait
+        for the GPU.
         """
-        self._tokens.copy_(tokens)
+        if tokens.device.type == "cpu" and self._tokens.is_cuda:
+            # A copy from pinned memory does not block. PyTorch does not reuse this memory before the copy has ended.
+            tokens = torch.empty_like(tokens, pin_memory=True).copy_(tokens)
+        self._tokens.copy_(tokens, non_blocking=True)
         if counts != self._last_counts:  # a host-to-device copy takes longer than a layer
             self._counts.copy_(torch.tensor(counts, dtype=torch.int64), non_blocking=True)
             self._last_counts = list(counts)
-        self._replay()
+        self.replay()
         return self._logits
 
 

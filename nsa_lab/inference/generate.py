@@ -104,10 +104,11 @@ def _sample_tokens(
     new_tokens: list[list[int]] = [[] for _ in prompts]
     unfinished = list(range(len(prompts)))
     while True:
-        cpu_logits = logits[:, :sampled_vocab_size].float().cpu()
-        for row in unfinished:
-            new_tokens[row].append(sampling.sample(cpu_logits[row], generators[row]))
-            yield row, new_tokens[row][-1]
+        cpu_logits = logits.cpu()[unfinished, :sampled_vocab_size].float()
+        sampled = sampling.sample(cpu_logits, [generators[row] for row in unfinished])
+        for row, token in zip(unfinished, sampled, strict=True):
+            new_tokens[row].append(token)
+            yield row, token
         unfinished = [
             row for row in unfinished if len(new_tokens[row]) < count and not (stops and stops.is_reached(new_tokens[row]))
         ]

@@ -56,7 +56,7 @@ class WeightSnapshot:
     """The state of a plain model when a CUDA graph was captured: the graph reads the memory of these weights.
 
     `is_current` costs a small part of a decode step. It finds every change that `is_plain` would, and replaced or moved
-    weights.
+    weights. A snapshot keeps their memory allocated, because a replay starts before the check.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -71,6 +71,7 @@ class WeightSnapshot:
         self._unique_classes = {*self._classes}
         self._children, self._weights = self._get_children(), self._get_weights()
         self._addresses = self._get_addresses()
+        self._memory = [weight.detach() for weight in self._weights if weight is not None]
 
     def is_current(self) -> bool:
         """Return True if the model is as it was, and neither global hooks nor autocast change what a call computes."""

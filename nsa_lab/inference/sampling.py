@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,13 +36,19 @@ class Sampling:
         if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise ValueError(f"top_p = {self.top_p!r}: expected a probability in (0, 1], or None for all tokens")
 
-    def sample(self, logits: Tensor, generator: torch.Generator) -> int:
-        """Sample a token from float32 logits [V] on the CPU. Raises ArithmeticError if they are not finite."""
+    def sample(self, logits: Tensor, generators: Sequence[torch.Generator]) -> list[int]:
+        """Sample a token from each row of float32 logits [B, V] on the CPU, with a generator per row.
+
+        Raises ArithmeticError if the logits are not finite.
+        """
         if not logits.isfinite().all():
             raise ArithmeticError("the model's logits are not finite; use an earlier checkpoint")
         if self.temperature == 0:
-            return int(logits.argmax())
-        return int(torch.multinomial(self.compute_probabilities(logits), 1, generator=generator))
+            return logits.argmax(-1).tolist()
+        return [
+            int(torch.multinomial(self.compute_probabilities(row), 1, generator=generator))
+            for row, generator in zip(logits, generators, strict=True)
+        ]
 
     def compute_probabilities(self, logits: Tensor) -> Tensor:
         """Return probabilities [V] for a temperature > 0; 0 for excluded tokens. The others may sum to less than 1."""

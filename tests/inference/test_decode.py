@@ -184,6 +184,16 @@ def test_cache_tensors_keep_their_addresses_until_the_cache_grows(monkeypatch: p
     assert len(graphs) == 2
 
 
+def test_repeated_steps_keep_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "can_capture", lambda cache: True)
+    monkeypatch.setattr(decode_graph, "capture_graph", run_without_graph)
+    decoder, tokens = Decoder(build_model(tiny_config()), 20), sample_tokens(1, 10)
+    decoder.append(tokens)
+    assert not decoder.repeat_step(1), "no step was captured"
+    decoder.last(tokens[:, :1])
+    assert decoder.repeat_step(5) and decoder.cache.lengths.tolist() == [11] == [*decoder.cache.starts]
+
+
 @pytest.mark.slow
 @looped
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -15,6 +15,7 @@ import torch
 from looping import looped
 from tiny_models import TINY_NSA, build_model, tiny_config
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize, prune
 
@@ -299,6 +300,17 @@ def test_change_between_steps_takes_effect(graph: list[object]) -> None:
     check_next_step(original)
     graphs.append(decoder._decode_graph)
     assert len(set(graphs)) == (5 if graph else 1)
+
+
+def test_memory_of_replaced_weights_is_kept() -> None:
+    """A replay may read it before the check."""
+    model = build_model(tiny_config())
+    snapshot, weight = WeightSnapshot(model, model.head.weight.device), model.head.weight
+    memory = StorageWeakRef(weight.untyped_storage())
+    weight.data = weight.data.clone()
+    assert not snapshot.is_current() and not memory.expired()
+    del snapshot
+    assert memory.expired()
 
 
 def test_method_replaced_on_its_class(graph: list[object], monkeypatch: pytest.MonkeyPatch) -> None:

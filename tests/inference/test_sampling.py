@@ -52,7 +52,7 @@ def test_top_p_is_applied_after_top_k() -> None:
 def test_samples_follow_the_probabilities() -> None:
     p, n_samples, generator = (0.5, 0.3, 0.2), 4000, torch.Generator().manual_seed(0)
     logits = torch.tensor(p).log()
-    counts = Counter(Sampling(1.0).sample(logits, generator) for _ in range(n_samples))
+    counts = Counter(Sampling(1.0).sample(logits.expand(n_samples, -1), [generator] * n_samples))
     for token, expected in enumerate(p):
         # Four standard deviations.
         assert abs(counts[token] / n_samples - expected) < 4 * math.sqrt(expected * (1 - expected) / n_samples)
@@ -72,12 +72,12 @@ def test_samples_follow_the_temperature() -> None:
     for temperature in (0.5, 1.0, 4.0):
         generator, sampling = torch.Generator().manual_seed(0), Sampling(temperature)
         expected = 1 / (1 + math.exp(-2 / temperature))
-        frequency = sum(sampling.sample(logits, generator) for _ in range(n_samples)) / n_samples
+        frequency = sum(sampling.sample(logits.expand(n_samples, -1), [generator] * n_samples)) / n_samples
         assert abs(frequency - expected) < 4 * math.sqrt(expected * (1 - expected) / n_samples)
 
 
 def test_greedy_takes_the_lowest_id_of_equal_tokens() -> None:
-    assert Sampling().sample(torch.tensor([1.0, 3.0, 3.0]), torch.Generator()) == 1
+    assert Sampling().sample(torch.tensor([[1.0, 3.0, 3.0], [2.0, 1.0, 2.0]]), [torch.Generator()] * 2) == [1, 0]
 
 
 @looped
@@ -85,7 +85,7 @@ def test_greedy_takes_the_lowest_id_of_equal_tokens() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_non_finite_logits_raise(value: float, temperature: float) -> None:
     with pytest.raises(ArithmeticError, match="not finite"):
-        Sampling(temperature).sample(torch.tensor([0.0, value]), torch.Generator())
+        Sampling(temperature).sample(torch.tensor([[0.0, 0.0], [0.0, value]]), [torch.Generator()] * 2)
 
 
 def test_top_k_of_all_but_one_token_excludes_the_least_likely() -> None:

@@ -52,6 +52,8 @@ from nsa_lab.model.ngrams import HASH_CONSTANTS
 AMD = sys.argv[1].startswith("gfx")
 ARCHITECTURE = 0 if AMD else int(sys.argv[1])
 shared_memory: dict[str, int] = {}
+# The device of the tensors is a CPU.
+launch_table.supports_pdl = lambda device: ARCHITECTURE >= 90
 
 
 class FakeDriver(DriverBase):

@@ -81,6 +81,12 @@ MUTANTS = [
         "        self._rotary.clear()\n",
     ),
     Mutant(
+        "decoding: the token of a replay with outdated weights stays in the lengths",
+        "inference.decode",
+        "            self.cache.restore_lengths()\n            return self._replay_graph",
+        "            return self._replay_graph",
+    ),
+    Mutant(
         "decoding: kernels read the weights of a module with a forward hook",
         "inference.plain_weights",
         "if module._forward_hooks or module._forward_pre_hooks or",
@@ -138,8 +144,8 @@ MUTANTS = [
     Mutant(
         "generation: padding ids of the vocabulary are sampled",
         "inference.generate",
-        "logits[:, :sampled_vocab_size]",
-        "logits[:, :None]",
+        "[unfinished, :sampled_vocab_size]",
+        "[unfinished, :None]",
     ),
     Mutant(
         "generation: a stop sequence matches by its last token",

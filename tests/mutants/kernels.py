@@ -330,6 +330,12 @@ MUTANTS = [
         "exists, slot = i <= n,",
     ),
     Mutant(
+        "linear layers of a step: products of different rows enter the norm",
+        "attention.kernels.decoding.decode_linear",
+        "tl.where((index[:, None] == index[None, :])[None, :, :], products, 0.0)",
+        "products",
+    ),
+    Mutant(
         "decoding kernels: rows of a linear layer are not normalized",
         "attention.kernels.decoding.decode_linear",
         "acc, gate = acc * scale, gate * scale",

@@ -351,7 +351,11 @@ OTHERS = {
     "inference.decode": [
         "tests/inference/test_decode.py",
         "tests/model/test_model_forms.py",
-        *cases("inference/test_module_calls.py", "copied_decoder_continues_from_the_same_tokens[graph]"),
+        *cases(
+            "inference/test_module_calls.py",
+            "copied_decoder_continues_from_the_same_tokens[graph]",
+            "change_between_steps_takes_effect[graph]",
+        ),
     ],
     **{
         f"inference.cache.{part}": ["tests/inference/test_decode.py", "tests/model/test_model_forms.py"]

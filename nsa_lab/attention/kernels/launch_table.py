@@ -279,7 +279,11 @@ FIRST_QUERY_ITEMS = 256
 
 
 DECODING_PROGRAMS = 256
-"""Minimum number of programs of a decoding kernel: about two per multiprocessor of an H200."""
+"""Minimum number of programs of a decoding kernel: about two per multiprocessor of an H200.
+
+A step of long_64k for 32 sequences of 65,536 tokens (one H200, 2026-11-28, as all times of steps below): 0.637 ms, with 132
+programs 0.640, with 512 0.669, with 1024 0.721.
+"""
 DECODING_PARTS = 32
 """Maximum number of parts that the keys of a branch are split into. Each part costs a partial output."""
 DECODING_ROWS = 64
@@ -287,10 +291,17 @@ MERGE_ELEMENTS, MERGE_WARPS = 4096, 2
 """For 32 sequences and 64 heads of width 128 on an H200: 4.5 us with two warps, 8.7 us with four, 23 us with eight."""
 IMPORTANCE_ELEMENTS, IMPORTANCE_BLOCKS = 4096, 64
 TOPK_BLOCKS = 2048
-INDEX_BLOCKS = 32
-"""Maximum number of selection blocks of a program that scores index keys."""
-MAX_PDL_TOKENS = 4
-"""Maximum number of new tokens for programmatic dependent launch. For 32 sequences it makes a step slower."""
+INDEX_BLOCKS = 8
+"""Maximum number of selection blocks of a program that scores index keys.
+
+A step as above: 0.601 ms, with 32 blocks 0.637; of one sequence 0.169 ms, with 4 blocks 0.172.
+"""
+MAX_PDL_TOKENS = 32
+"""Maximum number of new tokens for programmatic dependent launch.
+
+A step as above: 0.619 ms instead of 0.637; of one sequence 0.172 ms instead of 0.213. For 64 sequences a step of an earlier
+version was slower with it (docs/log/kernels.md).
+"""
 APPEND_WARPS = 1  # a row has at most 256 elements
 MAX_NARROW_ROWS = 4
 """Up to this many rows are multiplied elementwise, without tensor cores."""
@@ -320,10 +331,12 @@ def linear_tile(dtype: torch.dtype, rows: int, columns: int, depth: int, is_gate
         return LinearTile(padded_rows, few_columns, chunk, min(max(padded_rows * few_columns * chunk // 2048, 1), 8), 1)
     # A tensor-core product needs 16 rows and 16 elements of the sum per warp. Every weight is read once.
     tile_rows, tile_columns, warps, stages = min(max(padded_width(rows), 16), MAX_LINEAR_ROWS), 16, 4, 3
-    chunk = 16 * warps if dtype == torch.float32 else 512
-    # Two of three stages are in shared memory, which is 64 KB on AMD.
-    limit = (64 if is_amd() else 96) * 1024
-    while (tile_rows + tile_columns * (1 + is_gated)) * chunk * dtype.itemsize * (stages - 1) > limit:
+    # In a step of 32 sequences all linear layers take 183 us, with chunks of 512 208 us.
+    chunk = 16 * warps if dtype == torch.float32 else 256
+    # Two of three stages are in shared memory. On AMD it has 64 KB, and x is in it in two layouts.
+    copies, limit = (2, 64 * 1024) if is_amd() else (1, 96 * 1024)
+    stage_rows = copies * tile_rows + tile_columns * (1 + is_gated)
+    while stage_rows * chunk * dtype.itemsize * (stages - 1) > limit:
         chunk //= 2
     return LinearTile(tile_rows, tile_columns, min(chunk, max(padded_width(depth), 16 * warps)), warps, stages)
 
@@ -372,7 +385,7 @@ def index_tile(dtype: torch.dtype, width: int, n_programs: int, n_blocks: int, s
     at_once = min(padded_width(strides), 64)
     blocks_at_once = keys // at_once
     blocks = max(INDEX_BLOCKS, blocks_at_once)
-    while blocks > blocks_at_once and n_programs * ceil_div(n_blocks, blocks) < DECODING_PROGRAMS:
+    while blocks > blocks_at_once and n_programs * ceil_div(n_blocks, blocks) < DECODING_PROGRAMS // 2:
         blocks //= 2
     # A third stage does not fit into the 64 KB of shared memory on AMD.
     return IndexTile(blocks, blocks_at_once, at_once, 4, 1 if dtype == torch.float32 else 2 if is_amd() else 3)

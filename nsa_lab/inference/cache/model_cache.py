@@ -92,6 +92,10 @@ class Cache:
             )
         self._set_lengths(starts)
 
+    def restore_lengths(self) -> None:
+        """Set the lengths on the device to those on the host, after graph replays whose tokens are not kept."""
+        self._set_lengths(self.starts)
+
     def _set_lengths(self, starts: Sequence[int], update_lengths: bool = True) -> None:
         self.starts = tuple(starts)
         if update_lengths:

@@ -73,9 +73,10 @@ def test_nothing_past_the_rows_is_read_or_written() -> None:
     assert torch.equal(kernels.linear(poisoned[:5], (weight, ""))[0], kernels.linear(x, (weight, ""))[0])
 
 
-def test_row_does_not_depend_on_other_rows() -> None:
+@pytest.mark.parametrize("rows", [4, 7])
+def test_row_does_not_depend_on_other_rows(rows: int) -> None:
     """Rows of one tile do not enter the sums of each other."""
-    x, weight, norm = make_tensors(2, (4, 40), (9, 40), (40,), dtype=torch.float32)
+    x, weight, norm = make_tensors(2, (rows, 40), (9, 40), (40,), dtype=torch.float32)
     expected = kernels.linear(x, (weight, "silu"), norm=(norm, EPS))[0]
     other = torch.full_like(x, float("nan"))
     other[2] = x[2]

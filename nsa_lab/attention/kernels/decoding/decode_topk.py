@@ -26,7 +26,7 @@ from nsa_lab.attention.kernels.block_topk import (
     to_ordered_bits,
 )
 from nsa_lab.attention.kernels.decoding.kv_tiles import NO_PEAK, load_sums
-from nsa_lab.attention.kernels.decoding.pdl import pdl_wait
+from nsa_lab.attention.kernels.decoding.pdl import pdl_wait, prefetch_to_l2
 from nsa_lab.attention.kernels.fast_launch import cache_launches
 from nsa_lab.attention.kernels.kernel_names import UNSPECIALIZED_ARGS
 from nsa_lab.attention.kernels.stored_keys import (
@@ -148,9 +148,13 @@ def nsa_block_logsumexp(
     tile = tl.program_id(0) // (B * G)
     part, tile = tile // row_tiles, tile % row_tiles
     before = tl.load(lengths_ptr + b)
+    first_block = part * BLOCKS
+    if USE_PDL:  # the keys of the first two steps
+        key = first_block * STRIDES + tl.arange(0, 2 * BLOCKS_AT_ONCE * STRIDES_AT_ONCE)
+        keys_ptr = k_ptr + b * stride_kb + g * stride_kg + key.to(tl.int64) * STRIDE_KN
+        prefetch_to_l2(keys_ptr, (key < N) & (key * STRIDE < before + T))
     pdl_wait(USE_PDL)
     last_block = (before + T - 1) // L_SEL - LOCAL
-    first_block = part * BLOCKS
     if (first_block > last_block) | (not needs_scores(before + T - 1, L_SEL, N_SEL)):
         return
     if FORMAT == MXFP4:  # tell the compiler by what the strides are divisible

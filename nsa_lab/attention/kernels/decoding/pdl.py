@@ -9,12 +9,13 @@ Rules
 * Every program calls `pdl_wait`, even if it has nothing to do. Only then may the next kernel start, so at most one earlier
   kernel is still running: all launches before that one have ended and their writes are visible.
 * Therefore a kernel may load before `pdl_wait` whatever the launch directly before it did not write. The kernels of
-  `cached_attention` load only lengths and gates, which were written earlier. In other places the caller states it by
-  `can_prefetch`.
+  `cached_attention` load only lengths, gates and index keys, which were written earlier. In other places the caller states
+  it by `can_prefetch`. A kernel that has no registers for it prefetches to the L2.
 """
 
 # Parameters of triton.jit functions have no Python types.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportMissingTypeStubs=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
 from __future__ import annotations
 
 import functools
@@ -36,6 +37,19 @@ def pdl_wait(USE_PDL: tl.constexpr):
         tl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def prefetch_to_l2(pointers, mask):
+    """Copy the cache lines at `pointers` to the L2 where `mask` is True: memory that is read after `pdl_wait`."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [pointers.to(tl.int64), mask.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @functools.cache
