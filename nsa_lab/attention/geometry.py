@@ -63,15 +63,8 @@ def overlap(
     Erratum: the paper counts i and j from 0 (eq. 7, 12). Its double sum of p[(l_sel/d) j - m - n] is then l_sel/d - 1
     strides too early. The sum of p[(l_sel/d) j + m - n] gives the weights of this table.
     """
-    return overlap_at(torch.arange(n_compressed, device=device) * nsa.d, n_selection, nsa, dtype=dtype)
-
-
-def overlap_at(
-    starts: torch.Tensor, n_selection: int, nsa: NSAConfig, *, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """Return `overlap` for compression blocks that start at the positions `starts`, integers [n_compressed]."""
-    start_i = starts.unsqueeze(1)
-    start_j = torch.arange(n_selection, device=starts.device).unsqueeze(0) * nsa.l_sel
+    start_i = torch.arange(n_compressed, device=device).unsqueeze(1) * nsa.d
+    start_j = torch.arange(n_selection, device=device).unsqueeze(0) * nsa.l_sel
     shared = torch.minimum(start_i + nsa.l, start_j + nsa.l_sel) - torch.maximum(start_i, start_j)
     return shared.clamp_min(0).to(dtype) / nsa.d
 

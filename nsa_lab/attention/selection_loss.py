@@ -17,6 +17,7 @@ from nsa_lab.attention import geometry, input_checks
 from nsa_lab.attention.context_parallel import ContextShard
 from nsa_lab.attention.layout import Layout, Span
 from nsa_lab.attention.segment_ops import ABSENT, find_documents_of_rows
+from nsa_lab.attention.torch_backend import reduce_to_blocks
 from nsa_lab.config import NSAConfig
 
 # Added to every importance: it is 0 for a block that overlaps no visible compressed block, and log 0 has no gradient.
@@ -179,13 +180,8 @@ def _compute_attention(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, docume
 
 def _reduce_to_blocks(p: Tensor, compressed_starts: Tensor, n_blocks: int, nsa: NSAConfig) -> Tensor:
     """Reduce probabilities p [..., N] of compressed blocks that start at these positions [N] to blocks [..., n_blocks]."""
-    if nsa.block_reduction == "sum":
-        return p @ geometry.overlap_at(compressed_starts, n_blocks, nsa, dtype=p.dtype)
-    # The blocks that a compressed block overlaps are adjacent. Rows of padding have probability 0 for every query.
-    first_block = geometry.own_block(compressed_starts, nsa)
-    importance = p.new_zeros(*p.shape[:-1], n_blocks)
-    for next_block in range(geometry.num_selection(nsa.l - nsa.d, nsa) + 1):
-        is_overlapping = (first_block + next_block) * nsa.l_sel < compressed_starts + nsa.l
-        index = (first_block + next_block).clamp(0, n_blocks - 1).expand(p.shape)
-        importance = importance.scatter_reduce(-1, index, torch.where(is_overlapping, p, 0.0), "amax")
-    return importance
+    n_strides = n_blocks * nsa.l_sel // nsa.d
+    # Rows of padding have probability 0 for every query. No other two rows share a stride, so the result is deterministic.
+    stride = torch.where(compressed_starts == ABSENT, n_strides, compressed_starts // nsa.d)
+    by_stride = p.new_zeros(*p.shape[:-1], n_strides + 1).index_copy(-1, stride, p)
+    return reduce_to_blocks(by_stride[..., :-1], n_blocks, nsa)

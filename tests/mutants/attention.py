@@ -9,8 +9,8 @@ MUTANTS = [
     Mutant(
         "eq. 9 read with indices from 0",
         "attention.geometry",
-        "start_i = starts.unsqueeze(1)",
-        "start_i = starts.unsqueeze(1) + nsa.l_sel - nsa.d",
+        "start_i = torch.arange(n_compressed, device=device).unsqueeze(1) * nsa.d",
+        "start_i = torch.arange(n_compressed, device=device).unsqueeze(1) * nsa.d + nsa.l_sel - nsa.d",
     ),
     Mutant(
         "overlap weights renormalised at the cut end",
@@ -485,8 +485,8 @@ MUTANTS = [
     Mutant(
         "decoding: the strongest head chooses",
         "attention.torch_backend",
-        'p = p.sum(-2) if nsa.head_reduction == "sum" else p.amax(-2)',
-        "p = p.amax(-2)",
+        'reduce_to_blocks(p.sum(-2) if nsa.head_reduction == "sum" else p.amax(-2),',
+        "reduce_to_blocks(p.amax(-2),",
     ),
     Mutant(
         "decoding: the choice of the query before",
@@ -824,10 +824,10 @@ MUTANTS = [
         "probabilities.mean(3)",
     ),
     Mutant(
-        "selection loss: the maximum over a block counts blocks that only touch it",
+        "selection loss: padding replaces the first compressed block",
         "attention.selection_loss",
-        "(first_block + next_block) * nsa.l_sel < compressed_starts + nsa.l",
-        "(first_block + next_block) * nsa.l_sel <= compressed_starts + nsa.l",
+        "torch.where(compressed_starts == ABSENT, n_strides, compressed_starts // nsa.d)",
+        "compressed_starts.clamp_min(0) // nsa.d",
     ),
     Mutant(
         "index keys: the scale of MXFP4 is twice as large",
