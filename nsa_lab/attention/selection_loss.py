@@ -12,13 +12,12 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from nsa_lab.attention import geometry, input_checks
 from nsa_lab.attention.context_parallel import ContextShard
 from nsa_lab.attention.layout import Layout, Span
 from nsa_lab.attention.segment_ops import ABSENT, find_documents_of_rows
-from nsa_lab.attention.torch_backend import reduce_strides
+from nsa_lab.attention.torch_backend import reduce_to_blocks
 from nsa_lab.config import NSAConfig
 
 # Added to every importance: it is 0 for a block that overlaps no visible compressed block, and log 0 has no gradient.
@@ -180,15 +179,9 @@ def _compute_attention(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, docume
 
 
 def _reduce_to_blocks(p: Tensor, compressed_starts: Tensor, n_blocks: int, nsa: NSAConfig) -> Tensor:
-    """Reduce probabilities p [..., N] of compressed blocks that start at these positions [N] to blocks [..., n_blocks].
-
-    Without a matrix of their overlaps: for one key per token it has T * T / l_sel entries, 69 GB for 1,048,576 tokens.
-    """
-    n_before = nsa.l // nsa.d - 1
-    n_slots = n_before + n_blocks * (nsa.l_sel // nsa.d)
-    # The row of p of the compressed block that starts at each stride of the text; N: there is none.
-    slots = torch.where(compressed_starts == ABSENT, n_slots, compressed_starts // nsa.d + n_before)
-    rows = slots.new_full((n_slots + 1,), p.shape[-1])
-    rows = rows.scatter(0, slots, geometry.positions(0, p.shape[-1], p.device))[:n_slots]
-    # A row has one slot, so its gradient is not a sum, whose order could differ between runs.
-    return reduce_strides(pad(p, (0, 1)).index_select(-1, rows), n_blocks, nsa)
+    """Reduce probabilities p [..., N] of compressed blocks that start at these positions [N] to blocks [..., n_blocks]."""
+    n_strides = n_blocks * nsa.l_sel // nsa.d
+    # Rows of padding have probability 0 for every query. No other two rows share a stride, so the result is deterministic.
+    stride = torch.where(compressed_starts == ABSENT, n_strides, compressed_starts // nsa.d)
+    by_stride = p.new_zeros(*p.shape[:-1], n_strides + 1).index_copy(-1, stride, p)
+    return reduce_to_blocks(by_stride[..., :-1], n_blocks, nsa)

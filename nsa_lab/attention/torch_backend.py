@@ -335,25 +335,22 @@ def compute_importance(p: Tensor, n_blocks: int, nsa: NSAConfig) -> Tensor:
     """Reduce probabilities p [..., h, n] of heads and compressed blocks to the importance [..., n_blocks] of selection
     blocks.
 
-    As in `reference.block_importance`, without a matrix. The two sums of eq. 9 are computed in sequence: each stride of d
-    tokens sums the l/d compressed blocks that contain it, then each selection block sums its l_sel/d strides. Maxima
-    likewise.
+    As in `reference.block_importance`, without a matrix.
     """
-    p = p.sum(-2) if nsa.head_reduction == "sum" else p.amax(-2)
+    return reduce_to_blocks(p.sum(-2) if nsa.head_reduction == "sum" else p.amax(-2), n_blocks, nsa)
+
+
+def reduce_to_blocks(p: Tensor, n_blocks: int, nsa: NSAConfig) -> Tensor:
+    """Reduce p [..., n] of compressed blocks to selection blocks [..., n_blocks].
+
+    The two sums of eq. 9 are computed in sequence: each stride of d tokens sums the l/d compressed blocks that contain it,
+    then each selection block sums its l_sel/d strides. Maxima likewise.
+    """
     strides_per_block, n_before = nsa.l_sel // nsa.d, nsa.l // nsa.d - 1
     padded = pad(p, (n_before, n_blocks * strides_per_block - p.shape[-1]))
-    return reduce_strides(padded, n_blocks, nsa)
-
-
-def reduce_strides(p: Tensor, n_blocks: int, nsa: NSAConfig) -> Tensor:
-    """Reduce p [..., l/d - 1 + n_blocks l_sel/d] to selection blocks [..., n_blocks].
-
-    p: probability of the compressed block that begins at each stride of d tokens, from l/d - 1 strides before the text.
-    """
-    strides_per_block, n_before = nsa.l_sel // nsa.d, nsa.l // nsa.d - 1
-    strides = p[..., n_before:]
+    strides = padded[..., n_before:]
     for shift in range(n_before):
-        shifted = p[..., shift : shift + n_blocks * strides_per_block]
+        shifted = padded[..., shift : shift + n_blocks * strides_per_block]
         strides = strides + shifted if nsa.block_reduction == "sum" else torch.maximum(strides, shifted)
     if nsa.block_reduction == "max":
         return torch.unflatten(strides, -1, (n_blocks, strides_per_block)).amax(-1)

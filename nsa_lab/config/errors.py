@@ -74,7 +74,7 @@ _SECTION_BY_CLASS = {
 # Shortens values in messages to their beginning and end, and nested lists to two levels.
 VALUE_REPR = reprlib.Repr()
 VALUE_REPR.maxlevel, VALUE_REPR.maxstring, VALUE_REPR.maxother, VALUE_REPR.maxlong = 2, 100, 100, 40
-# Of a section with more keys, a message lists only the first.
+# A message lists at most this many keys of a section.
 MAX_LISTED_KEYS = 20
 
 

@@ -200,12 +200,13 @@ def lean() -> None:
     decode_selected(1, 32, 2, 128, "mxfp4", 1)
     for index_heads in (1, 4):
         rule = NSAConfig(l=1, d=1, sink_blocks=0, local_blocks=9, head_reduction="max", block_reduction="max")
-        kernels.select_blocks(
-            torch.zeros(1, 300, 2 * index_heads, 64, dtype=torch.bfloat16),
-            torch.zeros(1, 300, 2, 64, dtype=torch.bfloat16),
-            None,
-            rule,
-        )
+        for index_nsa in (rule, NSAConfig(l=1, d=1)):
+            kernels.select_blocks(
+                torch.zeros(1, 300, 2 * index_heads, 64, dtype=torch.bfloat16),
+                torch.zeros(1, 300, 2, 64, dtype=torch.bfloat16),
+                None,
+                index_nsa,
+            )
     k = torch.zeros(1, 300, 2, 64, dtype=torch.bfloat16, requires_grad=True)
     q = torch.zeros(1, 300, 12, 64, dtype=torch.bfloat16, requires_grad=True)
     blocks = torch.zeros(1, 300, 2, 16, dtype=torch.int32).fill_(-1).index_fill(3, torch.tensor([0]), 0)
@@ -283,6 +284,8 @@ def documents() -> None:
     selected.UNION_TOKENS = 0
     attend(T=300, H=32, G=2, D=128, span=span)
     attend(300, 3, 1, 96, 32, NSAConfig(l=16, d=16, l_sel=48, n_sel=5, w=1), torch.float16, span)
+    q, k = (torch.zeros(1, 300, heads, 64, dtype=torch.bfloat16) for heads in (4, 2))
+    kernels.select_blocks(q, k, None, NSAConfig(l=1, d=1), span=span)
 
 
 def lengths() -> None:
@@ -379,8 +382,9 @@ def first_calls() -> None:
 
 
 def two_selections() -> None:
-    select(T=300, G=2, D=64, d=8)
-    select(T=300, G=2, D=32, d=8)
+    for D in (64, 32):
+        q, k = (torch.zeros(1, n, 2, D, dtype=torch.bfloat16) for n in (300, num_compressed(300, NSAConfig())))
+        kernels.select_blocks(q, k, torch.zeros(1, 300, 2), NSAConfig())
 
 
 def in_parallel() -> None:

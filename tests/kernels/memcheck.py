@@ -16,7 +16,7 @@ import torch
 from nsa_lab.attention import Span
 from nsa_lab.attention.cached_attention import cached_attention
 from nsa_lab.attention.geometry import num_compressed
-from nsa_lab.attention.kernels import nsa_attention
+from nsa_lab.attention.kernels import nsa_attention, select_blocks
 from nsa_lab.attention.kernels.selected import launch as selected
 from nsa_lab.attention.kernels.selected import workspace_pieces
 from nsa_lab.attention.layer_cache import LayerCache
@@ -89,6 +89,19 @@ def run(case: Case) -> None:
     assert all(torch.isfinite(x.grad).all() for x in (*inputs, gates))
 
 
+# Index heads per group, index width, geometry.
+INDEXERS = [(1, 64, NSAConfig(l=8, d=8)), (2, 64, NSAConfig(l=1, d=1)), (3, 96, NSAConfig(l=1, d=1, l_sel=48, n_sel=5))]
+
+
+def select(heads: int, width: int, nsa: NSAConfig, documents: tuple[int, ...]) -> None:
+    """Select blocks by an indexer. Raise AssertionError if a query does not select its own block."""
+    span = Span.packed(torch.tensor([0, *documents]).cumsum(0).int())
+    q = torch.randn(1, sum(documents), 2 * heads, width, dtype=torch.bfloat16, device="cuda")
+    k = torch.randn(1, span.num_compressed(nsa), 2, width, dtype=torch.bfloat16, device="cuda")
+    own_block = span.positions(q.device) // nsa.l_sel
+    assert (select_blocks(q, k, None, nsa, span=span) == own_block[None, :, None, None]).any(-1).all()
+
+
 # Cached tokens, new tokens, (B, H, G, Dk, Dv), dtype.
 STEPS = [
     (1110, 1, (2, 6, 1, 64, 64), torch.bfloat16),
@@ -132,6 +145,10 @@ if __name__ == "__main__":
             "ok",
             flush=True,
         )
+    for indexer in INDEXERS:
+        for documents in ((1531,), (1, 0, 1200, 31, 299)):
+            select(*indexer, documents)
+            print("selection", *indexer[:2], f"{len(documents)} documents", "ok", flush=True)
     for step in STEPS:
         for indexed in (False, True):
             decode(*step, has_indexer=indexed)

@@ -10,7 +10,8 @@ from looping import looped, tiered
 
 from nsa_lab import attention
 from nsa_lab.attention import geometry, reference
-from nsa_lab.attention.kernels import block_topk, select_blocks
+from nsa_lab.attention.kernels import block_topk, launch_table, select_blocks
+from nsa_lab.attention.layout import Span
 from nsa_lab.config import NSAConfig
 
 # Minutes on a CPU, under the interpreter.
@@ -186,6 +187,11 @@ GPU_ONE_HEAD = [
     (1, 5000, 1, 192, NSAConfig(l=4, d=4)),
 ]
 
+GPU_SEVERAL_HEADS = [
+    (1, 3000, 4, 2, 64, NSAConfig(l=1, d=1)),
+    (1, 5000, 8, 2, 128, NSAConfig(l=4, d=4, n_sel=32)),
+] * CUDA
+
 
 # The interpreter warns about log2(0), for a query that attends to no block, and about NaN.
 ignore_interpreter_warnings = pytest.mark.filterwarnings(
@@ -240,6 +246,51 @@ def test_selection_without_lse_is_causal_bit_for_bit(device):
         changed = k.clone()
         changed[:, geometry.num_compressed(cut, nsa) :] = future
         assert torch.equal(select_blocks(q, k, None, nsa)[:, :cut], select_blocks(q, changed, None, nsa)[:, :cut])
+
+
+@ignore_interpreter_warnings
+@looped
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize(
+    "span",
+    [
+        Span.chunk(start=83, length=130),
+        Span.packed(torch.tensor([0, 1, 100, 100, 213], dtype=torch.int32)),
+        Span.full(213),
+    ],
+)
+def test_scores_are_stored_for_a_few_tiles_at_a_time(heads, span, device, poisoned, monkeypatch):
+    """Packed documents and chunks; the log-sum-exps of every tile of queries are stored and ranked by separate launches."""
+    nsa = NSAConfig(l=1, d=1, l_sel=8, n_sel=4, local_blocks=1)
+    generator = torch.Generator().manual_seed(5)
+    q = torch.randn(1, 130 if span.kind == "chunk" else 213, 2 * heads, 16, generator=generator)
+    # One key for both groups, as `indexer_keys: shared`.
+    k = torch.randn(1, 213, 1, 16, generator=generator).expand(-1, -1, 2, -1)
+    expected = reference.select_blocks(q.double(), k.double(), None, nsa, span=span)
+    for programs in (launch_table.BLOCK_SCORES_PROGRAMS, 1):
+        monkeypatch.setattr(launch_table, "BLOCK_SCORES_PROGRAMS", programs)
+        assert torch.equal(select_blocks(q.to(device), k.to(device), None, nsa, span=span).cpu(), expected)
+
+
+@ignore_interpreter_warnings
+@looped
+@pytest.mark.parametrize("future", [37.0, -1e30, float("inf"), float("nan")])
+def test_selection_by_several_heads_is_causal_bit_for_bit(future, device):
+    """Local blocks do not compete, but are a part of the LSE."""
+    nsa = NSAConfig(l=4, d=4, l_sel=16, n_sel=5)
+    q, k, _ = make_inputs(1, 250, 4, 2, 32, nsa, torch.float32, device)
+    changed = k.clone()
+    changed[:, geometry.num_compressed(150, nsa) :] = future
+    assert torch.equal(select_blocks(q, k, None, nsa)[:, :150], select_blocks(q, changed, None, nsa)[:, :150])
+
+
+@looped
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", [(1, 260, 4, 2, 32, NSAConfig(l=1, d=1, l_sel=8, n_sel=5)), *GPU_SEVERAL_HEADS])
+def test_several_heads_with_disjoint_blocks_match_the_definition(case, dtype, device, poisoned):
+    *shape, nsa = case
+    q, k, lse = make_inputs(*shape, nsa, dtype, device)
+    assert_same_selection(select_blocks(q, k, None, nsa), q, k, lse.double(), nsa)
 
 
 def test_several_heads_or_overlapping_blocks_compute_the_lse(device):

@@ -70,6 +70,16 @@ def test_block_topk_keys_fit_in_96_kb_and_have_room_for_the_spill(gpu: str) -> N
         )
 
 
+def test_block_score_tiles_fit_in_96_kb(gpu: str) -> None:
+    """Keys of all stages; in tensor memory, fewer queries than Triton 3.7.1 fails to compile."""
+    for dtype, width in itertools.product(DTYPES, WIDTHS):
+        tile = launch_table.block_scores(dtype, width, CPU)
+        assert_valid(tile, rows_and_keys=2)
+        assert_valid(launch_table.block_ranking(tile), rows_and_keys=2)
+        assert tile.keys * padded_width(width) * dtype.itemsize * tile.stages <= 96 * 1024
+        assert gpu != "B200" or tile.rows <= 32
+
+
 def test_backward_columns_are_at_least_half_a_tile() -> None:
     """The backward kernel of the selected branch processes the columns of dk and dv in at most two parts."""
     for dtype, width in itertools.product(DTYPES, WIDTHS):

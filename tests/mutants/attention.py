@@ -485,8 +485,8 @@ MUTANTS = [
     Mutant(
         "decoding: the strongest head chooses",
         "attention.torch_backend",
-        'p = p.sum(-2) if nsa.head_reduction == "sum" else p.amax(-2)',
-        "p = p.amax(-2)",
+        'reduce_to_blocks(p.sum(-2) if nsa.head_reduction == "sum" else p.amax(-2),',
+        "reduce_to_blocks(p.amax(-2),",
     ),
     Mutant(
         "decoding: the choice of the query before",
@@ -666,12 +666,6 @@ MUTANTS = [
         "(position < stop[:, None])",
         "(position + 1 < stop[:, None])",
     ),
-    Mutant(
-        "selection loss: compressed blocks begin l - d tokens earlier",
-        "attention.selection_loss",
-        "compressed_starts // nsa.d + n_before)",
-        "compressed_starts // nsa.d)",
-    ),
     Mutant("selection loss: scores without the scale", "attention.selection_loss", " * q.shape[-1] ** -0.5", ""),
     Mutant(
         "selection loss: equal distances",
@@ -828,6 +822,12 @@ MUTANTS = [
         "attention.selection_loss",
         'probabilities.mean(3) if nsa.head_reduction == "sum" else probabilities.amax(3)',
         "probabilities.mean(3)",
+    ),
+    Mutant(
+        "selection loss: padding replaces the first compressed block",
+        "attention.selection_loss",
+        "torch.where(compressed_starts == ABSENT, n_strides, compressed_starts // nsa.d)",
+        "compressed_starts.clamp_min(0) // nsa.d",
     ),
     Mutant(
         "index keys: the scale of MXFP4 is twice as large",

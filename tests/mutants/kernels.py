@@ -390,6 +390,30 @@ MUTANTS = [
         "total = total +",
     ),
     Mutant(
+        "block topk: the LSE of an index head is that of the last blocks",
+        "attention.kernels.block_topk",
+        "sum_of_blocks = sum_of_blocks * tl.exp2(peak - new_peak) +",
+        "sum_of_blocks =",
+    ),
+    Mutant(
+        "block topk: local blocks are not part of the LSE of an index head",
+        "attention.kernels.block_topk",
+        "    if lse_ptr is None:\n        stop -= LOCAL",
+        "    stop -= LOCAL",
+    ),
+    Mutant(
+        "block topk: index keys after a query count",
+        "attention.kernels.block_topk",
+        "(s < STRIDES)[None, :] & (i[None, :] < n_visible[:, None])",
+        "(s < STRIDES)[None, :]",
+    ),
+    Mutant(
+        "block topk: later launches rank the blocks of the first queries",
+        "attention.kernels.block_topk",
+        "    if scores_ptr is not None:\n        tile += first_tile\n",
+        "",
+    ),
+    Mutant(
         "decoding kernels: the stride of the angles is ignored",
         "attention.kernels.decoding.rope_kv_append",
         "columns - HALF) * stride_ap",

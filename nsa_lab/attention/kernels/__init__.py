@@ -190,10 +190,10 @@ def select_blocks(
     """See `reference.select_blocks`."""
     from nsa_lab.attention.kernels import block_topk
 
-    if lse is None and (q.shape[2] != k_cmp.shape[2] or nsa.l != nsa.d):
+    rule = block_topk.SelectionRule.from_config(nsa)
+    if lse is None and rule.needs_lse(q.shape[2] // k_cmp.shape[2], nsa.l, nsa.d):
         _, lse = compressed_attention(q, k_cmp, k_cmp, nsa, span=span, layout=layout)
     _raise_unsupported("select_blocks", find_width_problem(q.shape[3], None) or find_scoring_problem(nsa))
-    rule = block_topk.SelectionRule.from_config(nsa)
     return block_topk.select_blocks(q, k_cmp, lse, nsa.l, nsa.d, nsa.l_sel, rule, *_get_layout_args(span, layout, nsa, q))
 
 

@@ -50,8 +50,9 @@ LOG2E = 1.4426950408889634
 
 UNSPECIALIZED_ARGS = (
     "T", "N", "B", "G", "G_all", "n_angles", "n_documents", "first_query", "n_rows", "n_blocks", "n_items",
-    "n_segments", "first_segment", "pass_segments", "row_programs", "rows_total", "work_size", "tiles", "reductions",
-    "parts", "chunk_steps", "stride_gb", "stride_lseb", "ring", "raw_ring", "conv_ring", "row_tiles", "row_parts",
+    "n_segments", "first_segment", "first_tile", "pass_segments", "row_programs", "rows_total", "work_size", "tiles",
+    "reductions", "parts", "chunk_steps", "stride_gb", "stride_lseb", "ring", "raw_ring", "conv_ring", "row_tiles",
+    "row_parts",
 )  # fmt: skip
 """Kernel arguments that depend on sequence lengths, batch size or the number of pieces.
 

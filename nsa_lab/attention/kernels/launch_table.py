@@ -175,7 +175,7 @@ def block_topk(dtype: torch.dtype, width: int, strides: int, spill: int, n_selec
 
 
 def block_topk_without_lse(tile: Tile, device: torch.device) -> Tile:
-    """Return the variant of a `block_topk` tile without an LSE, where the scores of a product are reshaped directly.
+    """Return the variant of a tile where the scores of a product are reshaped directly, as for keys without an LSE.
 
     On Blackwell it has fewer queries than tensor memory needs, because Triton 3.7.1 does not compile that reshape there.
     Not measured.
@@ -185,10 +185,35 @@ def block_topk_without_lse(tile: Tile, device: torch.device) -> Tile:
 
 MAX_STRIDES_AT_ONCE = 16
 """With an LSE, up to this many strides of a selection block are scored at once."""
+BLOCK_SCORES_PROGRAMS = 528
+"""Programs of a launch that computes log-sum-exps of blocks: twice as many as an H200 runs at once.
+
+Their results wait in a workspace, 512 bytes per program and block: 4 KB per token in the longest sequence.
+"""
+RANKED_BLOCKS = 32
+"""Blocks that are read from this workspace at once."""
+
+
+def block_scores(dtype: torch.dtype, width: int, device: torch.device) -> Tile:
+    """Return the tile of the kernel that computes log-sum-exps of blocks, for queries of one head. Not measured."""
+    if dtype == torch.float32:
+        tile = Tile(16, 32, 4, 1) if width > MAX_TIMED_WIDTH else Tile(32, 32, 4, 1)
+    elif width > MAX_TIMED_WIDTH:
+        tile = Tile(64, 64, 4, 2) if has_large_shared_memory(device) else Tile(32, 64, 4, 1)
+    elif width > 64 or not is_hopper(device):
+        tile = Tile(64, 128 if has_large_shared_memory(device) else 64, 4, 2)
+    else:
+        tile = Tile(128, 128, 8, 3)
+    return block_topk_without_lse(tile, device)
+
+
+def block_ranking(tile: Tile) -> Tile:
+    """Return the tile that ranks the blocks of the queries of a `block_scores` tile."""
+    return Tile(tile.rows, RANKED_BLOCKS, 4, 1)
 
 
 def block_topk_strides(dtype: torch.dtype, width: int) -> int:
-    """Return the maximum number of strides per selection block that are scored at once, for selection without an LSE."""
+    """Return the maximum number of strides per selection block that are scored at once, if they are scored in slices."""
     return 2 if dtype == torch.float32 and width > MAX_TIMED_WIDTH else 8
 
 

@@ -149,7 +149,7 @@ def _score_blocks(
     n_heads = q.shape[2] // G
     if keys.stride(2) == 0:  # one key for all groups: load it once
         keys = keys[:, :, :1]
-    if l == d and (n_heads == 1 or not (rule.head_max or rule.block_max)):
+    if not rule.needs_lse(n_heads, l, d):
         # The probability of a block is the sum over its keys, so the log-sum-exps of the blocks replace the scores of the
         # keys. The probabilities of a single head have the same denominator, which is not needed.
         return compute_block_logsumexp(q, keys, lengths, n_blocks, d, l_sel, rule, n_heads)
