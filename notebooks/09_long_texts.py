@@ -33,8 +33,8 @@
 #
 # **The models.** `long_64k` is NSA with all three branches (today the preset `long_64k_three_branches`; [a form without a
 # compressed branch][4] has replaced it) and `long_64k_dense` the dense baseline. Both were trained on the same text in the
-# same order, in three stages: lengths of 2,048, 8,192 and 65,536 bytes. The last stage reads each long text once. NSA uses the
-# training recipe of [notebook 02][1] with one index key per byte. (With one key per 8 bytes, such a model lost distant
+# same order, in three stages: lengths of 2,048, 8,192 and 65,536 bytes. The last stage reads each long text once. NSA uses
+# the training recipe of [notebook 02][1] with one index key per byte. (With one key per 8 bytes, such a model lost distant
 # facts; one seed, see [the log][3].) Both models have normalized embeddings and *n-gram tables*: embeddings of the last few
 # bytes together.
 #
