@@ -377,6 +377,13 @@ def _to_json(row: StepTime) -> Mapping[str, object]:
 
 
 LEVEL_COLUMN = RowColumn("level", align="left")
+
+
+def _format_times(row: StepTime) -> str:
+    """Format the time of a step and, if it was measured, that of its CUDA graph without the host."""
+    return format_number(row.ms) + (f" ({format_number(row.graph_ms)})" if row.graph_ms is not None else "")
+
+
 KIND_COLUMN = RowColumn("by", lambda row: f"{row.by}, {row.kernel}" if row.kernel else row.by, "left")
 TOKENS_COLUMN, BATCH_COLUMN = RowColumn("tokens", lambda row: f"{row.tokens:,}"), RowColumn("batch")
 PART_COLUMNS = (
@@ -392,8 +399,7 @@ BENCHMARK = Benchmark[StepTime](
         KIND_COLUMN,
         TOKENS_COLUMN,
         BATCH_COLUMN,
-        RowColumn("ms", lambda row: format_number(row.ms) or PARITY_FAILED),
-        RowColumn("graph ms", "graph_ms"),
+        RowColumn("ms (graph)", lambda row: _format_times(row) or PARITY_FAILED),
         RowColumn("tokens/s", "tokens_per_s"),
         RowColumn("of dense", "of_dense"),
         RowColumn("of the shortest", "of_shortest"),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nsa_lab.attention import Span, geometry, resolve_backend
-from nsa_lab.attention.compile_utils import check_not_traced
+from nsa_lab.attention.compile_utils import check_no_transform, check_not_traced
 from nsa_lab.attention.context_parallel import ContextShard
 from nsa_lab.attention.dispatch import ResolvedBackend
 from nsa_lab.attention.layout import Layout
@@ -149,6 +149,8 @@ class NSATransformer(nn.Module):
         Raise ValueError for tokens of another shape or dtype, and for a chunk that starts after position 0.
         """
         check_not_traced()
+        if self.config.attention == "nsa":  # before the check of the tokens, which a transform cannot read
+            check_no_transform(resolved.backend for resolved in self.backends.values())
         self._selection_loss = None  # in case this pass fails: do not return the loss of the pass before
         if cache is None:
             x, rotary = self.prepare_inputs(tokens, span, embeddings)

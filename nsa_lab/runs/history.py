@@ -114,7 +114,7 @@ class History:
     def run(self) -> str:
         return self.run_dir.name
 
-    @property
+    @cached_property
     def last_step(self) -> int:
         """The last step that is recorded as completed."""
         return int(self.current_events("step", "eval", "checkpoint").ints("step").max(initial=0))

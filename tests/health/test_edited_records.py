@@ -213,7 +213,7 @@ EDITS: list[tuple[str, Edit, str, str, set[str]]] = [
         set(),
     ),
     ("one branch zero from 70 % on", set_values(0.7, norm_sel=0.0), "branch outputs", "first at step 35,500", set()),
-    ("gates frozen from 10 % on", freeze_gates(0.1), "gates moved", "gates bitwise equal", set()),
+    ("gates frozen from 10 % on", freeze_gates(0.1), "gates moved", "gates bitwise equal", {"repeated values"}),
     ("gates frozen from 10 % on but for rounding", freeze_gates(0.1, 1e-4), "gates moved", "no longer changed", set()),
     (
         "gate weights constant from 10 % on",
@@ -227,9 +227,15 @@ EDITS: list[tuple[str, Edit, str, str, set[str]]] = [
         collapse_gates(0.1, 0.9),
         "gates alive",
         "80% of the readings",
-        set(),
+        {"repeated values"},
     ),
-    ("one layer collapsed from 10 % to 90 %", collapse_gates(0.1, 0.9, layer=3), "gates alive", "in layer 3", set()),
+    (
+        "one layer collapsed from 10 % to 90 %",
+        collapse_gates(0.1, 0.9, layer=3),
+        "gates alive",
+        "in layer 3",
+        {"repeated values"},
+    ),
     (
         "no selection in all layers but one",
         disable_branch("sel", lambda n: n != 4),
@@ -248,7 +254,13 @@ EDITS: list[tuple[str, Edit, str, str, set[str]]] = [
     ("no evaluations", drop("eval"), "evaluations", "51 of 51", set()),
     ("no evaluations in the second half", drop("eval", 0.5), "evaluations", "25 of 51", set()),
     ("one evaluation missing", drop("eval", 0.49, 0.5), "evaluations", "the first at step 25,000", set()),
-    ("selection statistics frozen from 10 % on", freeze_gates(0.1, names=("sel_",)), "statistics", "in a row", set()),
+    (
+        "selection statistics frozen from 10 % on",
+        freeze_gates(0.1, names=("sel_",)),
+        "statistics",
+        "in a row",
+        {"repeated values"},
+    ),
     (
         "branch norms frozen from 90 % on",
         freeze_gates(0.9, names=("norm_",)),

@@ -112,6 +112,9 @@ def test_torch_func_is_refused_with_the_way_out() -> None:
     ):
         with pytest.raises(NotImplementedError, match=r"torch\.func.*backend = 'torch'.*use backend='reference'"):
             transform(x)
+    model, tokens = NSATransformer(tiny_config(), backend="torch", seed=5), sample_tokens(2, 40)
+    with pytest.raises(NotImplementedError, match=r"torch\.func.*backend = 'torch'.*use backend='reference'"):
+        torch.func.vmap(lambda row: model(row[None])[0])(tokens)
     by_func = torch.func.grad(lambda x: layers["reference"](x).pow(2).sum())(x)
     x.requires_grad_()
     layers["torch"](x).pow(2).sum().backward()

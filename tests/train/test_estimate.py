@@ -152,7 +152,7 @@ def test_n_gram_lookups_save_the_estimated_bytes() -> None:
 
 @pytest.mark.parametrize("trainable", ["all", "indexer"])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_state_bytes_are_those_after_a_step(kind: str, trainable: str) -> None:
+def test_state_bytes_are_those_after_a_step(kind: str, trainable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step counters, one number per tensor of AdamW, are not counted."""
     shape = {"dim": 24, "n_layers": 2, "n_heads": 2, "n_kv_groups": 1, "d_k": 10, "d_v": 6, "mlp": "gated"}
     train = {"optimizer": kind, "trainable": trainable}
@@ -160,6 +160,8 @@ def test_state_bytes_are_those_after_a_step(kind: str, trainable: str) -> None:
     if trainable == "indexer":
         sections["model"] = shape | {"branches": ["sel"], "indexer_block": 1, "selection_loss": 0.05}
         sections["nsa"] = {"l": 8, "d": 8, "l_sel": 8, "n_sel": 4}
+        train["initial_weights"] = "dense"
+        monkeypatch.setattr("nsa_lab.convert.load_initial_weights", lambda model, source: None)
     config = RunConfig.from_dict(sections)
     model = build_model(config, torch.device("cpu"))
     optimizer = make_optimizer(model, config.train)
