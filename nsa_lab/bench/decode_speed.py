@@ -380,7 +380,7 @@ LEVEL_COLUMN = RowColumn("level", align="left")
 
 
 def _format_times(row: StepTime) -> str:
-    """Format the time of a step and, if it was measured, that of its CUDA graph without the host."""
+    """Format the time of a step, and the time of its CUDA graph without the host if it was measured."""
     return format_number(row.ms) + (f" ({format_number(row.graph_ms)})" if row.graph_ms is not None else "")
 
 
