@@ -31,7 +31,7 @@ N_INTERVALS, CLOCK_S = (10, 100), 1.0  # intervals that are compared together, a
 VARYING_FIELDS = (
     *("first_loss", "marked_loss", "selection_loss", "teacher_kl", "grad_norm"),
     *("dt_s", "data_s", "tokens_per_s", "grad_norm_layers"),
-    *("gate_entropy", "sel_distance", "sel_reuse", "sel_sink_share"),
+    *("sel_distance", "sel_reuse", "sel_sink_share"),
     *(f"norm_{branch}" for branch in BRANCHES),
 )
 

@@ -213,7 +213,7 @@ EDITS: list[tuple[str, Edit, str, str, set[str]]] = [
         set(),
     ),
     ("one branch zero from 70 % on", set_values(0.7, norm_sel=0.0), "branch outputs", "first at step 35,500", set()),
-    ("gates frozen from 10 % on", freeze_gates(0.1), "gates moved", "gates bitwise equal", {"repeated values"}),
+    ("gates frozen from 10 % on", freeze_gates(0.1), "gates moved", "gates bitwise equal", set()),
     ("gates frozen from 10 % on but for rounding", freeze_gates(0.1, 1e-4), "gates moved", "no longer changed", set()),
     (
         "gate weights constant from 10 % on",
@@ -227,15 +227,9 @@ EDITS: list[tuple[str, Edit, str, str, set[str]]] = [
         collapse_gates(0.1, 0.9),
         "gates alive",
         "80% of the readings",
-        {"repeated values"},
+        set(),
     ),
-    (
-        "one layer collapsed from 10 % to 90 %",
-        collapse_gates(0.1, 0.9, layer=3),
-        "gates alive",
-        "in layer 3",
-        {"repeated values"},
-    ),
+    ("one layer collapsed from 10 % to 90 %", collapse_gates(0.1, 0.9, layer=3), "gates alive", "in layer 3", set()),
     (
         "no selection in all layers but one",
         disable_branch("sel", lambda n: n != 4),

@@ -272,7 +272,7 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
     ("equal ablations", RECENT, freeze("reach", "answer_loss"), "repeated values", "ablations"),
     *(
         (f"equal {name}", RECENT, freeze("step", name), "repeated values", name)
-        for name in ("gate_entropy", "sel_distance", "sel_reuse", "sel_sink_share")
+        for name in ("sel_distance", "sel_reuse", "sel_sink_share")
     ),
     ("equal norms of a layer", RECENT, freeze("step", "norm_win", layer=1), "repeated values", "norm_win of layer 1"),
     ("validation far below training", RECENT, set_bits(lambda old, at: old * 0.75, "eval", 0.5, 1.0), "no leak", "a leak"),
