@@ -152,7 +152,7 @@ def test_decoding_splits_keys_within_its_limits() -> None:
     ):
         tile = launch_table.linear_tile(dtype, rows, columns, depth, is_gated)
         assert all(size == padded_width(size) for size in tile[:4]) and tile.warps <= 8
-        assert rows <= tile.rows <= launch_table.MAX_LINEAR_ROWS
+        assert tile.rows <= launch_table.MAX_LINEAR_ROWS and (tile.rows >= 16 or rows <= tile.rows)
         assert tile.rows * tile.chunk <= 4096 if rows <= 4 else tile.chunk >= 16 * tile.warps
 
 

@@ -190,12 +190,19 @@ BLOCK_SCORES_PROGRAMS = 528
 
 Their results wait in a workspace, 512 bytes per program and block: 4 KB per token in the longest sequence.
 """
-RANKED_BLOCKS = 32
-"""Blocks that are read from this workspace at once."""
+RANKED_BLOCKS = 64
+"""Blocks that are read from this workspace at once.
+
+At 65,536 tokens with two heads (one H200, 2026-11-28, as the tiles below): 1.22 ms, with 32 blocks 1.67, with 128 1.19.
+"""
 
 
 def block_scores(dtype: torch.dtype, width: int, device: torch.device) -> Tile:
-    """Return the tile of the kernel that computes log-sum-exps of blocks, for queries of one head. Not measured."""
+    """Return the tile of the kernel that computes log-sum-exps of blocks, for queries of one head.
+
+    For Hopper, 65,536 tokens and two heads: 4.38 ms, with eight warps 4.60, with 64 queries 5.21 to 5.42. The others are not
+    measured.
+    """
     if dtype == torch.float32:
         tile = Tile(16, 32, 4, 1) if width > MAX_TIMED_WIDTH else Tile(32, 32, 4, 1)
     elif width > MAX_TIMED_WIDTH:
@@ -203,7 +210,7 @@ def block_scores(dtype: torch.dtype, width: int, device: torch.device) -> Tile:
     elif width > 64 or not is_hopper(device):
         tile = Tile(64, 128 if has_large_shared_memory(device) else 64, 4, 2)
     else:
-        tile = Tile(128, 128, 8, 3)
+        tile = Tile(128, 128, 4, 3)
     return block_topk_without_lse(tile, device)
 
 
@@ -321,11 +328,11 @@ INDEX_BLOCKS = 8
 
 A step as above: 0.601 ms, with 32 blocks 0.637; of one sequence 0.169 ms, with 4 blocks 0.172.
 """
-MAX_PDL_TOKENS = 32
+MAX_PDL_TOKENS = 4
 """Maximum number of new tokens for programmatic dependent launch.
 
-A step as above: 0.619 ms instead of 0.637; of one sequence 0.172 ms instead of 0.213. For 64 sequences a step of an earlier
-version was slower with it (docs/log/kernels.md).
+A step of one sequence takes 0.172 ms with it and 0.213 ms without. A step of 32 sequences takes 0.546 ms with it and
+0.518 ms without, with the tiles below.
 """
 APPEND_WARPS = 1  # a row has at most 256 elements
 MAX_NARROW_ROWS = 4
@@ -350,15 +357,17 @@ class LinearTile(NamedTuple):
 def linear_tile(dtype: torch.dtype, rows: int, columns: int, depth: int, is_gated: bool = False) -> LinearTile:
     """Return the tile for x [rows, depth] and projections with `columns` columns in all."""
     if rows <= MAX_NARROW_ROWS:
-        # Few columns still need enough programs to fill the GPU.
-        padded_rows, few_columns = padded_width(rows), 4 if columns <= 1024 else 8
+        # All layers of a step of one sequence take 89 us, with 8 columns 98 us.
+        padded_rows, tile_columns = padded_width(rows), 4
         chunk = min(padded_width(depth), 4096 // padded_rows)
-        return LinearTile(padded_rows, few_columns, chunk, min(max(padded_rows * few_columns * chunk // 2048, 1), 8), 1)
-    # A tensor-core product needs 16 rows and 16 elements of the sum per warp. Every weight is read once.
-    tile_rows, tile_columns, warps, stages = min(max(padded_width(rows), 16), MAX_LINEAR_ROWS), 16, 4, 3
-    # In a step of 32 sequences all linear layers take 183 us, with chunks of 512 208 us.
+        return LinearTile(padded_rows, tile_columns, chunk, min(max(padded_rows * tile_columns * chunk // 2048, 1), 8), 1)
+    # A tensor-core product needs 16 rows and 16 elements of the sum per warp. Few columns still need enough programs to fill
+    # the GPU, so their weights are read again for every 16 rows; others are read once. In a step of 32 sequences all layers
+    # take 130 us, without more programs 153 us, and with three stages in addition 149 us.
+    tile_rows = 16 if columns <= 1024 else min(max(padded_width(rows), 16), MAX_LINEAR_ROWS)
+    tile_columns, warps, stages = 16, 4, 4
     chunk = 16 * warps if dtype == torch.float32 else 256
-    # Two of three stages are in shared memory. On AMD it has 64 KB, and x is in it in two layouts.
+    # All stages but one are in shared memory. On AMD it has 64 KB, and x is in it in two layouts.
     copies, limit = (2, 64 * 1024) if is_amd() else (1, 96 * 1024)
     stage_rows = copies * tile_rows + tile_columns * (1 + is_gated)
     while stage_rows * chunk * dtype.itemsize * (stages - 1) > limit:

@@ -268,7 +268,7 @@ def select_by_loops(importance: torch.Tensor, nsa: NSAConfig) -> list[int]:
 def test_ties_go_to_the_lower_index(device, monkeypatch):
     """All probabilities are small integers, so there are many ties, also between tiles of blocks."""
     monkeypatch.setattr(launch_table, "TOPK_BLOCKS", 8)
-    nsa, T, G, h, before = NSAConfig(l=4, d=2, l_sel=8, n_sel=7), 3, 2, 2, 401
+    nsa, T, G, h, before = NSAConfig(l=4, d=2, l_sel=16, n_sel=7), 3, 2, 2, 809
     N = (before + T - nsa.l) // nsa.d + 1
     is_visible = torch.rand(1, T, G * h, N, generator=torch.Generator().manual_seed(1)) < 0.3
     scores = torch.where(is_visible, 0.0, float("-inf"))
@@ -295,7 +295,7 @@ def test_ties_go_to_the_lower_index(device, monkeypatch):
 def test_positive_and_negative_scores_are_ranked(blocks_at_once, device, monkeypatch):
     """Scores are logarithms of either sign. +inf ranks first; -inf and NaN rank last."""
     monkeypatch.setattr(launch_table, "TOPK_BLOCKS", blocks_at_once)
-    nsa, T, G, before, n_blocks = NSAConfig(l=4, d=2, l_sel=8, n_sel=7), 3, 2, 413, 55
+    nsa, T, G, before, n_blocks = NSAConfig(l=4, d=2, l_sel=16, n_sel=7), 3, 2, 829, 55
     scores = torch.randn(1, T, G, n_blocks, generator=torch.Generator().manual_seed(1)) - 2
     scores[..., 3], scores[..., 7], scores[..., 12], scores[..., 50:] = float("inf"), float("nan"), float("-inf"), 9e9
     lengths = torch.tensor([before], dtype=torch.int32, device=device)
