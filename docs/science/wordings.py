@@ -39,7 +39,7 @@ COUNTS, TARGET = 0.5, 0.9
 AMONG_OTHERS = ("multi_key", "multi_query")
 
 Counts = dict[tuple[str, str, int], tuple[int, int]]
-# What `fit_shares` counts: a class of the statement and of the question of an answer.
+# (statement, question) -> class of an answer.
 Classify = Callable[[str, str], str]
 
 
@@ -165,7 +165,9 @@ def format_seeds(counts: list[tuple[int, int]]) -> str:
 
 
 def print_bytes(runs: dict[tuple[str, int], Run]) -> None:
-    """Of the held-out wordings: right bytes per answer given the true bytes before them, and the loss of an answer."""
+    """Print right bytes per answer in held-out wordings, given the true bytes before each; complete answers if errors were
+    independent; and the loss of an answer in nats.
+    """
     rows = []
     for task in HELD_OUT_WORDINGS:
         for length in LENGTHS:
@@ -177,12 +179,13 @@ def print_bytes(runs: dict[tuple[str, int], Run]) -> None:
                     for cell in runs[arm, seed].cells
                     if (cell["task"], cell["length"]) == (task, length)
                 ]
-                answers = sum(cell["answers"] for cell in cells)
-                right = sum(cell["tokens_right"] for cell in cells) / answers
+                answers, tokens = (sum(cell[key] for cell in cells) for key in ("answers", "tokens"))
+                right = sum(cell["tokens_right"] for cell in cells) / tokens
                 nats = sum(cell["loss"] * cell["tokens"] for cell in cells) / answers
-                row.append(f"{right:.1f} of {sum(cell['tokens'] for cell in cells) / answers:.0f}; {nats:.1f}")
+                n = tokens / answers
+                row.append(f"{right * n:.1f} of {n:.0f}; {100 * right**n:.0f}%; {nats:.1f}")
             rows.append(row)
-    table(["task, length", *(f"`{arm}`: right bytes; nats" for arm in ARMS)], rows)
+    table(["task, length", *(f"`{arm}`" for arm in ARMS)], rows)
 
 
 class Asked:
@@ -266,7 +269,7 @@ def print_forms(asked: dict[tuple[str, int], Asked]) -> None:
             for arm in ARMS
         ]
         rows = [
-            [name.strip().replace("\n", " "), *(f"{column[name][0]:.0f} ± {column[name][1]:.0f}" for column in columns)]
+            [f"`{name.strip()}`", *(f"{column[name][0]:.0f} ± {column[name][1]:.0f}" for column in columns)]
             for name in columns[0]
         ]
         table([kind, *(f"`{arm}`, {length:,}" for length in LENGTHS for arm in ARMS)], rows)
