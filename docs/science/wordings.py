@@ -119,7 +119,7 @@ def print_targets(pooled: Counts, runs: dict[tuple[str, int], Run], controls: di
             counted, met = control >= COUNTS * control_n, found >= TARGET * control
             numbers = f"{found} of {n}; dense {control} of {control_n}"
             share = f", share {100 * found / control:.0f}%" if control else ""
-            outcome = ("met" if met else "missed") if counted else "does not count: dense answers less than half"
+            outcome = ("met" if met else "missed") if counted else "missed: dense answers less than half"
             rows.append([f"`{task}` at {length:,}, share of dense", "at least 90%", numbers + share, outcome])
     for length in LENGTHS:
         (found, n), (control, control_n) = pooled["window", "updated", length], pooled["dense", "updated", length]
