@@ -94,9 +94,7 @@ def plot_lean(folder: Path, runs: dict[tuple[str, int], Run], spans: list[list[i
     forms, positions = figure.subplots(1, 2)
     stage_1 = {name: find_run(folder, name, 0) for name in RUNS}
     for name, (read, _) in shares_of_cache(stage_1).items():
-        run = Run(stage_1[name])
-        values, weights = pairs(run, runs["today", 0], "long", None)
-        loss = sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
+        loss = mean_difference(Run(stage_1[name]), runs["today", 0], "long")
         forms.plot(read, loss, "o", color={"dense": DENSE, "window": SEL}.get(name, "#777777"))
         below = name in ("bf16_keys", "today")
         forms.annotate(name, (read, loss), xytext=(5, -10 if below else 3), textcoords="offset points", fontsize=8)
@@ -132,12 +130,17 @@ def find_run(folder: Path, name: str, seed: int) -> Path:
 def collect(runs: dict[tuple[str, int], Run], form: str, text: str, position: int | None = None) -> list[float]:
     """Differences from `today` of the seeds for which both runs were evaluated on the text."""
     found = [(runs[form, seed], runs["today", seed]) for seed in SEEDS]
-    values = []
-    for run, control in found:
-        if text in run.texts and text in control.texts:
-            differences, weights = pairs(run, control, text, position)
-            values.append(sum(d * w for d, w in zip(differences, weights, strict=True)) / sum(weights))
-    return values
+    return [
+        mean_difference(run, control, text, position)
+        for run, control in found
+        if text in run.texts and text in control.texts
+    ]
+
+
+def mean_difference(first: Run, second: Run, text: str, position: int | None = None) -> float:
+    """First minus second in bits per byte: of whole documents, or at one position range."""
+    values, weights = pairs(first, second, text, position)
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
 
 
 def average(values: list[float]) -> str:

@@ -67,11 +67,18 @@ class Run:
     def bits(self, text: str) -> float | None:
         return self.texts[text]["loss"] / BIT if text in self.texts else None
 
-    def answers(self, task: str, length: int) -> str:
+    def count(self, task: str, length: int) -> tuple[int, int]:
+        """Right answers and all answers of a task at a length; 0, 0 if it was not evaluated."""
         cells = [cell for cell in self.cells if (cell["task"], cell["length"]) == (task, length)]
-        right, n = sum(cell["right"] for cell in cells), sum(cell["answers"] for cell in cells)
-        low, high = wilson(right, n)
-        return f"{100 * right / n:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+        return sum(cell["right"] for cell in cells), sum(cell["answers"] for cell in cells)
+
+    def answers(self, task: str, length: int) -> str:
+        return percent(*self.count(task, length))
+
+
+def percent(right: int, n: int) -> str:
+    low, high = wilson(right, n)
+    return f"{100 * right / n:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
 
 
 def wilson(right: int, n: int) -> tuple[float, float]:
