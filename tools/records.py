@@ -6,10 +6,10 @@
     python tools/records.py add DIR ...              add run directories to the archive and the manifest
 
 A record is a run directory without weights, logs and reports: config.yaml, environment.json, events.jsonl,
-status.json and, if the run has them, evaluation.json and verdict.json. A few recorded runs are in outputs/; the
-others are in docs/science/records/runs.tar.xz. docs/science/records/runs.json lists all of them. The digest of a run
-is the SHA-256 of its files' names and SHA-256 digests, in the order of the names. `nsa-lab report RUN --record`
-rebuilds a report from a record.
+status.json and, if the run has them, evaluation.json, conversion.json, ruler.json and verdict.json. A few recorded runs
+are in outputs/; the others are in docs/science/records/runs.tar.xz. docs/science/records/runs.json lists all of them.
+The digest of a run is the SHA-256 of its files' names and SHA-256 digests, in the order of the names.
+`nsa-lab report RUN --record` rebuilds a report from a record.
 """
 
 from __future__ import annotations
@@ -26,7 +26,16 @@ ROOT = Path(__file__).parents[1]
 OUTPUTS = ROOT / "outputs"
 ARCHIVE = ROOT / "docs" / "science" / "records" / "runs.tar.xz"
 MANIFEST = ARCHIVE.with_name("runs.json")
-RECORD_FILES = ("config.yaml", "environment.json", "evaluation.json", "events.jsonl", "status.json", "verdict.json")
+RECORD_FILES = (
+    "config.yaml",
+    "conversion.json",
+    "environment.json",
+    "evaluation.json",
+    "events.jsonl",
+    "ruler.json",
+    "status.json",
+    "verdict.json",
+)
 # `nsa-lab status` counts runs with this file instead of listing them, and `latest` is never one of them.
 MARKER = "RECORDED"
 

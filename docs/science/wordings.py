@@ -24,8 +24,6 @@ from nsa_lab.data.recall.facts import QUESTIONS, STATEMENTS
 from nsa_lab.evaluate.retrieval import _make_sample
 from nsa_lab.figures.style import DENSE, SEL, render_png
 
-# The archive of recorded runs has no RULER results.
-RULER = Path(__file__).parent / "records" / "wordings_ruler.json"
 PICTURE = Path(__file__).parents[1] / "pictures" / "wordings.png"
 ARMS = ("window", "dense")
 LENGTHS = (4096, 65536)
@@ -316,10 +314,8 @@ def differ(
 
 
 def print_ruler(paths: dict[tuple[str, int], Path], control_paths: dict[tuple[str, int], Path]) -> None:
-    records = json.loads(RULER.read_text())
-
     def read_scores(path: Path) -> dict[tuple[str, int], float]:
-        return {(result["task"], result["length"]): result["score"] for result in records[path.name]["results"]}
+        return {(result["task"], result["length"]): result["score"] for result in json.loads((path / "ruler.json").read_text())["results"]}
 
     columns = {arm: [read_scores(paths[arm, seed]) for seed in SEEDS] for arm in ARMS}
     controls = {arm: read_scores(control_paths[arm, max(SEEDS)]) for arm in ARMS}
