@@ -328,7 +328,7 @@ RULES = [
     {"l": 8, "sink_blocks": 1, "local_blocks": 1, "n_sel": 4, "block_reduction": "max"},
     {"l": 8, "sink_blocks": 0, "local_blocks": 2, "n_sel": 4, "head_reduction": "max", "block_reduction": "max"},
     {"l": 1, "d": 1, "l_sel": 44, "sink_blocks": 1, "local_blocks": 1, "n_sel": 4},  # slices of 8 keys, the last one of 4
-    {"l": 1, "d": 1, "l_sel": 48, "n_sel": 4, "head_reduction": "max", "block_reduction": "max"},
+    {"l": 1, "d": 1, "l_sel": 44, "n_sel": 4, "head_reduction": "max", "block_reduction": "max"},
 ]
 
 
