@@ -408,6 +408,12 @@ MUTANTS = [
         "(s < STRIDES)[None, :]",
     ),
     Mutant(
+        "block scores: every program of a tile ranks by the scores of its first queries",
+        "attention.kernels.block_scores",
+        "query = offset + tl.arange(0, QUERIES)",
+        "query = tl.arange(0, QUERIES)",
+    ),
+    Mutant(
         "block topk: later launches rank the blocks of the first queries",
         "attention.kernels.block_topk",
         "    if scores_ptr is not None:\n        tile += first_tile\n",

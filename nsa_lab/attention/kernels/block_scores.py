@@ -139,22 +139,23 @@ def nsa_block_scores(
 
 @triton.jit
 def load_block_scores(
-    scores_ptr, lse_ptr, row, j, stop, n_blocks, HEADS: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr
+    scores_ptr, lse_ptr, row, offset, j, stop, n_blocks,
+    HEADS: tl.constexpr, TILE_QUERIES: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
 ):
-    """Return scores [QUERIES, BLOCKS] of blocks j before `stop`, for the queries of one tile.
+    """Return scores [QUERIES, BLOCKS] of blocks j before `stop`, for QUERIES queries of one tile.
 
     They are the log-sum-exps of the only head, or the probabilities of a block summed over HEADS heads. `row`: the first
-    head.
+    head. `offset`: the first query within the tile of TILE_QUERIES.
     """
-    query = tl.arange(0, QUERIES)
+    query = offset + tl.arange(0, QUERIES)
     score = tl.zeros([QUERIES, BLOCKS], tl.float32)
     for head in range(HEADS):
-        offsets = ((row + head) * n_blocks + j)[None, :] * QUERIES + query[:, None]
+        offsets = ((row + head) * n_blocks + j)[None, :] * TILE_QUERIES + query[:, None]
         logsumexp = tl.load(scores_ptr + offsets, mask=(j < stop)[None, :], other=float("-inf"))
         if lse_ptr is None:
             score = logsumexp
         else:
-            score += tl.exp2(logsumexp - tl.load(lse_ptr + (row + head) * QUERIES + query)[:, None])
+            score += tl.exp2(logsumexp - tl.load(lse_ptr + (row + head) * TILE_QUERIES + query)[:, None])
     return score
 # fmt: on
 

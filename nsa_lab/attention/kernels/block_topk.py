@@ -221,24 +221,27 @@ def nsa_block_topk(
     T, N, B, G, n_documents, first_query, first_tile, n_blocks, scale_log2,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
     STRIDES: tl.constexpr, STRIDES_PAD: tl.constexpr, REACH: tl.constexpr, SPILL: tl.constexpr, N_SEL_PAD: tl.constexpr,
-    DK: tl.constexpr, DK_PAD: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
+    DK: tl.constexpr, DK_PAD: tl.constexpr, COLUMNS: tl.constexpr,
+    TILE_QUERIES: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
     SINK: tl.constexpr, LOCAL: tl.constexpr, HEAD_MAX: tl.constexpr, BLOCK_MAX: tl.constexpr, TF32: tl.constexpr,
 ):
-    """Select the blocks of QUERIES queries of one group.
+    """Select the blocks of QUERIES queries of one group; a tile of TILE_QUERIES queries is divided among programs.
 
     A selection block has STRIDES strides. A compressed block spans REACH strides, so it can extend from the selection block
     in which it starts into SPILL later ones. STRIDES_PAD columns of each selection block are scored at once. `scores_ptr`:
     results of `nsa_block_scores` for the tiles from `first_tile` on, with its LSE; then no key is read.
     """
+    PROGRAMS: tl.constexpr = TILE_QUERIES // QUERIES
     tile, b, g = get_reversed_tile(B, G)
+    tile, offset = tile // PROGRAMS, tile % PROGRAMS * QUERIES
     score_row = ((tile * B + b) * G + g) * HEADS
     if scores_ptr is not None:
         tile += first_tile
     if q_bounds_ptr is not None:
         _, tile, first, T, first_key, n_keys = find_document_of_tile(
-            q_bounds_ptr, k_bounds_ptr, n_documents, tile, 1, QUERIES
+            q_bounds_ptr, k_bounds_ptr, n_documents, tile, 1, TILE_QUERIES
         )
-        if tile * QUERIES >= T:
+        if tile * TILE_QUERIES + offset >= T:
             return
         q_ptr += first * stride_qt
         if scores_ptr is None:
@@ -247,7 +250,8 @@ def nsa_block_topk(
         # For a document without compressed keys, read some existing row; its queries do not attend to it.
         k_ptr += tl.minimum(first_key, N - 1) * stride_kn
         N = tl.maximum(n_keys, 1)
-    t = tl.minimum(tile * QUERIES + tl.arange(0, QUERIES), T - 1)
+    first_t = tile * TILE_QUERIES + offset
+    t = tl.minimum(first_t + tl.arange(0, QUERIES), T - 1)
     if first_query is not None:
         t += first_query
         q_ptr -= tl.cast(first_query, tl.int64) * stride_qt
@@ -263,7 +267,7 @@ def nsa_block_topk(
     empty = (empty_score << 32) | slot.to(tl.int64)
     best = tl.where(slot < N_FREE, empty, 0x7FFFFFFFFFFFFFFF)
     best = tl.broadcast_to(best[None, :], [QUERIES, N_SEL_PAD])
-    last_t = tl.minimum(tile * QUERIES + QUERIES - 1, T - 1)
+    last_t = tl.minimum(first_t + QUERIES - 1, T - 1)
     if first_query is not None:
         last_t += first_query
     stop = last_t // L_SEL - LOCAL + 1
@@ -274,7 +278,8 @@ def nsa_block_topk(
         for j0 in range(SINK - SPILL, stop - SPILL, BLOCKS - SPILL):
             if scores_ptr is not None:
                 score = load_block_scores(
-                    scores_ptr, lse_ptr, score_row, j0 + column, stop, n_blocks, HEADS, QUERIES, BLOCKS
+                    scores_ptr, lse_ptr, score_row, offset, j0 + column, stop, n_blocks,
+                    HEADS, TILE_QUERIES, QUERIES, BLOCKS,
                 )
             else:
                 lse_base = lse_ptr + (b * T * G + g) * HEADS
@@ -301,7 +306,7 @@ def nsa_block_topk(
 
     selected = add_forced_blocks(selected, own_block, N_SEL, N_SEL_PAD, SINK, LOCAL)
     rows = (b * T + t) * G + g
-    inside = tile * QUERIES + tl.arange(0, QUERIES) < T
+    inside = first_t + tl.arange(0, QUERIES) < T
     tl.store(blocks_ptr + rows[:, None] * N_SEL + slot[None, :], selected,
              mask=inside[:, None] & (slot[None, :] < N_SEL))
 # fmt: on
@@ -365,7 +370,8 @@ def forward(
     tf32 = CAN_COMPILE_TF32_SHIFT and not launch_table.is_blackwell(q.device)
     strides_at_once = padded_width(n_strides)
     if lse is None:
-        tile = launch_table.block_ranking(launch_table.block_scores(q.dtype, Dk, q.device))
+        score_tile = launch_table.block_scores(q.dtype, Dk, q.device)
+        tile, tile_queries = launch_table.block_ranking(score_tile), score_tile.rows
         pieces = score_blocks(
             q, k_cmp, n_blocks, d, l_sel, rule.n_sel, rule.local_blocks, rule.block_max, bounds, first
         )
@@ -374,15 +380,17 @@ def forward(
         if n_strides > launch_table.MAX_STRIDES_AT_ONCE:
             strides_at_once = launch_table.block_topk_strides(q.dtype, Dk)
             tile = launch_table.block_topk_without_lse(tile, q.device)
+        tile_queries = tile.rows
         pieces = [RankedTiles(0, count_tiles(T, tile.rows, n_documents), None, lse.contiguous())]
     columns = launch_table.block_topk_columns(q.dtype, Dk, strides_at_once, tile)
     for piece in pieces:
-        nsa_block_topk[(piece.n_tiles * B * G,)](
+        nsa_block_topk[(piece.n_tiles * (tile_queries // tile.rows) * B * G,)](
             q, k_cmp, piece.lse, piece.scores, blocks, q_bounds, k_bounds, *get_strides(q, k_cmp),
             T, N, B, G, n_documents, first or None, piece.first_tile, n_blocks, Dk**-0.5 * kernel_names.LOG2E,
             HEADS=H // G, L=l, STRIDE=d, L_SEL=l_sel, N_SEL=rule.n_sel,
             STRIDES=n_strides, STRIDES_PAD=strides_at_once, REACH=reach, SPILL=spill, N_SEL_PAD=padded_width(rule.n_sel),
-            DK=Dk, DK_PAD=padded_width(Dk), COLUMNS=columns, QUERIES=tile.rows, BLOCKS=tile.keys,
+            DK=Dk, DK_PAD=padded_width(Dk), COLUMNS=columns,
+            TILE_QUERIES=tile_queries, QUERIES=tile.rows, BLOCKS=tile.keys,
             SINK=rule.sink_blocks, LOCAL=rule.local_blocks, HEAD_MAX=rule.head_max, BLOCK_MAX=rule.block_max, TF32=tf32,
             **tile.compile_options(),
         )

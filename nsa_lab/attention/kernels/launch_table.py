@@ -193,7 +193,13 @@ Their results wait in a workspace, 512 bytes per program and block: 4 KB per tok
 RANKED_BLOCKS = 64
 """Blocks that are read from this workspace at once.
 
-At 65,536 tokens with two heads (one H200, 2026-11-28, as the tiles below): 1.22 ms, with 32 blocks 1.67, with 128 1.19.
+With 128 queries, at 65,536 tokens with two heads (one H200, 2026-11-28, as the tiles below): 1.22 ms, with 32 blocks 1.67,
+with 128 1.19.
+"""
+RANKED_QUERIES = 32
+"""Maximum number of queries that a program ranks the blocks of. Not measured.
+
+With the 128 queries of a tile of scores a launch has 264 programs, two per processor of an H200; with 32 it has eight.
 """
 
 
@@ -215,8 +221,8 @@ def block_scores(dtype: torch.dtype, width: int, device: torch.device) -> Tile:
 
 
 def block_ranking(tile: Tile) -> Tile:
-    """Return the tile that ranks the blocks of the queries of a `block_scores` tile."""
-    return Tile(tile.rows, RANKED_BLOCKS, 4, 1)
+    """Return the tile that ranks the blocks of queries of a `block_scores` tile: of all of them, or of a part."""
+    return Tile(min(tile.rows, RANKED_QUERIES), RANKED_BLOCKS, 4, 1)
 
 
 def block_topk_strides(dtype: torch.dtype, width: int) -> int:
