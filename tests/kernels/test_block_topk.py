@@ -260,15 +260,19 @@ def test_selection_without_lse_is_causal_bit_for_bit(device):
     ],
 )
 def test_scores_are_stored_for_a_few_tiles_at_a_time(heads, span, device, poisoned, monkeypatch):
-    """Packed documents and chunks; the log-sum-exps of every tile of queries are stored and ranked by separate launches."""
+    """Packed documents and chunks; the log-sum-exps of every tile of queries are stored and ranked by separate launches.
+
+    Several programs rank the blocks of a tile.
+    """
     nsa = NSAConfig(l=1, d=1, l_sel=8, n_sel=4, local_blocks=1)
     generator = torch.Generator().manual_seed(5)
     q = torch.randn(1, 130 if span.kind == "chunk" else 213, 2 * heads, 16, generator=generator)
     # One key for both groups, as `indexer_keys: shared`.
     k = torch.randn(1, 213, 1, 16, generator=generator).expand(-1, -1, 2, -1)
     expected = reference.select_blocks(q.double(), k.double(), None, nsa, span=span)
-    for programs in (launch_table.BLOCK_SCORES_PROGRAMS, 1):
+    for programs, queries in ((launch_table.BLOCK_SCORES_PROGRAMS, launch_table.RANKED_QUERIES), (1, 8)):
         monkeypatch.setattr(launch_table, "BLOCK_SCORES_PROGRAMS", programs)
+        monkeypatch.setattr(launch_table, "RANKED_QUERIES", queries)
         assert torch.equal(select_blocks(q.to(device), k.to(device), None, nsa, span=span).cpu(), expected)
 
 

@@ -75,7 +75,9 @@ def test_block_score_tiles_fit_in_96_kb(gpu: str) -> None:
     for dtype, width in itertools.product(DTYPES, WIDTHS):
         tile = launch_table.block_scores(dtype, width, CPU)
         assert_valid(tile, rows_and_keys=2)
-        assert_valid(launch_table.block_ranking(tile), rows_and_keys=2)
+        ranking = launch_table.block_ranking(tile)
+        assert_valid(ranking, rows_and_keys=2)
+        assert tile.rows % ranking.rows == 0
         assert tile.keys * padded_width(width) * dtype.itemsize * tile.stages <= 96 * 1024
         assert gpu != "B200" or tile.rows <= 32
 

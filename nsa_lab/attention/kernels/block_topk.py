@@ -5,15 +5,10 @@ compressed probabilities p = exp(score - lse) of every head, sums over heads and
 the best blocks seen so far. It stores no matrix larger than this tile, its result does not depend on the order of
 execution, and it never synchronizes with the host.
 
-An indexer has no LSE, and its keys do not overlap. Recomputing the scores after a pass for the LSE would take every
-exponential twice. Instead `nsa_block_scores` computes the log-sum-exp of the keys of each block, by head, and from these
-the LSE. The probability of a block is then exp(its log-sum-exp - LSE), so blocks are ranked without reading keys. The
-workspace holds the log-sum-exps of a limited number of queries; longer sequences take several pairs of launches.
+For an indexer, which has no LSE, scores of blocks are computed first (block_scores.py) and no key is read here.
 
 * Forced blocks need no score: only blocks sink .. own_block - local compete, for n_sel - sink - local slots. If all of them
   fit, none is scored.
-* One head per group needs no LSE: it is the same for all blocks of a query, so the blocks are ranked by their log-sum-exps,
-  or by the maximum score.
 * A slot is one int64: the score as an order-preserving integer in the high bits, the inverted block index in the low bits.
   The larger number has the higher score or, for equal scores, the lower index, so the tie rule is exact.
 """
@@ -33,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_lab.attention.kernels import kernel_names, launch_table
+from nsa_lab.attention.kernels.block_scores import RankedTiles, load_block_scores, score_blocks
 from nsa_lab.attention.kernels.fast_launch import cache_launches
 from nsa_lab.attention.kernels.kernel_names import UNSPECIALIZED_ARGS
 from nsa_lab.attention.kernels.launch_utils import ceil_div, get_strides, make_rows_contiguous, padded_width
@@ -171,50 +167,6 @@ def _compute_importance_in_slices(
 
 
 @triton.jit
-def _compute_block_logsumexp(
-    q, k_base, stride_kn, n_visible, j0, N, scale_log2,
-    STRIDES: tl.constexpr, STRIDES_AT_ONCE: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr,
-    QUERIES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_MAX: tl.constexpr, MASKED: tl.constexpr,
-):
-    """Return log2(sum(exp(score))) over the keys of each selection block j0, j0 + 1, ...: [QUERIES, BLOCKS].
-
-    `n_visible`: number of keys that each query attends to; -inf if it attends to no key of a block. Without MASKED it
-    attends to all of them. Columns are ordered as in `_compute_importance`, with STRIDES_AT_ONCE strides of every selection
-    block at a time. BLOCK_MAX: the maximum score.
-    """
-    column = tl.arange(0, STRIDES_AT_ONCE * BLOCKS)
-    # Each selection block has a separate peak: relative to the peak of another block, its sum could underflow.
-    peak = tl.full([QUERIES, BLOCKS], -3.0e38, tl.float32)
-    total = tl.zeros([QUERIES, BLOCKS], tl.float32)
-    for s0 in range(0, STRIDES, STRIDES_AT_ONCE):
-        s = s0 + column // BLOCKS
-        i = (j0 + column % BLOCKS) * STRIDES + s
-        k_rows = (tl.minimum(i, N - 1) if MASKED else i).to(tl.int64) * stride_kn
-        k = load_rows(k_base, k_rows, tl.arange(0, DK_PAD), DK, DK_PAD)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if MASKED:
-            seen = (s < STRIDES)[None, :] & (i[None, :] < n_visible[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
-        scores = tl.reshape(scores, [QUERIES, STRIDES_AT_ONCE, BLOCKS])
-        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
-        if not BLOCK_MAX:
-            total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(scores * scale_log2 - new_peak[:, None, :]), 1)
-        peak = new_peak
-    return finish_block_logsumexp(peak, total, BLOCK_MAX)
-
-
-@triton.jit
-def finish_block_logsumexp(peak, total, BLOCK_MAX: tl.constexpr):
-    """Return log2(total) + peak, or the peak with BLOCK_MAX; -inf for a block without keys."""
-    if BLOCK_MAX:
-        result = tl.where(peak > -3.0e38, peak, float("-inf"))
-    else:
-        is_nonempty = total > 0.0
-        result = tl.where(is_nonempty, tl.log2(tl.where(is_nonempty, total, 1.0)) + peak, float("-inf"))
-    return result
-
-
-@triton.jit
 def to_ordered_bits(score):
     """Map the bits of a float32 (as int32) to an int32 of the same order, and back: flip all but the sign if negative."""
     return score ^ ((score >> 31) & 0x7FFFFFFF)
@@ -263,113 +215,33 @@ def add_forced_blocks(
 
 @cache_launches
 @triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
-def nsa_block_scores(
-    q_ptr, k_ptr, scores_ptr, lse_ptr, q_bounds_ptr, k_bounds_ptr,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg,
-    T, N, B, G, n_documents, first_query, first_tile, n_blocks, scale_log2,
-    HEADS: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, LOCAL: tl.constexpr,
-    STRIDES: tl.constexpr, STRIDES_AT_ONCE: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr,
-    QUERIES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_MAX: tl.constexpr,
-):
-    """Compute the log-sum-exp of each selection block, in units of log2, for QUERIES queries of one head.
-
-    BLOCK_MAX: the maximum score instead. The keys, one for every STRIDE tokens, do not overlap. Stores float32
-    [tiles, B, H, n_blocks, QUERIES] and, unless `lse_ptr` is None, the LSE of all blocks [tiles, B, H, QUERIES]. Without it
-    the LOCAL latest blocks have no scores. Neither have tiles whose queries have no more than N_SEL blocks.
-    """
-    tile, b, h = get_reversed_tile(B, G * HEADS)
-    row = (tile * B + b) * (G * HEADS) + h
-    tile += first_tile
-    if q_bounds_ptr is not None:
-        _, tile, first, T, first_key, N = find_document_of_tile(
-            q_bounds_ptr, k_bounds_ptr, n_documents, tile, 1, QUERIES
-        )
-        q_ptr += first * stride_qt
-        k_ptr += first_key * stride_kn
-    query = tl.arange(0, QUERIES)
-    t = tl.minimum(tile * QUERIES + query, T - 1)
-    position, first_t, last_t = t, tile * QUERIES, tl.minimum(tile * QUERIES + QUERIES - 1, T - 1)
-    if first_query is not None:
-        position, first_t, last_t = t + first_query, first_t + first_query, last_t + first_query
-    own_block = last_t // L_SEL
-    if (tile * QUERIES >= T) | (own_block < N_SEL):
-        return
-    q_base = q_ptr + b * stride_qb + h * stride_qh
-    q = load_rows(q_base, t.to(tl.int64) * stride_qt, tl.arange(0, DK_PAD), DK, DK_PAD)
-    k_base = k_ptr + b * stride_kb + h // HEADS * stride_kg
-    stop = own_block + 1
-    if lse_ptr is None:
-        stop -= LOCAL
-    n_visible = (position + 1) // STRIDE
-    # All queries of the tile attend to all keys of the first blocks.
-    n_unmasked = tl.minimum((first_t + 1) // L_SEL, stop) // BLOCKS * BLOCKS
-    peak, sum_of_blocks = tl.full([QUERIES], -3.0e38, tl.float32), tl.zeros([QUERIES], tl.float32)
-    for MASKED in tl.static_range(2):
-        for j0 in range(n_unmasked if MASKED else 0, stop if MASKED else n_unmasked, BLOCKS):
-            score = _compute_block_logsumexp(
-                q, k_base, stride_kn, n_visible, j0, N, scale_log2,
-                STRIDES, STRIDES_AT_ONCE, DK, DK_PAD, QUERIES, BLOCKS, BLOCK_MAX,
-                (MASKED == 1) | (STRIDES % STRIDES_AT_ONCE > 0),
-            )
-            j = j0 + tl.arange(0, BLOCKS)
-            offsets = (row * n_blocks + j)[None, :] * QUERIES + query[:, None]
-            tl.store(scores_ptr + offsets, score, mask=(j < n_blocks)[None, :])
-            if lse_ptr is not None:
-                new_peak = tl.maximum(peak, tl.max(score, 1))
-                p = tl.exp2(score - new_peak[:, None])
-                sum_of_blocks = sum_of_blocks * tl.exp2(peak - new_peak) + tl.sum(p, 1)
-                peak = new_peak
-    if lse_ptr is not None:
-        tl.store(lse_ptr + row * QUERIES + query, peak + tl.log2(sum_of_blocks))
-
-
-@triton.jit
-def _load_scores(
-    scores_ptr, lse_ptr, row, j, stop, n_blocks, HEADS: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr
-):
-    """Return scores [QUERIES, BLOCKS] of blocks j before `stop`, from the results of `nsa_block_scores`.
-
-    They are the log-sum-exps of the only head, or the probabilities of a block summed over HEADS heads. `row`: the first
-    head.
-    """
-    query = tl.arange(0, QUERIES)
-    score = tl.zeros([QUERIES, BLOCKS], tl.float32)
-    for head in range(HEADS):
-        offsets = ((row + head) * n_blocks + j)[None, :] * QUERIES + query[:, None]
-        logsumexp = tl.load(scores_ptr + offsets, mask=(j < stop)[None, :], other=float("-inf"))
-        if lse_ptr is None:
-            score = logsumexp
-        else:
-            score += tl.exp2(logsumexp - tl.load(lse_ptr + (row + head) * QUERIES + query)[:, None])
-    return score
-
-
-@cache_launches
-@triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def nsa_block_topk(
     q_ptr, k_ptr, lse_ptr, scores_ptr, blocks_ptr, q_bounds_ptr, k_bounds_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg,
     T, N, B, G, n_documents, first_query, first_tile, n_blocks, scale_log2,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
     STRIDES: tl.constexpr, STRIDES_PAD: tl.constexpr, REACH: tl.constexpr, SPILL: tl.constexpr, N_SEL_PAD: tl.constexpr,
-    DK: tl.constexpr, DK_PAD: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
+    DK: tl.constexpr, DK_PAD: tl.constexpr, COLUMNS: tl.constexpr,
+    TILE_QUERIES: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
     SINK: tl.constexpr, LOCAL: tl.constexpr, HEAD_MAX: tl.constexpr, BLOCK_MAX: tl.constexpr, TF32: tl.constexpr,
 ):
-    """Select the blocks of QUERIES queries of one group.
+    """Select the blocks of QUERIES queries of one group; a tile of TILE_QUERIES queries is divided among programs.
 
     A selection block has STRIDES strides. A compressed block spans REACH strides, so it can extend from the selection block
     in which it starts into SPILL later ones. STRIDES_PAD columns of each selection block are scored at once. `scores_ptr`:
     results of `nsa_block_scores` for the tiles from `first_tile` on, with its LSE; then no key is read.
     """
+    PROGRAMS: tl.constexpr = TILE_QUERIES // QUERIES
     tile, b, g = get_reversed_tile(B, G)
+    tile, offset = tile // PROGRAMS, tile % PROGRAMS * QUERIES
     score_row = ((tile * B + b) * G + g) * HEADS
     if scores_ptr is not None:
         tile += first_tile
     if q_bounds_ptr is not None:
         _, tile, first, T, first_key, n_keys = find_document_of_tile(
-            q_bounds_ptr, k_bounds_ptr, n_documents, tile, 1, QUERIES
+            q_bounds_ptr, k_bounds_ptr, n_documents, tile, 1, TILE_QUERIES
         )
-        if tile * QUERIES >= T:
+        if tile * TILE_QUERIES + offset >= T:
             return
         q_ptr += first * stride_qt
         if scores_ptr is None:
@@ -378,7 +250,8 @@ def nsa_block_topk(
         # For a document without compressed keys, read some existing row; its queries do not attend to it.
         k_ptr += tl.minimum(first_key, N - 1) * stride_kn
         N = tl.maximum(n_keys, 1)
-    t = tl.minimum(tile * QUERIES + tl.arange(0, QUERIES), T - 1)
+    first_t = tile * TILE_QUERIES + offset
+    t = tl.minimum(first_t + tl.arange(0, QUERIES), T - 1)
     if first_query is not None:
         t += first_query
         q_ptr -= tl.cast(first_query, tl.int64) * stride_qt
@@ -394,7 +267,7 @@ def nsa_block_topk(
     empty = (empty_score << 32) | slot.to(tl.int64)
     best = tl.where(slot < N_FREE, empty, 0x7FFFFFFFFFFFFFFF)
     best = tl.broadcast_to(best[None, :], [QUERIES, N_SEL_PAD])
-    last_t = tl.minimum(tile * QUERIES + QUERIES - 1, T - 1)
+    last_t = tl.minimum(first_t + QUERIES - 1, T - 1)
     if first_query is not None:
         last_t += first_query
     stop = last_t // L_SEL - LOCAL + 1
@@ -404,8 +277,9 @@ def nsa_block_topk(
         k_base = k_ptr + b * stride_kb + g * stride_kg
         for j0 in range(SINK - SPILL, stop - SPILL, BLOCKS - SPILL):
             if scores_ptr is not None:
-                score = _load_scores(
-                    scores_ptr, lse_ptr, score_row, j0 + column, stop, n_blocks, HEADS, QUERIES, BLOCKS
+                score = load_block_scores(
+                    scores_ptr, lse_ptr, score_row, offset, j0 + column, stop, n_blocks,
+                    HEADS, TILE_QUERIES, QUERIES, BLOCKS,
                 )
             else:
                 lse_base = lse_ptr + (b * T * G + g) * HEADS
@@ -432,7 +306,7 @@ def nsa_block_topk(
 
     selected = add_forced_blocks(selected, own_block, N_SEL, N_SEL_PAD, SINK, LOCAL)
     rows = (b * T + t) * G + g
-    inside = tile * QUERIES + tl.arange(0, QUERIES) < T
+    inside = first_t + tl.arange(0, QUERIES) < T
     tl.store(blocks_ptr + rows[:, None] * N_SEL + slot[None, :], selected,
              mask=inside[:, None] & (slot[None, :] < N_SEL))
 # fmt: on
@@ -491,45 +365,32 @@ def forward(
     blocks = q.new_empty(B, T, G, rule.n_sel, dtype=torch.int32)
     n_strides, reach = l_sel // d, l // d
     spill = ceil_div(reach - 1, n_strides)
-    q_bounds, k_bounds, n_documents = split_bounds(documents, COMPRESSED_ROW)
+    q_bounds, k_bounds, n_documents = bounds = split_bounds(documents, COMPRESSED_ROW)
     n_blocks = ceil_div(T + first if documents is None else longest, l_sel)
     tf32 = CAN_COMPILE_TF32_SHIFT and not launch_table.is_blackwell(q.device)
+    strides_at_once = padded_width(n_strides)
     if lse is None:
         score_tile = launch_table.block_scores(q.dtype, Dk, q.device)
-        strides_at_once = min(padded_width(n_strides), score_tile.keys)
-        tile = launch_table.block_ranking(score_tile)
+        tile, tile_queries = launch_table.block_ranking(score_tile), score_tile.rows
+        pieces = score_blocks(
+            q, k_cmp, n_blocks, d, l_sel, rule.n_sel, rule.local_blocks, rule.block_max, bounds, first
+        )
     else:
-        score_tile, strides_at_once = None, padded_width(n_strides)
         tile = launch_table.block_topk(q.dtype, Dk, n_strides, spill, n_blocks, q.device)
         if n_strides > launch_table.MAX_STRIDES_AT_ONCE:
             strides_at_once = launch_table.block_topk_strides(q.dtype, Dk)
             tile = launch_table.block_topk_without_lse(tile, q.device)
-    n_tiles = count_tiles(T, tile.rows, n_documents)
-    tiles_at_once, scores = n_tiles, None
-    if score_tile is not None:
-        tiles_at_once = min(ceil_div(launch_table.BLOCK_SCORES_PROGRAMS, B * H), n_tiles)
-        scores = q.new_empty(tiles_at_once, B, H, n_blocks, tile.rows, dtype=torch.float32)
-        lse = scores.new_empty(tiles_at_once, B, H, tile.rows) if H > G else None
-    lse = None if lse is None else lse.contiguous()
-    strides, scale_log2 = get_strides(q, k_cmp), Dk**-0.5 * kernel_names.LOG2E
+        tile_queries = tile.rows
+        pieces = [RankedTiles(0, count_tiles(T, tile.rows, n_documents), None, lse.contiguous())]
     columns = launch_table.block_topk_columns(q.dtype, Dk, strides_at_once, tile)
-    for first_tile in range(0, n_tiles, tiles_at_once):
-        count = min(tiles_at_once, n_tiles - first_tile)
-        if score_tile is not None:
-            nsa_block_scores[(count * B * H,)](
-                q, k_cmp, scores, lse, q_bounds, k_bounds, *strides,
-                T, N, B, G, n_documents, first or None, first_tile, n_blocks, scale_log2,
-                HEADS=H // G, STRIDE=d, L_SEL=l_sel, N_SEL=rule.n_sel, LOCAL=rule.local_blocks,
-                STRIDES=n_strides, STRIDES_AT_ONCE=strides_at_once, DK=Dk, DK_PAD=padded_width(Dk),
-                QUERIES=tile.rows, BLOCKS=score_tile.keys // strides_at_once, BLOCK_MAX=rule.block_max,
-                **score_tile.compile_options(),
-            )
-        nsa_block_topk[(count * B * G,)](
-            q, k_cmp, lse, scores, blocks, q_bounds, k_bounds, *strides,
-            T, N, B, G, n_documents, first or None, first_tile, n_blocks, scale_log2,
+    for piece in pieces:
+        nsa_block_topk[(piece.n_tiles * (tile_queries // tile.rows) * B * G,)](
+            q, k_cmp, piece.lse, piece.scores, blocks, q_bounds, k_bounds, *get_strides(q, k_cmp),
+            T, N, B, G, n_documents, first or None, piece.first_tile, n_blocks, Dk**-0.5 * kernel_names.LOG2E,
             HEADS=H // G, L=l, STRIDE=d, L_SEL=l_sel, N_SEL=rule.n_sel,
             STRIDES=n_strides, STRIDES_PAD=strides_at_once, REACH=reach, SPILL=spill, N_SEL_PAD=padded_width(rule.n_sel),
-            DK=Dk, DK_PAD=padded_width(Dk), COLUMNS=columns, QUERIES=tile.rows, BLOCKS=tile.keys,
+            DK=Dk, DK_PAD=padded_width(Dk), COLUMNS=columns,
+            TILE_QUERIES=tile_queries, QUERIES=tile.rows, BLOCKS=tile.keys,
             SINK=rule.sink_blocks, LOCAL=rule.local_blocks, HEAD_MAX=rule.head_max, BLOCK_MAX=rule.block_max, TF32=tf32,
             **tile.compile_options(),
         )

@@ -193,15 +193,21 @@ Their results wait in a workspace, 512 bytes per program and block: 4 KB per tok
 RANKED_BLOCKS = 64
 """Blocks that are read from this workspace at once.
 
-At 65,536 tokens with two heads (one H200, 2026-11-28, as the tiles below): 1.22 ms, with 32 blocks 1.67, with 128 1.19.
+With 128 queries, at 65,536 tokens with two heads (one H200, 2026-11-28, as the tiles below): 1.22 ms, with 32 blocks 1.67,
+with 128 1.19.
+"""
+RANKED_QUERIES = 32
+"""Maximum number of queries that a program ranks the blocks of. Not measured.
+
+With the 128 queries of a tile of scores a launch has 264 programs, two per processor of an H200; with 32 it has eight.
 """
 
 
 def block_scores(dtype: torch.dtype, width: int, device: torch.device) -> Tile:
     """Return the tile of the kernel that computes log-sum-exps of blocks, for queries of one head.
 
-    For Hopper, 65,536 tokens and two heads: 4.38 ms, with eight warps 4.60, with 64 queries 5.21 to 5.42. The others are not
-    measured.
+    For Hopper, 65,536 tokens and two heads: 4.38 ms, with eight warps 4.60, with 64 queries 5.21 to 5.42. The others are
+    not measured.
     """
     if dtype == torch.float32:
         tile = Tile(16, 32, 4, 1) if width > MAX_TIMED_WIDTH else Tile(32, 32, 4, 1)
@@ -215,8 +221,8 @@ def block_scores(dtype: torch.dtype, width: int, device: torch.device) -> Tile:
 
 
 def block_ranking(tile: Tile) -> Tile:
-    """Return the tile that ranks the blocks of the queries of a `block_scores` tile."""
-    return Tile(tile.rows, RANKED_BLOCKS, 4, 1)
+    """Return the tile that ranks the blocks of queries of a `block_scores` tile: of all of them, or of a part."""
+    return Tile(min(tile.rows, RANKED_QUERIES), RANKED_BLOCKS, 4, 1)
 
 
 def block_topk_strides(dtype: torch.dtype, width: int) -> int:
@@ -361,9 +367,9 @@ def linear_tile(dtype: torch.dtype, rows: int, columns: int, depth: int, is_gate
         padded_rows, tile_columns = padded_width(rows), 4
         chunk = min(padded_width(depth), 4096 // padded_rows)
         return LinearTile(padded_rows, tile_columns, chunk, min(max(padded_rows * tile_columns * chunk // 2048, 1), 8), 1)
-    # A tensor-core product needs 16 rows and 16 elements of the sum per warp. Few columns still need enough programs to fill
-    # the GPU, so their weights are read again for every 16 rows; others are read once. In a step of 32 sequences all layers
-    # take 130 us, without more programs 153 us, and with three stages in addition 149 us.
+    # A tensor-core product needs 16 rows and 16 elements of the sum per warp. Few columns still need enough programs to
+    # fill the GPU, so their weights are read again for every 16 rows; others are read once. In a step of 32 sequences all
+    # layers take 130 us, without more programs 153 us, and with three stages in addition 149 us.
     tile_rows = 16 if columns <= 1024 else min(max(padded_width(rows), 16), MAX_LINEAR_ROWS)
     tile_columns, warps, stages = 16, 4, 4
     chunk = 16 * warps if dtype == torch.float32 else 256

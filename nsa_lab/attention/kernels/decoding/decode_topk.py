@@ -18,13 +18,8 @@ import triton
 import triton.language as tl
 
 from nsa_lab.attention.kernels.band.band_ranges import count_visible_keys
-from nsa_lab.attention.kernels.block_topk import (
-    MIN_SCORE,
-    NO_BLOCK,
-    add_forced_blocks,
-    finish_block_logsumexp,
-    to_ordered_bits,
-)
+from nsa_lab.attention.kernels.block_scores import finish_block_logsumexp
+from nsa_lab.attention.kernels.block_topk import MIN_SCORE, NO_BLOCK, add_forced_blocks, to_ordered_bits
 from nsa_lab.attention.kernels.decoding.kv_tiles import NO_PEAK, load_sums
 from nsa_lab.attention.kernels.decoding.pdl import pdl_wait, prefetch_to_l2
 from nsa_lab.attention.kernels.fast_launch import cache_launches
@@ -142,7 +137,7 @@ def nsa_block_logsumexp(
 
     BLOCK_MAX: the maximum score instead. The HEADS heads of a group share its keys, and each has its own scores. Stores
     float32 [B, T, G HEADS, n_blocks]. The keys of a block are adjacent. The probabilities of a single head have the same
-    denominator, so these scores give the same order (block_topk.py).
+    denominator, so these scores give the same order (block_scores.py).
     """
     b, g = get_batch_and_group(B, G)
     tile = tl.program_id(0) // (B * G)
