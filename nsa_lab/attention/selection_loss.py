@@ -93,6 +93,7 @@ def selection_loss(
     document = find_documents_of_rows(rows, layout.bounds[0])
     first_key, first_compressed, first_block = (starts[document] for starts in layout.bounds)
     t = layout.start + rows - first_key
+    attention_q, k_sel = attention_q.detach(), k_sel.detach()  # the target has no gradient
     queries = SampledQueries(
         attention_q.index_select(1, own_rows), q.index_select(1, own_rows), t, first_key, first_compressed, first_block
     )
