@@ -8,6 +8,7 @@ similar loss (arXiv 2512.02556, section 2.1). docs/science/retrieval.md reports 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from nsa_lab.attention import geometry, input_checks
 from nsa_lab.attention.context_parallel import ContextShard
+from nsa_lab.attention.dispatch import ResolvedBackend, resolve_backend
 from nsa_lab.attention.layout import Layout, Span
 from nsa_lab.attention.segment_ops import ABSENT, find_documents_of_rows
 from nsa_lab.attention.torch_backend import reduce_to_blocks
@@ -52,6 +54,7 @@ def selection_loss(
     span: Span | None = None,
     layout: Layout | None = None,
     held: HeldRows | None = None,
+    backend: str | Mapping[str, ResolvedBackend] = "auto",
 ) -> Tensor:
     """Return the cross-entropy of block importances against the selected branch's attention mass, nats, 0-d.
 
@@ -68,7 +71,11 @@ def selection_loss(
     The sample is the same in every step, so a resumed run repeats it. Memory is proportional to the sampled queries times
     all keys. `layout`: the span's layout for `nsa`; None: build it. `held`: the result of `select_held_rows`, if q and
     attention_q belong to a rank that shares a text with others, k_cmp and k_sel to the whole text; the sum of the results
-    of all ranks is the loss of the text. Raise ValueError for inconsistent tensors.
+    of all ranks is the loss of the text.
+
+    `backend`: a name, or the result of `resolve_backend`. With the backend triton, kernels compute the loss of keys that do
+    not overlap (l = d, as those of an indexer) and whose probabilities are summed over blocks and heads. PyTorch computes
+    all others. Raise ValueError for inconsistent tensors, and the errors of `resolve_backend`.
     """
     attention_q = q if attention_q is None else attention_q
     if layout is None:
@@ -86,12 +93,65 @@ def selection_loss(
     document = find_documents_of_rows(rows, layout.bounds[0])
     first_key, first_compressed, first_block = (starts[document] for starts in layout.bounds)
     t = layout.start + rows - first_key
+    attention_q, k_sel = attention_q.detach(), k_sel.detach()  # the target has no gradient
+    queries = SampledQueries(
+        attention_q.index_select(1, own_rows), q.index_select(1, own_rows), t, first_key, first_compressed, first_block
+    )
+    if isinstance(backend, str):
+        backend = resolve_backend(q.device, q.dtype, nsa, backend=backend, span=span)
+    has_kernel = nsa.l == nsa.d and nsa.head_reduction == nsa.block_reduction == "sum"
+    compute = _sum_by_block_in_kernels if has_kernel and backend["selection"].backend == "triton" else _sum_by_block
+    # Disable autocast: targets from scores rounded to bfloat16 are too coarse.
+    with torch.autocast(q.device.type, enabled=False):
+        mass, importance, first_block = compute(queries, k_sel, k_cmp, nsa, layout)
+        block_of_document = geometry.positions(0, mass.shape[-1], q.device) - first_block[:, None]  # [R, n_blocks]
+        is_free = (block_of_document >= nsa.sink_blocks) & (
+            block_of_document <= geometry.own_block(t, nsa)[:, None] - nsa.local_blocks
+        )
+        is_free, importance = is_free[:, None], importance + MIN_IMPORTANCE
+        log_share = importance.log() - (importance * is_free).sum(-1, keepdim=True).clamp_min(MIN_IMPORTANCE).log()
+        return -(mass * is_free * log_share).sum() / (q.shape[0] * G * n_rows)
+
+
+class SampledQueries(NamedTuple):
+    """Queries of the selected branch, [B, R, H', D'], and of the scores, [B, R, H, D], at the sampled rows."""
+
+    attention_q: Tensor
+    scoring_q: Tensor
+    t: Tensor
+    """int64 [R], positions in their documents."""
+    first_key: Tensor
+    first_compressed: Tensor
+    first_block: Tensor
+    """int64 [R], the first row of each query's document in k_sel, in k_cmp, and among the blocks."""
+
+
+def _sum_by_block_in_kernels(
+    queries: SampledQueries, k_sel: Tensor, k_cmp: Tensor, nsa: NSAConfig, layout: Layout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return attention mass and importance of blocks [B, R, G, n_blocks], and the first block of each document [R]."""
+    from nsa_lab.attention.kernels.block_mass import block_mass
+
+    n_blocks, G = geometry.num_selection(layout.longest, nsa), k_sel.shape[2]
+    mass = block_mass(queries.attention_q, k_sel, queries.first_key, queries.t + 1, nsa.l_sel, n_blocks)
+    n_visible = geometry.visible_compressed(queries.t, nsa)
+    importance = block_mass(queries.scoring_q, k_cmp, queries.first_compressed, n_visible, nsa.l_sel // nsa.d, n_blocks)
+    mass, importance = (torch.unflatten(x, 2, (G, -1)).mean(3) for x in (mass, importance))
+    return mass, importance, torch.zeros_like(queries.t)
+
+
+def _sum_by_block(
+    queries: SampledQueries, k_sel: Tensor, k_cmp: Tensor, nsa: NSAConfig, layout: Layout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Like `_sum_by_block_in_kernels`, for every geometry."""
+    G, device = k_sel.shape[2], k_sel.device
+    _, _, t, first_key, first_compressed, first_block = queries
     n_visible = geometry.visible_compressed(t, nsa)
     keys_of_query = compressed_of_query = None
     if _has_separate_texts(layout):
         # Each query's document is a separate text. Rows past its end are arbitrary, because they are never visible.
-        position = geometry.positions(0, geometry.num_selection(layout.longest, nsa) * nsa.l_sel, q.device)
-        block = geometry.positions(0, min(geometry.num_compressed(layout.longest, nsa), layout.n_compressed), q.device)
+        position = geometry.positions(0, geometry.num_selection(layout.longest, nsa) * nsa.l_sel, device)
+        block = geometry.positions(0, min(geometry.num_compressed(layout.longest, nsa), layout.n_compressed), device)
         keys_of_query = (first_key[:, None] + position[: layout.longest]).clamp_max(layout.n_keys - 1)
         compressed_of_query = (first_compressed[:, None] + block).clamp_max(layout.n_compressed - 1)
         text_keys, compressed_starts = torch.where(position < layout.longest, position, ABSENT), block * nsa.d
@@ -100,27 +160,16 @@ def selection_loss(
         # All documents are one text, in which each document starts at a selection block.
         text_keys, compressed_starts = layout.block_aligned_keys, layout.block_aligned_starts
     n_blocks = geometry.num_selection(len(text_keys), nsa)
-    block_of_document = geometry.positions(0, n_blocks, q.device) - first_block[:, None]  # [R, n_blocks]
-    is_free = (block_of_document >= nsa.sink_blocks) & (
-        block_of_document <= geometry.own_block(t, nsa)[:, None] - nsa.local_blocks
+    attention_q = _scale_queries(queries.attention_q, G)
+    mass = _compute_attention(attention_q, k_sel, first_key, first_key + t + 1, keys_of_query).mean(3)
+    mass = mass.index_select(-1, text_keys.clamp_min(0)).masked_fill(text_keys == ABSENT, 0)
+    mass = torch.unflatten(mass, -1, (n_blocks, nsa.l_sel)).sum(-1)
+    probabilities = _compute_attention(
+        _scale_queries(queries.scoring_q, G), k_cmp, first_compressed, first_compressed + n_visible, compressed_of_query
     )
-    # Disable autocast: targets from scores rounded to bfloat16 are too coarse.
-    with torch.autocast(q.device.type, enabled=False):
-        with torch.no_grad():
-            mass = _compute_attention(
-                _gather_queries(attention_q, own_rows, G), k_sel, first_key, first_key + t + 1, keys_of_query
-            ).mean(3)
-            mass = mass.index_select(-1, text_keys.clamp_min(0)).masked_fill(text_keys == ABSENT, 0)
-            mass = torch.unflatten(mass, -1, (n_blocks, nsa.l_sel)).sum(-1)  # [B, R, G, n_blocks]
-        probabilities = _compute_attention(
-            _gather_queries(q, own_rows, G), k_cmp, first_compressed, first_compressed + n_visible, compressed_of_query
-        )
-        # A sum over heads and their mean give the same loss.
-        probabilities = probabilities.mean(3) if nsa.head_reduction == "sum" else probabilities.amax(3)
-        importance = _reduce_to_blocks(probabilities, compressed_starts, n_blocks, nsa) + MIN_IMPORTANCE
-        is_free = is_free[:, None]
-        log_share = importance.log() - (importance * is_free).sum(-1, keepdim=True).clamp_min(MIN_IMPORTANCE).log()
-        return -(mass * is_free * log_share).sum() / (q.shape[0] * G * n_rows)
+    # A sum over heads and their mean give the same loss.
+    probabilities = probabilities.mean(3) if nsa.head_reduction == "sum" else probabilities.amax(3)
+    return mass, _reduce_to_blocks(probabilities, compressed_starts, n_blocks, nsa), first_block
 
 
 def select_held_rows(shard: ContextShard, n_queries: int | None, device: torch.device) -> HeldRows:
@@ -135,10 +184,9 @@ def _has_separate_texts(layout: Layout) -> bool:
     return layout.is_document_start is not None and SEPARATE_DOCUMENTS_RATIO * layout.longest <= layout.n_keys
 
 
-def _gather_queries(q: Tensor, rows: Tensor, groups: int) -> Tensor:
-    """Return the queries at `rows`, [B, R, G, h, D], scaled, in the accumulation dtype."""
-    sampled_q = q.index_select(1, rows).to(torch.promote_types(q.dtype, torch.float32))
-    return torch.unflatten(sampled_q, 2, (groups, -1)) * q.shape[-1] ** -0.5
+def _scale_queries(q: Tensor, groups: int) -> Tensor:
+    """Return queries [B, R, H, D] as [B, R, G, h, D], scaled, in the accumulation dtype."""
+    return torch.unflatten(q.to(torch.promote_types(q.dtype, torch.float32)), 2, (groups, -1)) * q.shape[-1] ** -0.5
 
 
 def sample_rows(length: int, count: int | None, device: torch.device | None = None) -> Tensor:

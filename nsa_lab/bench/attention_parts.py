@@ -97,7 +97,8 @@ def make_parts(
 
     def selection_loss(q, k, k_sel, attention_q):
         keys, n_queries = prepare_index_keys(k, model, G), model.selection_queries
-        return attention.selection_loss(q, keys, k_sel, model.selection_nsa, attention_q=attention_q, n_queries=n_queries)
+        nsa = model.selection_nsa
+        return attention.selection_loss(q, keys, k_sel, nsa, attention_q=attention_q, n_queries=n_queries, backend=backends)
 
     names = list_whole_inputs(model)
 
@@ -130,7 +131,7 @@ def make_parts(
         parts.append(Part("choice", backend["selection"], select, select_inputs, selection_flops, model=model))
         if model.has_selection_loss:
             loss_inputs = [*make_leaves(*scoring), kv["sel"][0], q]
-            parts.append(Part("selection loss", "torch", selection_loss, loss_inputs, 0.0, model=model))
+            parts.append(Part("selection loss", backend["selection"], selection_loss, loss_inputs, 0.0, model=model))
         for kind in SELECTION_KINDS:
             blocks = real_blocks if kind == "real" else make_selection(kind, B, T, G, nsa, device, seed)
             inputs, flops = [*make_leaves(q, *kv["sel"]), blocks], flops_per_pair * reads["sel"]

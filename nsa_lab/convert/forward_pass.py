@@ -96,6 +96,7 @@ class ForwardPass:
                 n_queries=c.selection_queries,
                 span=self.span,
                 layout=selection_layout,
+                backend=backends,
             )
         if self.is_dense:
             backend = "flash" if self.settings.backend == "flash" else "torch"

@@ -211,19 +211,26 @@ class SparseAttention(nn.Module):
         layout, selection_layout = (layouts[0], layouts[-1]) if layouts else (None, None)
         inputs = self._project(x, rotary, span, layout)
         scoring = self._project_selection_inputs(x, inputs, rotary, span, selection_layout) if blocks is None else None
-        loss, backends = None, None
+        loss = None
+        backends = None if is_exporting() else self.backends or self._get_backends(inputs[0], span)
         if self.training and self.config.has_selection_loss and scoring is not None and inputs[3] is not None:
             q, k, nsa = scoring
             n_queries = self.config.selection_queries
             loss = selection_loss(
-                q, k, inputs[3], nsa, attention_q=inputs[0], n_queries=n_queries, span=span, layout=selection_layout
+                q,
+                k,
+                inputs[3],
+                nsa,
+                attention_q=inputs[0],
+                n_queries=n_queries,
+                span=span,
+                layout=selection_layout,
+                backend=backends or "torch",
             )
         if self.training and self.trains_densely and inputs[3] is not None and inputs[4] is not None:
             out = dense_attention(inputs[0], inputs[3], inputs[4], span=span)
             # Later layers without an indexer check that they get blocks, and do not read them.
             return self.out(out.flatten(2)), Selection(loss, x.new_empty(0, dtype=torch.int32))
-        if not is_exporting():
-            backends = self.backends or self._get_backends(inputs[0], span)
         # The scores of the compressed branch are a part of the operator, which selects the blocks then.
         if scoring is not None and self.config.scores != "compressed":
             if backends is None:

@@ -99,7 +99,8 @@ def attend_shard(
     loss = None
     if held is not None and scoring_k is not None and k_sel is not None:
         layout = layouts[-1] if layouts else None
-        loss = selection_loss(scoring_q, scoring_k, k_sel, layer.selection_nsa, attention_q=q, layout=layout, held=held)
+        nsa, backend = layer.selection_nsa, layer.backends or "auto"
+        loss = selection_loss(scoring_q, scoring_k, k_sel, nsa, attention_q=q, layout=layout, held=held, backend=backend)
     if layer.training and layer.trains_densely and k_sel is not None and v_sel is not None:
         return _attend_dense_pieces(q, k_sel, v_sel, shard), loss, q.new_empty(0, dtype=torch.int32)
     if scoring_k is not None and c.scores != "compressed":

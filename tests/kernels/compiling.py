@@ -37,7 +37,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from nsa_lab.attention import Span, kernels
+from nsa_lab.attention import Span, kernels, selection_loss
+from nsa_lab.attention.dispatch import ResolvedBackend
 from nsa_lab.attention.geometry import num_compressed, num_selection
 from nsa_lab.attention.kernels import fast_launch, launch_table
 from nsa_lab.attention.kernels.parallel_compile import compile_in_parallel
@@ -50,6 +51,7 @@ from nsa_lab.config import NSAConfig
 from nsa_lab.model.ngrams import HASH_CONSTANTS
 
 AMD = sys.argv[1].startswith("gfx")
+TRITON = {"selection": ResolvedBackend("triton", "by name, where no kernel can run")}
 ARCHITECTURE = 0 if AMD else int(sys.argv[1])
 shared_memory: dict[str, int] = {}
 # The device of the tensors is a CPU.
@@ -214,9 +216,12 @@ def lean() -> None:
 
 
 def select(T: int, G: int, D: int, d: int, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Compile the block selection of an indexer: one head per group, a key for every d tokens."""
-    q, k = torch.zeros(1, T, G, D, dtype=dtype), torch.zeros(1, T // d, G, D, dtype=dtype)
-    kernels.select_blocks(q, k, None, NSAConfig(l=d, d=d))
+    """Compile the block selection of an indexer and its loss: one head per group, a key for every d tokens."""
+    q, k = (torch.zeros(1, n, G, D, dtype=dtype, requires_grad=True) for n in (T, T // d))
+    k_sel = torch.zeros(1, T, G, D, dtype=dtype)
+    nsa = NSAConfig(l=d, d=d)
+    kernels.select_blocks(q, k, None, nsa)
+    selection_loss(q, k, k_sel, nsa, attention_q=q.detach().repeat(1, 1, 6, 1), n_queries=5, backend=TRITON).backward()
 
 
 # Ranges of lengths with equal launch decisions. Three lengths of a range compile all of its kernels.

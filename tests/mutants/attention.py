@@ -605,7 +605,12 @@ MUTANTS = [
         "padded[is_token] = x[0]",
         "padded.flatten(0, 1)[: x.shape[1]] = x[0]",
     ),
-    Mutant("selection loss: the target carries gradient", "attention.selection_loss", "with torch.no_grad():", "if True:"),
+    Mutant(
+        "selection loss: the target carries gradient",
+        "attention.selection_loss",
+        "attention_q, k_sel = attention_q.detach(), k_sel.detach()",
+        "attention_q, k_sel = attention_q, k_sel",
+    ),
     Mutant(
         "selection loss: forced blocks count",
         "attention.selection_loss",

@@ -239,6 +239,30 @@ MUTANTS = [
         "global_block = block",
     ),
     Mutant(
+        "selection loss kernels: blocks start at the text, not at the document",
+        "attention.kernels.block_mass",
+        "offsets = (first + n).to(tl.int64) * stride_kn",
+        "offsets = n.to(tl.int64) * stride_kn",
+    ),
+    Mutant(
+        "selection loss kernels: the softmax of the gradient is not normalized",
+        "attention.kernels.block_mass",
+        "tl.exp2(scores - lse[:, None]) * (dmass - delta)[:, None], 0.0)",
+        "tl.exp2(scores - lse[:, None]) * dmass[:, None], 0.0)",
+    ),
+    Mutant(
+        "selection loss kernels: a key of another document gets a gradient",
+        "attention.kernels.block_mass",
+        "seen = (position >= 0) & (position < n_visible[:, None]) & exists[None, :]",
+        "seen = (position < n_visible[:, None]) & exists[None, :]",
+    ),
+    Mutant(
+        "selection loss kernels: a key that is not finite is 0",
+        "attention.kernels.block_mass",
+        'marker = tl.sum(tl.where(is_finite, 0.0, float("nan")), 1)',
+        "marker = tl.sum(tl.where(is_finite, 0.0, 0.0), 1)",
+    ),
+    Mutant(
         "gate kernel: the selected branch is weighted by the gate of the window",
         "attention.kernels.gating",
         "out += _load_gated(second_ptr, gate_base, 1,",

@@ -342,6 +342,7 @@ OTHERS = {
     "attention.kernels.parallel_compile": ["tests/kernels/test_fast_launch.py"],
     "attention.kernels.fast_launch": ["tests/kernels/test_fast_launch.py"],
     "attention.kernels.launch_table": ["tests/kernels/test_launch_table.py"],
+    "attention.kernels.block_mass": ["tests/kernels/test_block_mass.py"],
     "attention.kernels.gating": ["tests/kernels/test_gating.py"],
     "attention.kernels.nsa_operator": [
         *cases("model/test_model_indexer.py", "the_kernels_use_given_blocks"),

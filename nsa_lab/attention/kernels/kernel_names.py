@@ -65,6 +65,7 @@ KERNEL_PARTS = {
     "nsa_compressed_": "compressed",
     "nsa_window_": "window",
     "nsa_block_": "block choice",
+    "nsa_selection_loss_": "selection loss",
     "nsa_selected_": "selected",
     "nsa_gate_": "gated sum",
     "nsa_rope_kv_append": "cache",

@@ -311,6 +311,22 @@ def slots_at_once(n_sel: int) -> int:
     return ceil_div(n_sel, ceil_div(n_sel, SLOTS_AT_ONCE))
 
 
+BLOCK_MASS_BLOCKS = 16
+"""Blocks per program of the kernels that compute the attention mass of blocks. Not measured."""
+
+
+def block_mass(dtype: torch.dtype, width: int, keys_per_block: int) -> Tile:
+    """Return the tile of keys of one block for the heads of one sampled query. Not measured."""
+    is_large = dtype == torch.float32 or width > MAX_TIMED_WIDTH
+    return Tile(16, min(max(padded_width(keys_per_block), 16), 32 if is_large else 64), 4, 1 if is_large else 3)
+
+
+def block_mass_dk(dtype: torch.dtype, width: int) -> Tile:
+    """Return the tile of rows of sampled queries and of keys for the gradient of the keys. Not measured."""
+    is_large = dtype == torch.float32 or width > MAX_TIMED_WIDTH
+    return Tile(16, 32, 4, 1) if is_large else Tile(32, 64, 4, 1)
+
+
 COUNT_ENTRIES, COUNT_COLUMNS, COUNT_WARPS = 4096, 64, 8
 SCATTER_ENTRIES = 1024
 FIRST_QUERY_ITEMS = 256
@@ -369,7 +385,7 @@ def linear_tile(dtype: torch.dtype, rows: int, columns: int, depth: int, is_gate
         return LinearTile(padded_rows, tile_columns, chunk, min(max(padded_rows * tile_columns * chunk // 2048, 1), 8), 1)
     # A tensor-core product needs 16 rows and 16 elements of the sum per warp. Few columns still need enough programs to
     # fill the GPU, so their weights are read again for every 16 rows; others are read once. In a step of 32 sequences all
-    # layers take 130 us, without more programs 153 us, and with three stages in addition 149 us.
+    # layers take 130 us, without more programs 153 us.
     tile_rows = 16 if columns <= 1024 else min(max(padded_width(rows), 16), MAX_LINEAR_ROWS)
     tile_columns, warps, stages = 16, 4, 4
     chunk = 16 * warps if dtype == torch.float32 else 256
