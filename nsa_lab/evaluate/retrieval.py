@@ -86,7 +86,7 @@ class RetrievalCell:
     needle: 0.04, 0.01, 0.01). Facts of other questions are anywhere. `right_at_depth` of `sequences` answer the first
     question correctly.
 
-    `asked`: for each answer the templates of its statement and of its question, and whether all its tokens are correct.
+    `wordings`: for each answer the templates of its statement and of its question, and whether all its tokens are correct.
     """
 
     task: str
@@ -101,7 +101,7 @@ class RetrievalCell:
     loss: float
     written: int
     written_right: int
-    asked: tuple[tuple[str, str, bool], ...]
+    wordings: tuple[tuple[str, str, bool], ...]
 
 
 def evaluate_retrieval(
@@ -193,5 +193,5 @@ def _score_cell(
         loss=float(np.concatenate(losses).mean()),
         written=len(generated),
         written_right=sum(generated),
-        asked=tuple((*wording, bool(right.all())) for wording, right in zip(wordings, is_correct, strict=True)),
+        wordings=tuple((*wording, bool(right.all())) for wording, right in zip(wordings, is_correct, strict=True)),
     )

@@ -245,14 +245,14 @@ def _run_retrieval(
 
 
 def _index_wordings(cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the lists `statements` and `questions`, and `retrieval`: the cells with indices into these in `asked`.
+    """Return the lists `statements` and `questions`, and `retrieval`: the cells with indices into these in `wordings`.
 
-    `asked` has for each answer the statement, the question, and 1 if all its tokens are correct, otherwise 0.
+    `wordings` has for each answer the statement, the question, and 1 if all its tokens are correct, otherwise 0.
     """
-    statements, questions = (sorted({answer[part] for cell in cells for answer in cell["asked"]}) for part in (0, 1))
+    statements, questions = (sorted({answer[part] for cell in cells for answer in cell["wordings"]}) for part in (0, 1))
     places = [{template: place for place, template in enumerate(templates)} for templates in (statements, questions)]
     indexed = [
-        {**cell, "asked": [[places[0][first], places[1][second], int(right)] for first, second, right in cell["asked"]]}
+        {**cell, "wordings": [[places[0][s], places[1][q], int(right)] for s, q, right in cell["wordings"]]}
         for cell in cells
     ]
     return {"statements": statements, "questions": questions, "retrieval": indexed}

@@ -334,7 +334,7 @@ def test_grammar() -> None:
 
 
 def test_sequences_with_the_grammar() -> None:
-    """The answer is the last value that was stated before the question, or the first where the question says so."""
+    """The expected value is the last one before the question, or the first after "Before the change:"."""
     statements, questions = GRAMMARS["grammar"]
     asks = [text + "{value}\n" for text in questions]
     fields = {"name": "[a-z]+ [a-z]+", "value": "[0-9a-z]{7}"}
@@ -372,7 +372,7 @@ def test_facts_of_any_wording_fit_in_their_bytes() -> None:
             for fact in sample_facts(400, recall, np.random.default_rng(number))
         ]
         assert compute_max_fact_bytes(recall) - 12 <= max(n_bytes) <= compute_max_fact_bytes(recall), recall
-    # Of the grammar, the longest texts are rarely drawn together.
+    # The longest texts of the grammar are rarely drawn together.
     name = max((f"{adjective} {noun}" for adjective in ADJECTIVES for noun in NOUNS), key=len)
     statement, question = (
         max(len(text.format(name=name, value="1234567")) for text in part) for part in GRAMMARS["grammar"]

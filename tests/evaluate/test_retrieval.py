@@ -169,7 +169,7 @@ def test_first_question_is_counted_separately(monkeypatch: pytest.MonkeyPatch, m
     (cell,) = evaluate_retrieval(model, TEXT, [1000], tasks=["multi_query"], **settings)
     assert (cell.sequences, cell.answers, cell.right, cell.right_at_depth) == (3, 12, 1, 1)
     form = (RecallConfig().statement, RecallConfig().question)
-    assert cell.asked == tuple((*form, number == 4) for number in range(12)), "the first question of the second sequence"
+    assert cell.wordings == tuple((*form, number == 4) for number in range(12)), "the first question of the second sequence"
     assert get_depth_counts(asdict(cell)) == (1, 3)
     older_record = {key: value for key, value in asdict(cell).items() if key != "right_at_depth"}
     assert get_depth_counts(older_record) is None, "older records do not count it separately"

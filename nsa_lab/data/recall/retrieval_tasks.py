@@ -1,9 +1,8 @@
 """Sequences that test retrieval: text, one or several facts in it, and questions at the end.
 
 Needle: one fact at a given depth. Multi-key: the same, among many facts that are not asked for. Multi-query: several facts,
-all asked for. Updated: one fact, and an earlier value that it replaces; the later or the earlier value is asked for. The
-caller provides the random generator and the
-text.
+all asked for. Updated: one fact, and an earlier value that it replaces. First value: the same, with a question for the earlier
+value. The caller provides the random generator and the text.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def make_updated_task(
 def make_first_value_task(
     length: int, depth: float, recall: RecallConfig, rng: np.random.Generator, text: np.ndarray
 ) -> RetrievalTask:
-    """Return `make_updated_task` with a question for the earlier value. `depth` is that of the later statement."""
+    """Return `make_updated_task` with a question for the earlier value. `depth`: of the later statement."""
     asked = recall.model_copy(update={"updates": 1.0, "first_values": 1.0})
     fact = ask_for_first_value(*sample_facts(1, asked, rng))
     return _make_task(length, insert_statements(fact, depth, rng), [fact], asked, rng, text)
