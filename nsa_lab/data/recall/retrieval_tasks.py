@@ -1,8 +1,8 @@
 """Sequences that test retrieval: text, one or several facts in it, and questions at the end.
 
 Needle: one fact at a given depth. Multi-key: the same, among many facts that are not asked for. Multi-query: several facts,
-all asked for. Updated: one fact, and an earlier value that it replaces. First value: the same, with a question for the earlier
-value. The caller provides the random generator and the text.
+all asked for. Updated: one fact, and an earlier value that it replaces. First value: the same, with a question for the
+earlier value. The caller provides the random generator and the text.
 """
 
 from __future__ import annotations
