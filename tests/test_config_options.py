@@ -26,7 +26,7 @@ SECTIONS: dict[str, Any] = {
     "nsa": {"l": 8, "d": 4, "l_sel": 8, "n_sel": 3, "w": 16},
     "runtime": {"device": "cpu", "heartbeat_s": 60.0},
     "data": {"source": "synthetic", "max_tokens": 20_000, "val_fraction": 0.3},
-    "train": {"steps": 2, "seq_len": 256, "batch_size": 1, "eval_every": 0, "save_every": 0, "log_every": 1},
+    "train": {"steps": 2, "seq_len": 288, "batch_size": 1, "eval_every": 0, "save_every": 0, "log_every": 1},
 }
 # Options that a CPU does not support, with a part of their error; and options that other tests train with.
 REJECTED = {

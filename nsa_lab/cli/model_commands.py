@@ -24,7 +24,7 @@ from nsa_lab.runs.model_files import (
 app = typer.Typer()
 MAX_SEED = 2**63 - 1  # limit of torch.manual_seed
 MAX_TEXT_BYTES = 1 << 24  # of a prompt or a description
-TASK_HELP = f"{', '.join(TASK_NAMES)}, a form of the needle ({', '.join(NEEDLE_FORM_NAMES)}), or all (repeatable)"
+TASK_HELP = f"{', '.join(TASK_NAMES)}, another form of facts ({', '.join(NEEDLE_FORM_NAMES)}), or all (repeatable)"
 
 
 @app.command()

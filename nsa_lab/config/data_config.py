@@ -31,13 +31,16 @@ class RecallConfig(Section):
     question: str = Field(
         default="\nQ: What is the secret number of the {name}? A: ", description="recall: template of a question"
     )
-    wordings: Literal["single", "several"] = Field(
+    wordings: Literal["single", "several", "grammar"] = Field(
         default="single",
         description="recall: single: data.statement and data.question; several: these or one of four other wordings, drawn "
-        "for each fact and for its question",
+        "for each fact and for its question; grammar: drawn from hundreds of other wordings",
     )
     updates: float = Field(
         default=0.0, ge=0, le=1, description="recall: fraction of facts with an earlier statement of another value"
+    )
+    first_values: float = Field(
+        default=0.0, ge=0, le=1, description="recall: fraction of updated facts whose question is for the earlier value"
     )
     distance: Literal["uniform", "log"] = Field(
         default="uniform", description="recall: distribution of the distance from fact to question; log: log-uniform"
@@ -115,10 +118,12 @@ class DataConfig(RecallConfig):
     def _check_recall_keys(self) -> DataConfig:
         unused = sorted(self.model_fields_set & self.unused_keys)
         if unused:
-            raise ValueError(
-                f"{', '.join(f'data.{key}' for key in unused)}: not used by data.source = {self.source}; "
-                "set data.source: recall, or remove it"
+            reason, remedy = (
+                ("data.wordings = grammar", "remove it")
+                if self.source == "recall"
+                else (f"data.source = {self.source}", "set data.source: recall, or remove it")
             )
+            raise ValueError(f"{', '.join(f'data.{key}' for key in unused)}: not used by {reason}; {remedy}")
         return self
 
     @model_validator(mode="after")
@@ -133,4 +138,6 @@ class DataConfig(RecallConfig):
     @property
     def unused_keys(self) -> set[str]:
         """Keys that this run does not use."""
-        return set() if self.source == "recall" else set(RecallConfig.model_fields)
+        if self.source != "recall":
+            return set(RecallConfig.model_fields)
+        return {"statement", "question"} if self.wordings == "grammar" else set()

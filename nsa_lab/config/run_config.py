@@ -223,7 +223,14 @@ DEFAULTS_OF_ADDED_KEYS: dict[str, dict[str, Any]] = {
         "trainable": "all",
         "teacher_weight": 0.0,
     },
-    "data": {"documents": "cross", "packing": "stream", "min_document_bytes": 0, "wordings": "single", "updates": 0.0},
+    "data": {
+        "documents": "cross",
+        "packing": "stream",
+        "min_document_bytes": 0,
+        "wordings": "single",
+        "updates": 0.0,
+        "first_values": 0.0,
+    },
 }
 
 

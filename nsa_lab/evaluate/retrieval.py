@@ -17,6 +17,7 @@ from nsa_lab.data import DataError
 from nsa_lab.data.recall import (
     HELD_OUT_WORDINGS,
     RetrievalTask,
+    make_first_value_task,
     make_multi_key_task,
     make_multi_query_task,
     make_needle_task,
@@ -33,35 +34,40 @@ TASKS: dict[str, Task] = {
 }
 
 
-def _vary_needle(**changes: Any) -> Task:
-    """Return the needle task with the fact in another form than in the run."""
+def _vary(make_task: Task, **changes: Any) -> Task:
+    """Return the task with its facts in another form than in the run."""
 
-    def make_task(
+    def make_varied(
         length: int, depth: float, recall: RecallConfig, rng: np.random.Generator, text: np.ndarray
     ) -> RetrievalTask:
-        return make_needle_task(length, depth, recall.model_copy(update=changes), rng, text)
+        return make_task(length, depth, recall.model_copy(update=changes), rng, text)
 
-    return make_task
+    return make_varied
 
 
 def _reword(number: int) -> Task:
     """Return the needle task in one of the wordings that no run is trained on."""
     statement, question = HELD_OUT_WORDINGS[number]
-    return _vary_needle(wordings="single", statement=statement, question=question)
+    return _vary(make_needle_task, wordings="single", statement=statement, question=question)
 
 
-# Forms of needles that a run with default settings has not been trained on. Also with several wordings and mixed values,
-# these are held out: `other_words`, `more_words`, `capitals`.
+# Forms of facts that a run with default settings has not been trained on, except `control_form`. With any wordings and
+# values, these are held out: `other_words`, `more_words`, `capitals`, `new_words`, `new_sentences`. The last two and
+# `control_form`, which has the default form in any run, state the fact among others, as `multi_key`.
 NEEDLE_FORMS: dict[str, Task] = {
-    "five_digits": _vary_needle(values="digits", value_length=5),
-    "twelve_digits": _vary_needle(values="digits", value_length=12),
-    "letters": _vary_needle(values="letters"),
-    "hex": _vary_needle(values="hex"),
-    "codes": _vary_needle(names="codes"),
+    "five_digits": _vary(make_needle_task, values="digits", value_length=5),
+    "twelve_digits": _vary(make_needle_task, values="digits", value_length=12),
+    "letters": _vary(make_needle_task, values="letters"),
+    "hex": _vary(make_needle_task, values="hex"),
+    "codes": _vary(make_needle_task, names="codes"),
     "other_words": _reword(0),
     "more_words": _reword(1),
-    "capitals": _vary_needle(values="capitals"),
+    "capitals": _vary(make_needle_task, values="capitals"),
     "updated": make_updated_task,
+    "first_value": make_first_value_task,
+    "new_words": _vary(make_multi_key_task, wordings="new_words"),
+    "new_sentences": _vary(make_multi_key_task, wordings="new_sentences"),
+    "control_form": _vary(make_multi_key_task, **RecallConfig().model_dump()),
 }
 # The order is part of the seed of every sample.
 ALL_TASKS: dict[str, Task] = TASKS | NEEDLE_FORMS
@@ -79,6 +85,8 @@ class RetrievalCell:
     from the fraction of the entire sequence by at most 0.16 at 2,048 bytes, 0.05 at 8,192 and 0.02 at 32,768 (single
     needle: 0.04, 0.01, 0.01). Facts of other questions are anywhere. `right_at_depth` of `sequences` answer the first
     question correctly.
+
+    `wordings`: for each answer the templates of its statement and of its question, and whether all its tokens are correct.
     """
 
     task: str
@@ -93,6 +101,7 @@ class RetrievalCell:
     loss: float
     written: int
     written_right: int
+    wordings: tuple[tuple[str, str, bool], ...]
 
 
 def evaluate_retrieval(
@@ -169,6 +178,7 @@ def _score_cell(
         first_correct.append(scores[0][:, 0].all(-1).cpu().numpy())
         losses.append(scores[1].flatten().cpu().numpy())
     is_correct = np.concatenate(correct_by_batch)
+    wordings = [wording for sample in samples for wording in sample.wordings]
     generated = score_generated(model, samples[:n_generated]) if n_generated else []
     return RetrievalCell(
         task=task,
@@ -183,4 +193,5 @@ def _score_cell(
         loss=float(np.concatenate(losses).mean()),
         written=len(generated),
         written_right=sum(generated),
+        wordings=tuple((*wording, bool(right.all())) for wording, right in zip(wordings, is_correct, strict=True)),
     )

@@ -241,7 +241,21 @@ def _run_retrieval(
         cells += parts.get_or_compute(
             f"{task} at {length:,}", lambda task=task, length=length: _run_task(settings, task, length, log)
         )
-    return {"retrieval": cells, "not_asked": skipped}
+    return {**_index_wordings(cells), "not_asked": skipped}
+
+
+def _index_wordings(cells: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the lists `statements` and `questions`, and `retrieval`: the cells with indices into these in `wordings`.
+
+    `wordings` has for each answer the statement, the question, and 1 if all its tokens are correct, otherwise 0.
+    """
+    statements, questions = (sorted({answer[part] for cell in cells for answer in cell["wordings"]}) for part in (0, 1))
+    places = [{template: place for place, template in enumerate(templates)} for templates in (statements, questions)]
+    indexed = [
+        {**cell, "wordings": [[places[0][s], places[1][q], int(right)] for s, q, right in cell["wordings"]]}
+        for cell in cells
+    ]
+    return {"statements": statements, "questions": questions, "retrieval": indexed}
 
 
 def _run_task(settings: _RetrievalSettings, task: str, length: int, log: Log) -> list[dict[str, Any]]:

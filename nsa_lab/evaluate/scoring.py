@@ -19,7 +19,8 @@ Forward = Callable[[Tensor], Tensor]
 
 def stack_samples(samples: Sequence[RetrievalTask], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return tokens int64 [B, T] and answer positions int64 [B, n, value_length] of samples of one task and length."""
-    tokens, answer_positions = (torch.from_numpy(np.stack(part)).to(device) for part in zip(*samples, strict=True))
+    parts = [sample.tokens for sample in samples], [sample.answers for sample in samples]
+    tokens, answer_positions = (torch.from_numpy(np.stack(part)).to(device) for part in parts)
     return tokens, answer_positions
 
 

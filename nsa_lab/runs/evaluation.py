@@ -22,6 +22,10 @@ NEEDLE_FORM_NAMES = (
     "more_words",
     "capitals",
     "updated",
+    "first_value",
+    "new_words",
+    "new_sentences",
+    "control_form",
 )
 RULER_NAMES = (
     "niah_single_1",

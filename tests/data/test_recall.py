@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 
@@ -25,6 +26,7 @@ from nsa_lab.data.recall import (
     sample_facts,
 )
 from nsa_lab.data.recall.facts import ADJECTIVES, ALPHABETS, HELD_OUT_WORDINGS, NOUNS, QUESTIONS, STATEMENTS
+from nsa_lab.data.recall.grammar import GRAMMARS, HELD_OUT_WORDS
 
 TEXT = np.random.default_rng(0).integers(0x80, 0xFF, 40_000)  # no byte of it occurs in a fact
 STATEMENT = re.compile(rb"\nThe secret number of the (.+?) is (.+?)\.\n")
@@ -214,6 +216,10 @@ def test_facts_that_do_not_fit_raise(refuses) -> None:
         ({"answer_weight": 3.0}, ["data.answer_weight", "not used by data.source = stdlib", "data.source: recall"]),
         ({"source": "recall", "statement": "{name} {x}"}, ["contains name, x", "{name} and {value}"]),
         ({"source": "recall", "question": "none"}, ["contains no field", "expected {name}"]),
+        (
+            {"source": "recall", "wordings": "grammar", "statement": "{name} {value}"},
+            ["not used by data.wordings = grammar"],
+        ),
         ({"source": "recall", "question": "{"}, ["data.question", "brace"]),
     ],
 )
@@ -230,9 +236,13 @@ def test_recall_reads_its_path_or_stdlib(tmp_path) -> None:
     assert check(DataConfig(source="recall"))["source"] == "stdlib"
 
 
+GRAMMAR = RecallConfig(
+    wordings="grammar", values="mixed", updates=0.5, first_values=0.5, distractors=0.3, bytes_per_fact=600
+)
 VARIED = RecallConfig(wordings="several", values="mixed", updates=0.5, distractors=0.3, bytes_per_fact=600)
 
 
+@functools.cache
 def match_template(template: str, **fields: str) -> re.Pattern[bytes]:
     pattern = re.escape(template)
     for name, expression in fields.items():
@@ -297,6 +307,53 @@ def test_several_wordings_alphabets_and_updates() -> None:
     assert abs(updated / n_facts - 0.5) < 0.12
 
 
+def test_grammar() -> None:
+    """Both orders have equal shares, and nothing that is held out can be trained on."""
+    assert {name: tuple(map(len, lists)) for name, lists in GRAMMARS.items()} == {
+        "grammar": (864, 432),
+        "new_words": (12, 6),
+        "new_sentences": (144, 144),
+    }
+    for statements, questions in GRAMMARS.values():
+        assert len({*statements}) == len(statements) and len({*questions}) == len(questions)
+        assert all(text.count("{name}") == text.count("{value}") == text.count("{") / 2 == 1 for text in statements)
+        assert all(text.count("{name}") == text.count("{") == 1 for text in questions)
+        value_first = sum(text.index("{value}") < text.index("{name}") for text in statements)
+        assert 2 * value_first == len(statements)
+    trained = {*GRAMMARS["grammar"][0], *GRAMMARS["grammar"][1]}
+    assert RecallConfig().statement in trained and RecallConfig().question in trained, "the wording of other runs"
+    words = {word for text in trained for word in re.findall("[a-z]+", text.lower())}
+    held_out = {word for texts in HELD_OUT_WORDS.values() for text in texts for word in text.lower().split()} - {"to"}
+    assert held_out == {"marker", "equals", "bears", "bear", "pertains", "insert", "recite"} and not held_out & words
+    # The parts around name and value of every held-out sentence: at least one occurs in no trained text.
+    for text in (*GRAMMARS["new_sentences"][0], *GRAMMARS["new_sentences"][1], *sum(HELD_OUT_WORDINGS, ())):
+        parts = re.split(r"\{name\}|\{value\}", text)
+        assert any(all(part not in other for other in trained) for part in parts), text
+    new_words = {re.sub("marker", "code", text) for text in GRAMMARS["new_words"][1]}
+    assert not new_words & trained and not trained.intersection(*GRAMMARS["new_words"])
+
+
+def test_sequences_with_the_grammar() -> None:
+    """The expected value is the last one before the question, or the first after "Before the change:"."""
+    statements, questions = GRAMMARS["grammar"]
+    asks = [text + "{value}\n" for text in questions]
+    fields = {"name": "[a-z]+ [a-z]+", "value": "[0-9a-z]{7}"}
+    orders, first, n_updated = [], 0, 0
+    for sequence in range(40):
+        content = as_bytes(make_inserter(GRAMMAR, 4000, 3)(TEXT[:4001], sequence)[0])
+        assert content == as_bytes(make_inserter(GRAMMAR, 4000, 3)(TEXT[:4001], sequence)[0])
+        facts, asked = find_facts(statements, content, **fields), find_facts(asks, content, **fields)
+        assert len({found["name"] for *_, found in facts}) == 6 and len(asked) == 4
+        orders += [template.index("{value}") < template.index("{name}") for _, template, _ in facts]
+        for position, _, question in asked:
+            values = [found["value"] for at, _, found in facts if found["name"] == question["name"] and at < position]
+            asks_for_first = content[:position].endswith(b"\nBefore the change:")
+            first, n_updated = first + asks_for_first, n_updated + (len(values) == 2)
+            assert len(values) == len({*values}) <= 2 and question["value"] == values[0 if asks_for_first else -1]
+            assert len(values) == 2 or not asks_for_first
+    assert abs(np.mean(orders) - 0.5) < 0.1 and abs(first / n_updated - 0.5) < 0.15 and n_updated > 50
+
+
 def test_held_out_wordings_and_capitals_are_not_trained_on(refuses) -> None:
     recall = VARIED
     trained = {recall.statement, recall.question, *STATEMENTS, *QUESTIONS}
@@ -310,11 +367,19 @@ def test_held_out_wordings_and_capitals_are_not_trained_on(refuses) -> None:
 def test_facts_of_any_wording_fit_in_their_bytes() -> None:
     for recall in (RecallConfig(), VARIED, RecallConfig(wordings="several"), RecallConfig(updates=1.0)):
         n_bytes = [
-            len(fact.replaced + fact.statement + fact.question + fact.value) + 1
+            len((fact.replaced.statement if fact.replaced else b"") + fact.statement + fact.question + fact.value) + 1
             for number in range(20)
             for fact in sample_facts(400, recall, np.random.default_rng(number))
         ]
         assert compute_max_fact_bytes(recall) - 12 <= max(n_bytes) <= compute_max_fact_bytes(recall), recall
+    # The longest texts of the grammar are rarely drawn together.
+    name = max((f"{adjective} {noun}" for adjective in ADJECTIVES for noun in NOUNS), key=len)
+    statement, question = (
+        max(len(text.format(name=name, value="1234567")) for text in part) for part in GRAMMARS["grammar"]
+    )
+    assert (
+        compute_max_fact_bytes(GRAMMAR) == 2 * statement + len("\nBefore the change:") + question + len("1234567\n") <= 256
+    )
 
 
 def test_an_updated_fact_has_its_later_value_at_the_depth() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -14,6 +16,8 @@ from torch import Tensor
 from nsa_lab.config import ModelConfig, NSAConfig, RecallConfig
 from nsa_lab.data import DataError, TokenStore
 from nsa_lab.data.recall import RetrievalTask, make_multi_query_task
+from nsa_lab.data.recall.facts import BEFORE_CHANGE
+from nsa_lab.data.recall.grammar import GRAMMARS
 from nsa_lab.evaluate import evaluate_retrieval, measure_loss_by_position
 from nsa_lab.evaluate.loss_by_position import split_into_ranges
 from nsa_lab.evaluate.retrieval import (
@@ -77,7 +81,7 @@ def test_generated_answer_must_match_entirely(model: NSATransformer) -> None:
     tokens = row.tokens.copy()
     for position in row.answers[0]:
         tokens[position] = model(torch.from_numpy(tokens[None, :position]))[0, -1].argmax().item()
-    generated_sample = RetrievalTask(tokens, row.answers)
+    generated_sample = row._replace(tokens=tokens)
     assert score_generated(model, [generated_sample]) == [True]
     assert score_teacher_forced(model, *stack_samples([generated_sample], CPU))[0].all()
     tokens[row.answers[0, -1]] += 1
@@ -164,6 +168,8 @@ def test_first_question_is_counted_separately(monkeypatch: pytest.MonkeyPatch, m
     settings = {"depths": (0.5,), "per_depth": 3, "generated_per_depth": 0, "max_batch_tokens": 2000}
     (cell,) = evaluate_retrieval(model, TEXT, [1000], tasks=["multi_query"], **settings)
     assert (cell.sequences, cell.answers, cell.right, cell.right_at_depth) == (3, 12, 1, 1)
+    form = (RecallConfig().statement, RecallConfig().question)
+    assert cell.wordings == tuple((*form, number == 4) for number in range(12)), "the first question of the second sequence"
     assert get_depth_counts(asdict(cell)) == (1, 3)
     older_record = {key: value for key, value in asdict(cell).items() if key != "right_at_depth"}
     assert get_depth_counts(older_record) is None, "older records do not count it separately"
@@ -205,7 +211,7 @@ def test_needle_forms() -> None:
         "twelve_digits": 12,
     }
     digits = [task for task, value in values.items() if value.isdigit()]
-    assert digits == ["needle", "five_digits", "twelve_digits", "codes", "other_words", "more_words", "updated"]
+    assert [task for task in values if task not in digits] == ["letters", "hex", "capitals"]
     assert values["capitals"].isupper() and b"the label of our" in contents["more_words"]
     assert values["letters"].isalpha() and not values["hex"].isdigit() and int(values["hex"], 16) >= 0
     assert re.search(rb"secret number of the [a-z]{2}-\d{3} is", contents["codes"])
@@ -213,7 +219,10 @@ def test_needle_forms() -> None:
         b"secret" not in contents["other_words"]
         and b"opens with " + values["other_words"].encode() in contents["other_words"]
     )
-    assert [task for task in contents if b"secret number of the" not in contents[task]] == ["other_words", "more_words"]
+    others = ["other_words", "more_words", "new_words", "new_sentences"]
+    assert [task for task in contents if b"secret number of the" not in contents[task]] == others
+    questions = [task for task, content in contents.items() if b"\nBefore the change:\n" in content]
+    assert questions == ["first_value"]
 
 
 def test_held_out_wordings_do_not_depend_on_those_of_the_run() -> None:
@@ -222,6 +231,41 @@ def test_held_out_wordings_do_not_depend_on_those_of_the_run() -> None:
         for number in range(5):
             content = bytes(_make_sample(task, 700, 0.5, number, recall, 1, TEXT).tokens.tolist())
             assert content.count(words) == 1 and b"secret" not in content
+
+
+def test_recorded_wordings_are_those_of_the_answers() -> None:
+    """In every task of a run with the grammar; held-out ones are of their set, and `control_form` is that of any run."""
+    recall = RecallConfig(wordings="grammar", values="mixed", updates=0.5, first_values=0.5)
+    held_out = {"new_words", "new_sentences"}
+    for task, number in itertools.product(ALL_TASKS, range(10)):
+        sample = _make_sample(task, 3000, 0.5, number, recall, 1, np.resize(TEXT, 3000))
+        content = bytes(sample.tokens.tolist())
+        assert len(sample.wordings) == len(sample.answers)
+        for (statement, question), answer in zip(sample.wordings, sample.answers, strict=True):
+            start, value = int(answer[0]), content[answer[0] : answer[-1] + 1].decode()
+            asked = re.search(
+                re.escape(question).replace(r"\{name\}", "([a-z]+ [a-z]+|[a-z]{2}-[0-9]{3})") + "$",
+                content[:start].decode("latin-1"),
+            )
+            assert asked and statement.format(name=asked[1], value=value).encode() in content[:start]
+            if task in held_out or statement in GRAMMARS["grammar"][0]:
+                statements, questions = GRAMMARS[task if task in held_out else "grammar"]
+                assert statement in statements and question.removeprefix(BEFORE_CHANGE) in questions
+            else:
+                assert task in ("other_words", "more_words")
+            assert question.startswith(BEFORE_CHANGE) == (task == "first_value")
+        default = _make_sample("control_form", 3000, 0.5, number, RecallConfig(), 1, np.resize(TEXT, 3000))
+        assert task != "control_form" or np.array_equal(sample.tokens, default.tokens)
+        # The held-out forms and the control's state the fact among others, all in the same form.
+        if task in {*held_out, "control_form"}:
+            statements = [RecallConfig().statement] if task == "control_form" else GRAMMARS[task][0]
+            assert count_statements(statements, content) == 1 + 3000 // 512
+
+
+def count_statements(templates: Sequence[str], content: bytes) -> int:
+    fields = {"name": "[a-z]+ [a-z]+", "value": "[0-9a-z]{7}"}
+    patterns = (re.escape(template).replace(r"\{", "{").replace(r"\}", "}").format(**fields) for template in templates)
+    return sum(len(re.findall(pattern.encode(), content)) for pattern in patterns)
 
 
 def test_samples_of_the_basic_tasks_are_stable() -> None:

@@ -119,6 +119,10 @@ def test_file_records_settings_and_origin(evaluation: dict[str, Any], run_dir: P
     assert lengths == {260, 330, 660}
     assert len([c for c in evaluation["retrieval"] if c["task"] == "needle"]) == 3 * 2
     assert all(cell["sequences"] == 1 for cell in evaluation["retrieval"])
+    assert (evaluation["statements"], evaluation["questions"]) == ([RecallConfig().statement], [RecallConfig().question])
+    for cell in evaluation["retrieval"]:
+        assert len(cell["wordings"]) == cell["answers"] and sum(right for *_, right in cell["wordings"]) == cell["right"]
+        assert all((statement, question) == (0, 0) for statement, question, _ in cell["wordings"])
     assert {(row["task"], row["length"]) for row in evaluation["not_asked"]} <= {("multi_query", n) for n in (260, 330)}
     assert evaluation["positions"]["windows"] == 3 and len(evaluation["positions"]["octaves"]) == 2
     documents = evaluation["documents"]
@@ -126,6 +130,15 @@ def test_file_records_settings_and_origin(evaluation: dict[str, Any], run_dir: P
     for part in evaluation["selection"]:
         assert [effect["name"] for effect in part["interventions"]] == list(ABLATIONS)
         assert len(part["quality"]["chosen"]) == 1
+
+
+def test_wordings_are_indexed() -> None:
+    answers = [[("b {name}", "x", True), ("a {name}", "y", False)], [("a {name}", "z", True)]]
+    cells = [{"task": "needle", "wordings": answer} for answer in answers]
+    indexed = run_evaluation._index_wordings(cells)
+    assert (indexed["statements"], indexed["questions"]) == (["a {name}", "b {name}"], ["x", "y", "z"])
+    assert [cell["wordings"] for cell in indexed["retrieval"]] == [[[1, 0, 1], [0, 1, 0]], [[0, 2, 1]]]
+    assert [cell["wordings"] for cell in cells] == answers, "stored parts are unchanged"
 
 
 def test_evaluation_is_deterministic_and_depends_on_the_checkpoint(

@@ -175,8 +175,8 @@ MUTANTS = [
     Mutant(
         "recall: the replaced value comes after the new one",
         "data.recall.needle_insertion",
-        "Insertion(depth * rng.random(), fact.replaced)",
-        "Insertion(1 - depth * rng.random(), fact.replaced)",
+        "Insertion(depth * rng.random(), fact.replaced.statement)",
+        "Insertion(1 - depth * rng.random(), fact.replaced.statement)",
     ),
     Mutant(
         "recall: an update keeps the value",
@@ -199,8 +199,26 @@ MUTANTS = [
     Mutant(
         "recall: bytes of a replaced statement are not counted",
         "data.recall.facts",
-        "len(fact.replaced) + len(fact.statement)",
+        "len(replaced) + len(fact.statement)",
         "len(fact.statement)",
+    ),
+    Mutant(
+        "recall: the earlier value with the later statement",
+        "data.recall.facts",
+        "wording=(fact.replaced.wording[0], ",
+        "wording=(fact.wording[0], ",
+    ),
+    Mutant(
+        "recall: the earlier value is always asked for",
+        "data.recall.needle_insertion",
+        "rng.random() < recall.first_values else fact",
+        "rng.random() < 1.0 else fact",
+    ),
+    Mutant(
+        "recall: a held-out word in the grammar",
+        "data.recall.grammar",
+        '"reference", "signature")',
+        '"reference", "marker")',
     ),
     Mutant(
         "recall: mixed values without hex", "data.recall.facts", '("digits", "letters", "hex")', '("digits", "letters")'

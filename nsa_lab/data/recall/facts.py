@@ -8,6 +8,7 @@ import numpy as np
 
 from nsa_lab.config import RecallConfig
 from nsa_lab.data.errors import DataError
+from nsa_lab.data.recall.grammar import GRAMMARS
 
 # fmt: off
 ADJECTIVES = (
@@ -42,6 +43,8 @@ HELD_OUT_WORDINGS = (
     ("\nNote that the {name} opens with {value}.\n", "\nWhat does the {name} open with? "),
     ("\nWe keep {value} as the label of our {name}, as always.\n", "\nThe label that we keep for our {name} reads "),
 )
+# Precedes a question for the earlier value of an updated fact.
+BEFORE_CHANGE = "\nBefore the change:"
 # A code is two letters and a three-digit number.
 N_CODES = len(LETTERS) ** 2 * 1000
 # A newline ends an answer, as in typed text. It is not part of the value that the model must recall.
@@ -52,13 +55,15 @@ ANSWER_END = b"\n"
 class Fact:
     """Texts of a fact: `statement` states it, `question` asks for it, and `value` is the expected answer.
 
-    `replaced`: an earlier statement with another value; empty if the fact has only one value.
+    `wording`: templates of the statement that has the answer and of the question. `replaced`: the same name with another
+    value, stated earlier; None if the fact has only one value.
     """
 
     statement: bytes
     question: bytes
     value: bytes
-    replaced: bytes = b""
+    wording: tuple[str, str]
+    replaced: Fact | None = None
 
 
 def sample_facts(count: int, recall: RecallConfig, rng: np.random.Generator) -> list[Fact]:
@@ -88,24 +93,42 @@ def make_longest_fact(recall: RecallConfig) -> Fact:
     """Return a fact with the maximum length of any sampled fact."""
     longest = max(map(len, ADJECTIVES)) + 1 + max(map(len, NOUNS)) if recall.names == "words" else len("kq-417")
     name, value = "x" * longest, "x" * recall.value_length
-    facts = [_make_fact(name, value, wording) for wording in zip(*_list_wordings(recall), strict=True)]
-    statement, question = (max((getattr(fact, part) for fact in facts), key=len) for part in ("statement", "question"))
-    return Fact(statement, question, value.encode(), statement if recall.updates else b"")
+    statement, question = (
+        max(templates, key=lambda template: len(template.format(name=name, value=value).encode()))
+        for templates in _list_wordings(recall)
+    )
+    fact = _make_fact(name, value, (statement, question))
+    fact = replace(fact, replaced=fact if recall.updates else None)
+    return ask_for_first_value(fact) if recall.first_values else fact
+
+
+def ask_for_first_value(fact: Fact) -> Fact:
+    """Return an updated fact with a question for its earlier value."""
+    assert fact.replaced is not None
+    return replace(
+        fact,
+        question=BEFORE_CHANGE.encode() + fact.question,
+        value=fact.replaced.value,
+        wording=(fact.replaced.wording[0], BEFORE_CHANGE + fact.wording[1]),
+    )
 
 
 def compute_max_fact_bytes(recall: RecallConfig) -> int:
     """Return the maximum number of bytes of a fact, its replaced statement, its question and its answer."""
     fact = make_longest_fact(recall)
-    return len(fact.replaced) + len(fact.statement) + len(fact.question) + len(fact.value + ANSWER_END)
+    replaced = fact.replaced.statement if fact.replaced else b""
+    return len(replaced) + len(fact.statement) + len(fact.question) + len(fact.value + ANSWER_END)
 
 
 def _make_fact(name: str, value: str, wording: tuple[str, str]) -> Fact:
-    statement, question = wording
-    return Fact(statement.format(name=name, value=value).encode(), question.format(name=name).encode(), value.encode())
+    statement, question = (template.format(name=name, value=value).encode() for template in wording)
+    return Fact(statement, question, value.encode(), wording)
 
 
 def _list_wordings(recall: RecallConfig) -> tuple[list[str], list[str]]:
     """Return the templates of statements and of questions."""
+    if recall.wordings in GRAMMARS:
+        return GRAMMARS[recall.wordings]
     others = (STATEMENTS, QUESTIONS) if recall.wordings == "several" else ((), ())
     return [recall.statement, *others[0]], [recall.question, *others[1]]
 
@@ -125,7 +148,7 @@ def _add_replaced(fact: Fact, name: str, recall: RecallConfig, rng: np.random.Ge
     value = fact.value.decode()
     while value == fact.value.decode():
         value = _sample_value(recall, rng)
-    return replace(fact, replaced=_make_fact(name, value, _sample_wording(recall, rng)).statement)
+    return replace(fact, replaced=_make_fact(name, value, _sample_wording(recall, rng)))
 
 
 def _make_name(number: int, recall: RecallConfig) -> str:

@@ -5,7 +5,8 @@ Invariants
   the sequence. The surrounding text is a prefix of the original text, unchanged and in order. The length stays the same.
 * The answer to a question occurs earlier in the same sequence, in its own statement and in no other fact's statement
   (unless there are more facts than values, or a replaced value equals it). A replaced statement precedes the one that
-  replaces it. A coincidental occurrence in the surrounding text is not removed.
+  replaces it, and is the answer's statement if the question asks for the earlier value. A coincidental occurrence in the
+  surrounding text is not removed.
 * Which sequences get insertions is a function of the sequence number and the share (`insert_in_share`).
 * Answer bytes have the loss weight `data.answer_weight`. The newline after an answer and all other text have weight 1.
 """
@@ -22,7 +23,7 @@ from nsa_lab.config import RecallConfig
 from nsa_lab.data.batches import Inserter
 from nsa_lab.data.document_starts import find_document_starts
 from nsa_lab.data.errors import DataError
-from nsa_lab.data.recall.facts import ANSWER_END, Fact, compute_max_fact_bytes, sample_facts
+from nsa_lab.data.recall.facts import ANSWER_END, Fact, ask_for_first_value, compute_max_fact_bytes, sample_facts
 
 
 class Insertion(NamedTuple):
@@ -138,7 +139,11 @@ def _get_line_end(insertion: Insertion) -> bytes:
 
 def _make_insertions(facts: list[Fact], recall: RecallConfig, rng: np.random.Generator, length: int) -> list[Insertion]:
     """Return statements, and questions in groups of `questions_together`. Each group follows all its statements."""
-    queried = facts[: max(1, round(len(facts) * (1 - recall.distractors)))]
+    queried = [
+        # Without `first_values` nothing is drawn, so the text of older configurations stays the same.
+        ask_for_first_value(fact) if recall.first_values and fact.replaced and rng.random() < recall.first_values else fact
+        for fact in facts[: max(1, round(len(facts) * (1 - recall.distractors)))]
+    ]
     insertions = [piece for fact in facts[len(queried) :] for piece in insert_statements(fact, rng.random(), rng)]
     for first in range(0, len(queried), recall.questions_together):
         group = queried[first : first + recall.questions_together]
@@ -152,7 +157,7 @@ def _make_insertions(facts: list[Fact], recall: RecallConfig, rng: np.random.Gen
 
 def insert_statements(fact: Fact, depth: float, rng: np.random.Generator) -> list[Insertion]:
     """Return the statement of a fact at `depth`, after the replaced one, if any, at a random smaller depth."""
-    earlier = [Insertion(depth * rng.random(), fact.replaced)] if fact.replaced else []
+    earlier = [Insertion(depth * rng.random(), fact.replaced.statement)] if fact.replaced else []
     return [*earlier, Insertion(depth, fact.statement)]
 
 

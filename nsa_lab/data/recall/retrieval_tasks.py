@@ -1,8 +1,8 @@
 """Sequences that test retrieval: text, one or several facts in it, and questions at the end.
 
 Needle: one fact at a given depth. Multi-key: the same, among many facts that are not asked for. Multi-query: several facts,
-all asked for. Updated: one fact, and an earlier value that it replaces. The caller provides the random generator and the
-text.
+all asked for. Updated: one fact, and an earlier value that it replaces. First value: the same, with a question for the
+earlier value. The caller provides the random generator and the text.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ import numpy as np
 
 from nsa_lab.config import RecallConfig
 from nsa_lab.data.errors import DataError
-from nsa_lab.data.recall.facts import ANSWER_END, Fact, make_longest_fact, sample_facts
+from nsa_lab.data.recall.facts import ANSWER_END, Fact, ask_for_first_value, make_longest_fact, sample_facts
 from nsa_lab.data.recall.needle_insertion import Insertion, insert_statements, insert_texts
 
 
 class RetrievalTask(NamedTuple):
-    """`tokens` int64 [T], and the positions of its answers in `tokens`, `answers` int64 [n, value_length]."""
+    """`tokens` int64 [T], and the positions of its answers in `tokens`, `answers` int64 [n, value_length].
+
+    `wordings`: for each answer the templates of its statement and of its question.
+    """
 
     tokens: np.ndarray
     answers: np.ndarray
+    wordings: tuple[tuple[str, str], ...]
 
 
 def make_needle_task(
@@ -63,6 +67,15 @@ def make_updated_task(
     return _make_task(length, insert_statements(fact, depth, rng), [fact], recall, rng, text)
 
 
+def make_first_value_task(
+    length: int, depth: float, recall: RecallConfig, rng: np.random.Generator, text: np.ndarray
+) -> RetrievalTask:
+    """Return `make_updated_task` with a question for the earlier value. `depth`: of the later statement."""
+    asked = recall.model_copy(update={"updates": 1.0, "first_values": 1.0})
+    fact = ask_for_first_value(*sample_facts(1, asked, rng))
+    return _make_task(length, insert_statements(fact, depth, rng), [fact], asked, rng, text)
+
+
 def _make_task(
     length: int,
     insertions: list[Insertion],
@@ -89,4 +102,8 @@ def _make_task(
     tokens, _ = insert_texts(text[start : start + n_text], insertions, 1.0)
     ends = n_text + np.cumsum([len(piece) for piece in pieces])
     answers = np.stack([np.arange(end - len(fact.value), end) for fact, end in zip(queried_facts, ends[1::3], strict=True)])
-    return RetrievalTask(np.concatenate([tokens, np.frombuffer(b"".join(pieces), np.uint8)]).astype(np.int64), answers)
+    return RetrievalTask(
+        np.concatenate([tokens, np.frombuffer(b"".join(pieces), np.uint8)]).astype(np.int64),
+        answers,
+        tuple(fact.wording for fact in queried_facts),
+    )
