@@ -69,13 +69,13 @@ def selection_loss(
 
     `n_queries`: number of sampled queries, spread evenly over the sequence and over positions within a block; None: all.
     The sample is the same in every step, so a resumed run repeats it. Memory is proportional to the sampled queries times
-    all keys. `layout`: the span's layout for `nsa`; None: build it. `held`: the result of `select_held_rows`, if q and
-    attention_q belong to a rank that shares a text with others, k_cmp and k_sel to the whole text; the sum of the results
-    of all ranks is the loss of the text.
+    all keys, or all blocks with the kernels. `layout`: the span's layout for `nsa`; None: build it. `held`: the result of
+    `select_held_rows`, if q and attention_q belong to a rank that shares a text with others, k_cmp and k_sel to the whole
+    text; the sum of the results of all ranks is the loss of the text.
 
     `backend`: a name, or the result of `resolve_backend`. With the backend triton, kernels compute the loss of keys that do
-    not overlap (l = d, as those of an indexer) and whose probabilities are summed over blocks and heads. PyTorch computes
-    all others. Raise ValueError for inconsistent tensors, and the errors of `resolve_backend`.
+    not overlap (l = d, as for an indexer) and whose probabilities are summed over blocks and heads. PyTorch computes all
+    others. Raise ValueError for inconsistent tensors, and the errors of `resolve_backend`.
     """
     attention_q = q if attention_q is None else attention_q
     if layout is None:

@@ -1,8 +1,9 @@
 """Attention mass of blocks for sampled queries: the probability of each block under softmax attention, and its gradient.
 
-The selection loss compares the mass of the selected branch's keys with that of an indexer's keys, for a few queries of a
-long text. Each query sees the keys of its document up to its position, and blocks start at its document, so two queries
-can divide the same keys differently. One program therefore handles the heads of one query in one group, as in decoding:
+The selection loss compares the mass of the selected branch's keys with the mass of an indexer's keys, for a few queries
+of a long text. Each query sees the keys of its document up to its position, and blocks start at its document, so two
+queries can divide the same keys differently. One program therefore handles the heads of one query in one group, as in
+decoding:
 
 * forward: log-sum-exps of blocks, from which the mass is exp(log-sum-exp of the block - log-sum-exp of the row);
 * gradient of the queries: partial sums over parts of the keys, summed in a fixed order;
