@@ -174,7 +174,7 @@ _Loader.yaml_constructors = {
 }
 
 # Characters that the two parsers of PyYAML may read differently, or that can multiply a text.
-_SPECIAL = re.compile(r"(^|[\s\[{,])[&*!%@`|>?]|\t|<<|^---|^\.\.\.", re.MULTILINE)
+_SPECIAL = re.compile(r"(^|[\s\[{,])[&*!%@`|>]|[?\t]|<<|^---|^\.\.\.", re.MULTILINE)
 _FastLoader: type[yaml.CSafeLoader] | None = None
 if yaml.__with_libyaml__:
 
