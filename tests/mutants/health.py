@@ -241,6 +241,12 @@ MUTANTS = [
         "if (stopped := recent < 0).any():",
     ),
     Mutant(
+        "health: a gate entropy that is no longer measured passes",
+        "health.branch_checks",
+        '{"branch shares": shares, "gate entropy": entropy[None]}',
+        '{"gates": np.concatenate([shares, entropy[None]])}',
+    ),
+    Mutant(
         "health: gates are judged only at the end",
         "health.branch_checks",
         "if (failing := is_last | is_frequent).any():",
