@@ -123,6 +123,8 @@ def find_problems(checkpoint: Path, *, check_hashes: bool = True) -> list[str]:
         return [f"{MANIFEST} cannot be read ({type(error).__name__})"]
     if recorded_digest != compute_digest(manifest):
         return [f"{MANIFEST} does not match its own digest"]
+    if manifest.get("v") != FORMAT_VERSION:
+        return [f"{MANIFEST}: expected version {FORMAT_VERSION} of the format, got {manifest.get('v')!r:.40}"]
     # Results depend on the step of the weights: each training stage has its own rope_theta.
     step = manifest.get("step")
     if type(step) is not int:
