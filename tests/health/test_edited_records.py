@@ -348,7 +348,13 @@ EDITS: list[tuple[str, Edit, str, str, set[str]]] = [
         "lr is not finite at step 25,000",
         {"learning rate"},
     ),
-    ("events of two runs", lambda events: [*events, {**events[-1], "run": "another"}], "one run", "several runs", set()),
+    (
+        "events of two runs",
+        lambda events: [*events, {**events[-1], "run": "another"}],
+        "one run",
+        "several runs",
+        {"status agrees"},
+    ),
 ]
 
 
