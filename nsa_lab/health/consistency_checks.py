@@ -263,7 +263,7 @@ def _check_work(history: History) -> Problem | None:
     for event in history.first_events:
         reads = event.get("reads_per_token")
         for name, value in reads.items() if isinstance(reads, dict) else ():
-            if is_number(value) and value > longest:
+            if value is not None and is_number(value) and value > longest:
                 text = f"reads_per_token: {value:,.0f} of {name}, longer than a sequence of {longest:,} tokens,"
                 return Problem(np.array([event["step"]]), text)
     return None
