@@ -40,7 +40,7 @@ from nsa_lab.convert.nsa_model import (
     load_initial_weights,
     make_nsa_transformer,
 )
-from nsa_lab.convert.run_settings import describe_source
+from nsa_lab.convert.run_settings import describe_source, has_indexers
 from nsa_lab.convert.settings import DEFAULT_NSA, IndexerOptions
 from nsa_lab.convert.sources import check_tokenizer, load_dense, load_tokenizer
 
@@ -59,6 +59,7 @@ __all__ = [
     "describe_model",
     "describe_source",
     "export_adapter",
+    "has_indexers",
     "load_adapter",
     "load_dense",
     "load_initial_weights",

@@ -38,6 +38,7 @@ from nsa_lab.config import UsageError
 from nsa_lab.convert.cache import SparseCache, compute_index_rotary
 from nsa_lab.convert.settings import ConversionSettings
 from nsa_lab.inference.cache import Step
+from nsa_lab.inference.hf.cache import GET_CACHE
 from nsa_lab.inference.hf.causal_lm import IGNORED_LABEL, NSALabOutput
 from nsa_lab.inference.hf.inputs import PaddingPermutation, build_layout, check_flag, check_item_count, slice_mask
 from nsa_lab.inference.hf.modeling import CACHE_ARGUMENT, AddedLoss
@@ -322,10 +323,7 @@ def _compute_rotary(base: Any, inputs: Tensor, span: Span | None) -> Rotary:
 def _get_cache(arguments: Mapping[str, Any]) -> SparseCache | None:
     given = [arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None]
     if given and not isinstance(given[0], SparseCache):
-        raise TypeError(
-            f"cache: expected a SparseCache, got a {type(given[0]).__name__}; omit it in the first call with "
-            "use_cache=True, which returns one"
-        )
+        raise TypeError(f"cache: expected a SparseCache, got a {type(given[0]).__name__}; {GET_CACHE}")
     return given[0] if given else None
 
 

@@ -30,6 +30,7 @@ from nsa_lab.convert.cache import SparseCache
 from nsa_lab.convert.forward_pass import CACHE_NAMES, SPARSE, add_hooks, is_converted
 from nsa_lab.convert.indexer import copy_first_heads, make_indexer
 from nsa_lab.convert.settings import DEFAULT_NSA, ConversionSettings, IndexerOptions, check_dense_config
+from nsa_lab.inference.hf.cache import PassesCacheToPeft
 from nsa_lab.inference.hf.configuration import SavedWithImport
 from nsa_lab.inference.hf.modeling import CACHE_ARGUMENT, SavedModel
 from nsa_lab.runs.atomic_io import write_text
@@ -99,7 +100,7 @@ def _add_attention(model: Any, settings: ConversionSettings) -> None:
     add_hooks(model, settings)
 
 
-class ConvertedModel(SavedModel):
+class ConvertedModel(PassesCacheToPeft, SavedModel):
     """Methods of all converted models. A class for a family lists it before the dense class."""
 
     dense_class: type[PreTrainedModel]

@@ -129,17 +129,13 @@ def load_initial_weights(model: NSATransformer, source: str | Path) -> None:
     """Load pretrained weights into `model`, whose sizes are those of `describe_model`.
 
     source: as in `load_dense`, or a run of this project that is dense or has the selected branch only. Indexers are copied
-        if the source has them, and `model.has_loaded_indexers` is True; otherwise they start with the weights of the first
-        heads.
+        if the source has them (`has_indexers`); otherwise they start with the weights of the first heads.
     Raises the errors of `load_dense`, or of `load_model` for a run, and ConfigError if the model has another architecture.
     """
     if (Path(source) / directory.CONFIG).is_file():
-        loaded = load_model(source)
-        _copy_run_weights(loaded, model)
+        _copy_run_weights(load_model(source), model)
     else:
-        loaded = load_dense(source)
-        copy_weights(loaded, model)
-    model.has_loaded_indexers = any(MARKER in name for name, _ in loaded.named_parameters())
+        copy_weights(load_dense(source), model)
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from typing import Any
 from nsa_lab.config import ConfigError, ModelConfig, NSAConfig, RunConfig
 from nsa_lab.config.model_config import INDEXER_KEYS
 from nsa_lab.convert.nsa_model import WEIGHT_KEYS, describe_model
+from nsa_lab.convert.settings import ConversionSettings
 from nsa_lab.convert.sources import load_dense_config, load_fast_tokenizer
 from nsa_lab.runs import directory
 from nsa_lab.runs.atomic_io import write_bytes
@@ -44,6 +45,15 @@ def describe_source(source: str, folder: Path) -> dict[str, Any]:
         write_bytes(file, content)
     is_path = Path(source).exists()
     return _name_settings(str(Path(source).resolve()) if is_path else source, model, str(file.resolve()))
+
+
+def has_indexers(source: str) -> bool:
+    """Return whether a source of `load_initial_weights` has trained indexers, with which a run then starts."""
+    if (Path(source) / directory.CONFIG).is_file():
+        return RunConfig.from_yaml(Path(source) / directory.CONFIG).model.has_indexer
+    dense = load_dense_config(source)
+    settings = getattr(dense, "sparse_attention", None)  # of a converted model
+    return bool(settings) and ConversionSettings.from_mapping(dense, settings).model.has_indexer
 
 
 def _name_settings(source: str, model: ModelConfig, tokenizer: str) -> dict[str, Any]:

@@ -43,10 +43,9 @@ def check_gates_moved(history: History, limits: Limits) -> Verdict | None:
         return Verdict(
             "gates moved", None, None, limits.gate_min_change, f"{len(entropy)} readings are too few to detect changes"
         )
-    readings = np.stack(
-        [values for values in (entropy, *_get_gate_shares(history).values()) if len(values) == len(entropy)]
-    )
-    change = np.ptp(readings, axis=1).max(axis=0)
+    shares = np.stack([values for values in _get_gate_shares(history).values() if len(values) == len(entropy)] or [entropy])
+    statistics = {"branch shares": shares, "gate entropy": entropy[None]}  # [statistics, readings, layers] each
+    change = np.max([np.ptp(values, axis=1).max(axis=0) for values in statistics.values()], axis=0)
     frozen = change < limits.gate_min_change
     if frozen.any():
         return Verdict(
@@ -56,20 +55,22 @@ def check_gates_moved(history: History, limits: Limits) -> Verdict | None:
             limits.gate_min_change,
             f"gate never changed in {format_layers(frozen)}",
         )
-    is_equal = (readings[:, 1:] == readings[:, :-1]).all(axis=0)
+    # Shares and entropy follow the same gates: one that is constant while the other changes is no longer measured.
     is_unchanged = update <= limits.gate_update_least * update.max(axis=0) if len(update) else update == 0
-    for stuck, subject in ((is_equal, "gates bitwise equal"), (is_unchanged, "gate weights unchanged")):
-        streak = _compute_longest_streak(stuck)
+    stuck = {f"{name} bitwise equal": (values[:, 1:] == values[:, :-1]).all(axis=0) for name, values in statistics.items()}
+    for subject, mask in {**stuck, "gate weights unchanged": is_unchanged}.items():
+        streak = _compute_longest_streak(mask)
         if (streak >= limits.gate_constant_readings).any():
             text = (
                 f"{subject} in {streak.max()} readings in a row in {format_layers(streak >= limits.gate_constant_readings)}"
             )
             return Verdict("gates moved", False, float(streak.max()), limits.gate_constant_readings, text)
     if (half := entropy.shape[0] // 2) >= limits.gate_constant_readings:
-        recent = np.ptp(readings[:, -half:], axis=1).max(axis=0)
-        if (stopped := recent < limits.gate_min_change).any():
-            text = f"gate no longer changed in the second half in {format_layers(stopped)}"
-            return Verdict("gates moved", False, float(recent.min()), limits.gate_min_change, text)
+        for name, values in statistics.items():
+            recent = np.ptp(values[:, -half:], axis=1).max(axis=0)
+            if (stopped := recent < limits.gate_min_change).any():
+                text = f"{name} no longer changed in the second half in {format_layers(stopped)}"
+                return Verdict("gates moved", False, float(recent.min()), limits.gate_min_change, text)
     return Verdict(
         "gates moved",
         True,

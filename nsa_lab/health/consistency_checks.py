@@ -18,7 +18,7 @@ from nsa_lab.health.log_integrity import find_longest_constant
 from nsa_lab.health.verdict import LIMITS, Limits, Verdict
 from nsa_lab.runs import directory
 from nsa_lab.runs.event_columns import NUMBERS
-from nsa_lab.runs.event_schema import EndEvent
+from nsa_lab.runs.event_schema import EndEvent, is_number
 from nsa_lab.runs.event_table import Events
 from nsa_lab.runs.history import History, find_stages
 
@@ -243,6 +243,32 @@ def _check_checkpoint_sizes(history: History) -> Problem | None:
     return Problem(saved.ints("step")[sizes < least], f"a checkpoint is smaller than {least:,.0f} bytes")
 
 
+def _check_fields_differ(history: History) -> Problem | None:
+    """No two measured fields have the same values in all readings: one of them is a copy."""
+    names = [*LOSS_FIELDS, *VARYING_FIELDS, *(f"gate_share_{branch}" for branch in BRANCHES), "gate_entropy", "gate_update"]
+    forms = history.steps.list_fields()
+    seen: dict[bytes, str] = {}
+    for name in (name for name in names if name in forms):
+        steps, values = history.layer_series(name) if forms[name] == NUMBERS else history.series(name)
+        if len(values) < MIN_EQUAL_READINGS or not np.isfinite(values).all() or not values.any(axis=0).all():
+            continue  # a disabled branch has zeros
+        if (other := seen.setdefault(values.tobytes(), name)) != name:
+            return Problem(steps, f"{name} equals {other}")
+    return None
+
+
+def _check_work(history: History) -> Problem | None:
+    """A query reads at most all keys of its sequence."""
+    longest = max(stage.seq_len for stage in history.config.train.plan)
+    for event in history.first_events:
+        reads = event.get("reads_per_token")
+        for name, value in reads.items() if isinstance(reads, dict) else ():
+            if value is not None and is_number(value) and value > longest:
+                text = f"reads_per_token: {value:,.0f} of {name}, longer than a sequence of {longest:,} tokens,"
+                return Problem(np.array([event["step"]]), text)
+    return None
+
+
 RELATIONS: tuple[Callable[[History], Problem | None], ...] = (
     _check_gate_shares,
     _check_gate_entropy,
@@ -258,6 +284,8 @@ RELATIONS: tuple[Callable[[History], Problem | None], ...] = (
     _check_selected_keys,
     _check_durations,
     _check_checkpoint_sizes,
+    _check_fields_differ,
+    _check_work,
 )
 
 
@@ -388,12 +416,14 @@ def check_status_agrees(history: History, limits: Limits) -> Verdict:
 
 
 def _find_late_event(history: History, ending: EndEvent) -> str | None:
-    """Return a text on an attempt that ended in two ways, or trained on after its end; None if it did neither."""
+    """Return a text on an attempt that ended twice or in two ways, or trained on after its end; None if it did neither."""
     attempt = ending["attempt"]
     own = history.events.select(history.events.ints("attempt") == attempt)
     kinds = {event["kind"] for event in own.of_kind("end", "halt")}
     if len(kinds) > 1:
         return f"attempt {attempt} has both ended and halted"
+    if len(own.of_kind(ending["kind"])) > 1:
+        return f"attempt {attempt} has ended twice"
     last = int(np.flatnonzero(own.is_kind(ending["kind"])).max())
     late = own.select(np.arange(len(own)) > last).of_kind("step", "eval")
     return f"attempt {attempt} records step {late[-1]['step']:,} after its end" if late else None

@@ -57,7 +57,7 @@ def check_guards(history: History, limits: Limits) -> Verdict:
 
 
 # Kinds of events whose numbers must be within the bounds of the schema.
-BOUNDED_KINDS = ("step", "eval", "reach", "conversion", "heartbeat", "checkpoint", "reference")
+BOUNDED_KINDS = ("start", "resume", "step", "eval", "reach", "conversion", "heartbeat", "checkpoint", "reference")
 
 
 def check_finite(history: History, limits: Limits) -> Verdict:

@@ -18,11 +18,10 @@ from nsa_lab.config.optional_deps import require
 from nsa_lab.model import NSATransformer
 from nsa_lab.runs import checkpoint_files, directory, resolve
 from nsa_lab.runs.atomic_io import read_json
+from nsa_lab.runs.checkpoint_files import MODEL
 from nsa_lab.runs.finite_weights import describe_nonfinite
 from nsa_lab.runs.model_files import NoCheckpoint, find_checkpoint
 from nsa_lab.runs.trajectory import list_changed_settings
-
-WEIGHTS, STATE = "model.safetensors", "state.json"
 
 
 def load_model(
@@ -78,7 +77,7 @@ def _check_config(folder: Path, config: RunConfig) -> None:
     recorded = read_json(folder / checkpoint_files.MANIFEST).get("config_hash", config.hash())
     if recorded == config.hash():
         return
-    trajectory = read_json(folder / STATE).get("trajectory")
+    trajectory = read_json(folder / checkpoint_files.STATE).get("trajectory")
     differences = list_changed_settings(trajectory, config) if isinstance(trajectory, dict) else ["settings not recorded"]
     if differences:
         raise NoCheckpoint(
@@ -89,14 +88,14 @@ def _check_config(folder: Path, config: RunConfig) -> None:
 
 def _read_weights(folder: Path, device: torch.device) -> dict[str, Tensor]:
     """Return the weights of a checkpoint by name; of a sharded one, those that all ranks wrote."""
-    if (folder / WEIGHTS).is_file():
+    if (folder / MODEL).is_file():
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         try:
-            return load_file(folder / WEIGHTS, device=str(device))
+            return load_file(folder / MODEL, device=str(device))
         except (SafetensorError, OSError) as error:
-            raise NoCheckpoint(f"{folder / WEIGHTS}: cannot be read ({error}); use another checkpoint of the run") from None
+            raise NoCheckpoint(f"{folder / MODEL}: cannot be read ({error}); use another checkpoint of the run") from None
     from nsa_lab.model import sharded_files
 
     try:

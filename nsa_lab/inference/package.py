@@ -16,7 +16,7 @@ import torch
 
 from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.config.optional_deps import require
-from nsa_lab.inference.load import WEIGHTS, load_model
+from nsa_lab.inference.load import load_model
 from nsa_lab.inference.model_card import build_model_card
 from nsa_lab.runs import checkpoint_files, directory
 from nsa_lab.runs.atomic_io import write_bytes, write_text
@@ -51,10 +51,10 @@ def ship(run_dir: str | Path, folder: str | Path, about: str) -> Path:
     checkpoint_dir = checkpoint_files.get_checkpoint_path(checkpoint_files.get_checkpoint_dir(folder), step)
     checkpoint_dir.mkdir(parents=True)
     config, entry = _strip_local_path(history.config), checkpoint_files.make_manifest_entry(weights)
-    write_bytes(checkpoint_dir / WEIGHTS, weights)
+    write_bytes(checkpoint_dir / checkpoint_files.MODEL, weights)
     write_text(
         checkpoint_dir / checkpoint_files.MANIFEST,
-        checkpoint_files.format_manifest(step, {WEIGHTS: entry}, {"config_hash": config.hash()}),
+        checkpoint_files.format_manifest(step, {checkpoint_files.MODEL: entry}, {"config_hash": config.hash()}),
     )
     write_evaluation(folder, evaluation)
     write_text(folder / MODEL_CARD, build_model_card(folder.name, history, evaluation, len(weights), about))

@@ -88,7 +88,6 @@ class NSATransformer(nn.Module):
         super().__init__()
         self.config = config
         self.backends = resolve_backend(device, dtype, config.nsa, config, backend)
-        self.has_loaded_indexers = False  # True if `load_initial_weights` copied them from a trained model
         self.gradient_checkpointing = False
         # With gradient checkpointing, how blocks are recomputed, and of how many blocks the first is.
         self.checkpoint_function: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
@@ -149,7 +148,8 @@ class NSATransformer(nn.Module):
         Raise ValueError for tokens of another shape or dtype, and for a chunk that starts after position 0.
         """
         check_not_traced()
-        if self.config.attention == "nsa":  # before the check of the tokens, which a transform cannot read
+        if self.config.attention == "nsa":
+            # The operator refuses it too, but a transform ends in an obscure error at the check of the tokens before it.
             check_no_transform(resolved.backend for resolved in self.backends.values())
         self._selection_loss = None  # in case this pass fails: do not return the loss of the pass before
         if cache is None:

@@ -18,8 +18,11 @@ from nsa_lab.runs.directory import CHECKPOINTS
 
 MANIFEST = "MANIFEST.json"
 FORMAT_VERSION = 1
+MODEL, OPTIMIZER, STATE, PROBE = "model.safetensors", "optimizer.pt", "state.json", "probe.safetensors"
+RANDOM = "random.pt"  # random states of a sharded checkpoint, which has no optimizer.pt
 # The weights of a checkpoint: one file, or the index of sharded ones.
-WEIGHT_FILES = ("model.safetensors", ".metadata")
+WEIGHT_FILES = (MODEL, ".metadata")
+SHARD_SUFFIX = ".distcp"
 MAX_MANIFEST_BYTES = 1 << 24
 MAX_FILES = 100_000  # of a checkpoint: one per rank, and a few more
 N_READERS = 8  # threads that compute hashes
@@ -120,6 +123,8 @@ def find_problems(checkpoint: Path, *, check_hashes: bool = True) -> list[str]:
         return [f"{MANIFEST} cannot be read ({type(error).__name__})"]
     if recorded_digest != compute_digest(manifest):
         return [f"{MANIFEST} does not match its own digest"]
+    if manifest.get("v") != FORMAT_VERSION:
+        return [f"{MANIFEST}: expected version {FORMAT_VERSION} of the format, got {manifest.get('v')!r:.40}"]
     # Results depend on the step of the weights: each training stage has its own rope_theta.
     step = manifest.get("step")
     if type(step) is not int:
@@ -133,9 +138,24 @@ def find_problems(checkpoint: Path, *, check_hashes: bool = True) -> list[str]:
         return [f"{MANIFEST} has no valid list of files with size and sha256"]
     if not any(name in WEIGHT_FILES for name, _ in files):
         return [f"{MANIFEST} lists no weights ({' or '.join(WEIGHT_FILES)})"]
+    if problem := _find_unlisted(checkpoint, {name for name, _ in files}):
+        return [problem]
     # Sizes first: hashes of gigabytes need not be computed if a file is missing.
     problems = _list_problems(checkpoint, files, False)
     return _list_problems(checkpoint, files, True) if check_hashes and not problems else problems
+
+
+def _find_unlisted(checkpoint: Path, listed: set[str]) -> str | None:
+    """Return a problem if the manifest lists only a part of a checkpoint. A packaged model has its weights only."""
+    if len(listed) > 1 and STATE not in listed:
+        return f"{MANIFEST} does not list {STATE}"
+    known = {*WEIGHT_FILES, OPTIMIZER, STATE, PROBE, RANDOM}
+    try:
+        names = {path.name for path in checkpoint.iterdir() if path.name in known or path.suffix == SHARD_SUFFIX}
+    except OSError as error:
+        return f"{checkpoint.name} cannot be read ({error.strerror})"
+    unlisted = sorted(names - listed)
+    return f"{MANIFEST} does not list {', '.join(unlisted[:MAX_PROBLEMS])}, which the folder has" if unlisted else None
 
 
 def _list_problems(checkpoint: Path, files: Sequence[tuple[str, Mapping[str, Any]]], check_hashes: bool) -> list[str]:

@@ -57,7 +57,9 @@ READ_ERRORS = (
 
 def describe_read_error(error: BaseException) -> str:
     """Return why a run cannot be read, in one line of bounded length."""
-    text = (describe_os_error(error) or error.strerror) if isinstance(error, OSError) else None
+    text = None
+    if isinstance(error, OSError):
+        text = describe_os_error(error) or (f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
     text = text or " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= MAX_PROBLEM else f"{text[: MAX_PROBLEM - 3]}..."
 

@@ -85,8 +85,12 @@ class AttemptEvent(Event):
     threads: Annotated[int, _count("CPU threads of torch")]
     backend: Annotated[dict[str, dict[str, str]], Field("part of attention -> `backend` and `reason`")]
     params: Annotated[int, _count("parameters of the model")]
-    flops_per_token: Annotated[dict[str, Number], Field("attention type -> work of a training step", "FLOPs per token")]
-    reads_per_token: NotRequired[Annotated[dict[str, Number], Field("branch -> keys that a query reads, mean", "keys")]]
+    flops_per_token: Annotated[
+        dict[str, Number], Field("attention type -> work of a training step", "FLOPs per token", is_positive=True)
+    ]
+    reads_per_token: NotRequired[
+        Annotated[dict[str, Number], Field("branch -> keys that a query reads, mean", "keys", is_positive=True)]
+    ]
     packing: NotRequired[Annotated[list[dict[str, Number]], Field("statistics of packed rows in epoch 1, per stage")]]
     settings: NotRequired[Annotated[dict[str, float | str | bool | None], Field("monitor settings of this attempt")]]
     source_missing: NotRequired[Annotated[str, Field("why the original text was not available; the prepared one was")]]

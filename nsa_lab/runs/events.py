@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -59,7 +60,7 @@ def read_events(run_dir: str | Path, max_step: int | None = None) -> Events[Even
     path = Path(run_dir)
     path = path / EVENTS if path.is_dir() else path
     builder = EventsBuilder(max_step)
-    if path.exists():
+    if os.path.lexists(path):  # a broken link is no empty record
         for number, line, is_complete in _read_lines(path):
             event = _decode(line)
             if event is not None:
@@ -125,7 +126,7 @@ def read_last_events(run_dir: str | Path, max_step: int, n_steps: int, max_bytes
     """
     path = Path(run_dir) / EVENTS
     builder = EventsBuilder(max_step)
-    if not path.exists():
+    if not os.path.lexists(path):
         return builder.build()
     last: list[Any] = []
     n_found, has_evaluation = 0, False
@@ -169,7 +170,7 @@ class Tail:
 
     def read(self) -> list[Event]:
         """Return the events completed since the last call."""
-        if not self._path.exists():
+        if not os.path.lexists(self._path):
             return []
         builder = EventsBuilder(self._max_step)
         for _, line, is_complete in _read_lines(self._path, self._offset):

@@ -251,9 +251,14 @@ class _Attempt:
             },
             "params": context.model.parameter_count(),
             **({"teacher": compute_fingerprint(context.teacher)} if context.teacher else {}),
-            **({"indexer": "loaded" if context.model.has_loaded_indexers else "new"} if self.config.is_conversion else {}),
+            **({"indexer": self._describe_indexers()} if self.config.is_conversion else {}),
             **self._compute_work_per_token(context),
         }
+
+    def _describe_indexers(self) -> str:
+        from nsa_lab.convert import has_indexers  # needs the extra hf
+
+        return "loaded" if has_indexers(cast(str, self.config.train.initial_weights)) else "new"
 
     def _compute_work_per_token(self, context: TrainContext) -> dict[str, Any]:
         """Return FLOPs and attention reads per token for the actual document lengths, and packing statistics of epoch 1."""

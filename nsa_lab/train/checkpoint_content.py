@@ -21,10 +21,10 @@ from torch import Tensor
 
 from nsa_lab.model.indexer import is_indexer_weight
 from nsa_lab.runs.atomic_io import read_bounded
-from nsa_lab.runs.checkpoint_files import parse_step
+from nsa_lab.runs.checkpoint_files import MODEL, OPTIMIZER, PROBE, RANDOM, STATE, parse_step
 from nsa_lab.runs.event_schema import is_finite
 from nsa_lab.runs.finite_weights import describe_nonfinite, find_nonfinite_weights
-from nsa_lab.train.checkpoint_state import MODEL, MOMENTS, OPTIMIZER, PROBE, RANDOM, STATE, WEIGHTS
+from nsa_lab.train.checkpoint_state import MOMENTS, WEIGHTS
 
 MAX_STATE_BYTES = 1 << 24
 # Errors of reading a file of unexpected content.

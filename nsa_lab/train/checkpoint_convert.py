@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from nsa_lab.config import ConfigError
 from nsa_lab.model.sharded_files import MOMENTS, WEIGHTS, fill_tensors, read_shapes
 from nsa_lab.runs import checkpoint_files, directory
+from nsa_lab.runs.checkpoint_files import MODEL, OPTIMIZER, PROBE, RANDOM, STATE
 from nsa_lab.train.checkpoint import CheckpointStore, SavedCheckpoint, Serializer
-from nsa_lab.train.checkpoint_state import MODEL, OPTIMIZER, PROBE, RANDOM, STATE, serialize_torch
+from nsa_lab.train.checkpoint_state import serialize_torch
 from nsa_lab.train.sharded_checkpoint import ShardFileWriter
 
 State = dict[str, Any]

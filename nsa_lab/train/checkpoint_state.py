@@ -24,15 +24,13 @@ from torch import Tensor
 
 from nsa_lab.config import RunConfig
 from nsa_lab.runs import checkpoint_files
+from nsa_lab.runs.checkpoint_files import MODEL, OPTIMIZER, PROBE, RANDOM, STATE
 from nsa_lab.runs.trajectory import list_changed_settings
 from nsa_lab.train.build import TrainContext
 from nsa_lab.train.checkpoint import Serializer
 
 # The parts of a sharded checkpoint, as in nsa_lab.model.sharded_files, which takes a second to import.
 WEIGHTS, MOMENTS = "weights", "moments"
-
-MODEL, OPTIMIZER, STATE, PROBE = "model.safetensors", "optimizer.pt", "state.json", "probe.safetensors"
-RANDOM = "random.pt"  # random states of a sharded checkpoint, which has no optimizer.pt
 
 PROBE_TOKENS = 256
 PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}

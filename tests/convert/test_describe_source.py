@@ -12,10 +12,10 @@ from safetensors.torch import save
 from tiny_dense_models import FEW, YARN, make_dense
 from transformers import PreTrainedTokenizerFast
 
-from nsa_lab import NSATransformer
+from nsa_lab import NSATransformer, sparsify
 from nsa_lab.cli.sweep_command import sweep_command
 from nsa_lab.config import ConfigError, RunConfig
-from nsa_lab.convert import describe_source, load_initial_weights
+from nsa_lab.convert import describe_source, has_indexers, load_initial_weights
 from nsa_lab.runs.sweep_runner import Sweep
 
 PLAIN: dict[str, Any] = {"attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
@@ -103,3 +103,14 @@ def test_a_dense_run_is_a_source(tmp_path: Path) -> None:
     assert "model.rope_scaling" not in settings, "a preset may extend the context"
     with pytest.raises(ConfigError, match="expected a dense run, or one with the selected branch only"):
         describe_source(str(write_run(tmp_path / "other")), tmp_path)
+
+
+def test_sources_with_trained_indexers(tmp_path: Path) -> None:
+    make_dense(**PLAIN).save_pretrained(tmp_path / "dense")
+    sparsify(make_dense(**PLAIN), FEW).save_pretrained(tmp_path / "converted")
+    sparsify(make_dense(**PLAIN), FEW.model_copy(update={"scores": "mean_key"})).save_pretrained(tmp_path / "mean_keys")
+    form = {"branches": ["sel"], "indexer_block": 2, "selection_loss": 0.05}
+    indexed = write_run(tmp_path / "indexed", config=make_config(**{f"model__{key}": value for key, value in form.items()}))
+    dense = write_run(tmp_path / "run", config=make_config(model__attention="dense"))
+    sources = [tmp_path / "dense", tmp_path / "converted", tmp_path / "mean_keys", indexed, dense]
+    assert [has_indexers(str(source)) for source in sources] == [False, True, False, True, False]

@@ -22,12 +22,19 @@ from safetensors.torch import load_file, save_file
 
 from nsa_lab.config import RunConfig
 from nsa_lab.runs import directory, events, lifecycle
-from nsa_lab.runs.checkpoint_files import MANIFEST, find_problems, format_manifest, read_manifest_entry
+from nsa_lab.runs.checkpoint_files import (
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    find_problems,
+    format_manifest,
+    read_manifest_entry,
+)
 from nsa_lab.train import checkpoint_content
 from nsa_lab.train.attempt import run
 from nsa_lab.train.checkpoint import CheckpointStore
 from nsa_lab.train.checkpoint_convert import convert_checkpoint
-from nsa_lab.train.checkpoint_state import MODEL, OPTIMIZER, STATE
 
 
 @pytest.fixture(scope="module")
@@ -345,6 +352,23 @@ def test_manifest_without_weights_is_not_whole(trained_run: Path, tmp_path: Path
     for files in ({}, {STATE: read_manifest_entry(folder / STATE)}):
         (folder / MANIFEST).write_text(format_manifest(6, files))
         assert find_problems(folder) == ["MANIFEST.json lists no weights (model.safetensors or .metadata)"]
+
+
+@pytest.mark.parametrize("how", ["removed", "left in the folder"])
+def test_manifest_without_a_file_that_is_read_is_not_whole(trained_run: Path, tmp_path: Path, how: str) -> None:
+    """A file that no digest covers could be of any run; without its state, a checkpoint cannot be resumed."""
+    store = CheckpointStore(shutil.copytree(trained_run / "checkpoints", tmp_path / "checkpoints"))
+    folder = store.get_path(6)
+    every = {path.name: read_manifest_entry(path) for path in folder.iterdir() if path.name != MANIFEST}
+    (folder / "notes.txt").write_text("a file of somebody else")
+    for name in every.keys() - {MODEL, *([] if how == "left in the folder" else [OPTIMIZER, "probe.safetensors"])}:
+        if how == "removed":
+            (folder / name).unlink()
+        (folder / MANIFEST).write_text(format_manifest(6, {key: value for key, value in every.items() if key != name}))
+        (problem,) = find_problems(folder)
+        assert problem.startswith(f"MANIFEST.json does not list {name}")
+    path, quarantined = store.load_latest()
+    assert path == store.get_path(4) and [checkpoint.step for checkpoint in quarantined] == [6]
 
 
 def test_truncated_shard_leaves_the_stacks_in_the_log(tmp_path: Path) -> None:

@@ -113,11 +113,24 @@ def freeze_gates(first: float, jitter: float = 0.0, names: tuple[str, ...] = ("g
     return edit
 
 
+def shrink_gradients(factor: float) -> Edit:
+    """Return an edit by which the gradients fall evenly to 1 / factor over the run."""
+
+    def edit(events: list[Event]) -> None:
+        for event in select_events(events, "step"):
+            scale = factor ** (-event["step"] / STEPS)
+            event["grad_norm"] *= scale
+            if "grad_norm_layers" in event:
+                event["grad_norm_layers"] = [value * scale for value in event["grad_norm_layers"]]
+
+    return edit
+
+
 def collapse_gates(first: float, last: float, layer: int | None = None) -> Edit:
     def edit(events: list[Event]) -> None:
         for event in select_readings(events, first, last):
             event["gate_entropy"] = [
-                0.05 + 1e-3 * index if layer in (None, index) else value
+                0.05 + 1e-3 * index + 1e-9 * event["step"] if layer in (None, index) else value
                 for index, value in enumerate(event["gate_entropy"])
             ]
 
@@ -213,8 +226,24 @@ EDITS: list[tuple[str, Edit, str, str, set[str]]] = [
         set(),
     ),
     ("one branch zero from 70 % on", set_values(0.7, norm_sel=0.0), "branch outputs", "first at step 35,500", set()),
-    ("gates frozen from 10 % on", freeze_gates(0.1), "gates moved", "gates bitwise equal", set()),
+    ("gates frozen from 10 % on", freeze_gates(0.1), "gates moved", "branch shares bitwise equal", set()),
     ("gates frozen from 10 % on but for rounding", freeze_gates(0.1, 1e-4), "gates moved", "no longer changed", set()),
+    ("a gate entropy frozen from half on", freeze_gates(0.5, names=("gate_entropy",)), "gates moved", "entropy", set()),
+    (
+        "a gate entropy frozen from 40 % on but for rounding",
+        freeze_gates(0.4, 1e-4, names=("gate_entropy",)),
+        "gates moved",
+        "gate entropy no longer changed",
+        set(),
+    ),
+    (
+        "gate shares frozen from half on",
+        freeze_gates(0.5, names=("gate_share_",)),
+        "gates moved",
+        "branch shares bitwise equal",
+        set(),
+    ),
+    ("a gradient that falls by a factor of 100", shrink_gradients(100), "gradients", "varies by a factor", set()),
     (
         "gate weights constant from 10 % on",
         set_values(0.1, gate_update=0.0),
@@ -319,7 +348,13 @@ EDITS: list[tuple[str, Edit, str, str, set[str]]] = [
         "lr is not finite at step 25,000",
         {"learning rate"},
     ),
-    ("events of two runs", lambda events: [*events, {**events[-1], "run": "another"}], "one run", "several runs", set()),
+    (
+        "events of two runs",
+        lambda events: [*events, {**events[-1], "run": "another"}],
+        "one run",
+        "several runs",
+        {"status agrees"},
+    ),
 ]
 
 

@@ -80,6 +80,14 @@ def scale(
     return change(kind, edit_event, first, last)
 
 
+def copy_field(source: str, target: str) -> Edit:
+    def edit_event(event: Event) -> None:
+        if source in event and target in event:
+            event[target] = copy.deepcopy(event[source])
+
+    return change("step", edit_event)
+
+
 def set_fields(kind: str, first: float = -1.0, last: float = 1.0, **values: Any) -> Edit:
     return change(kind, lambda event: event.update(values), first, last)
 
@@ -301,6 +309,29 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
         "of layer 3 vanishes",
     ),
     ("exploding gradients of a layer", RECENT, scale(200, "grad_norm_layers", layer=0), "gradients", "layer 0"),
+    ("a column that is a copy", RECENT, copy_field("loss", "grad_norm"), "consistent numbers", "grad_norm equals loss"),
+    (
+        "a branch that is a copy",
+        STAGED,
+        copy_field("norm_cmp", "norm_win"),
+        "consistent numbers",
+        "norm_win equals norm_cmp",
+    ),
+    (
+        "work of 0",
+        RECENT,
+        set_fields("start", flops_per_token={"nsa": 0, "dense": 1.0}),
+        "finite numbers",
+        "flops_per_token",
+    ),
+    (
+        "impossible reads",
+        RESUMED,
+        set_fields("start", reads_per_token={"nsa": 1e12}),
+        "consistent numbers",
+        "reads_per_token",
+    ),
+    ("two ends", STAGED, lambda events: [*events, dict(events[-1])], "status agrees", "has ended twice"),
     ("exploding gradients", RESUMED, scale(1e5, "grad_norm", "grad_norm_layers"), "gradients", "varies by a factor"),
     ("vanishing branch", RECENT, scale(1e-4, "norm_sel"), "branch outputs", "selected branch vanishes in every layer"),
     ("vanishing branch of a layer", RECENT, scale(1e-3, "norm_cmp", layer=1), "branch outputs", "vanishes in layer 1"),

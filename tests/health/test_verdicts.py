@@ -164,14 +164,14 @@ def set_reach_losses(**losses: float | None) -> Callable[[list[Event]], None]:
     return spoil
 
 
-def set_layer(layer: int, **values: float) -> Callable[[list[Event]], None]:
-    """Return an edit of one layer of these statistics in every reading, almost constant."""
+def set_layer(layer: int, slope: float = 1e-9, **values: float) -> Callable[[list[Event]], None]:
+    """Return an edit of one layer of these statistics in every reading, with `slope` per step: almost constant."""
 
     def spoil(events: list[Event]) -> None:
         for event in events:
             for name, value in values.items():
                 if name in event:
-                    event[name][layer] = value + event["step"] * 1e-9
+                    event[name][layer] = value + event["step"] * slope
 
     return spoil
 
@@ -280,7 +280,7 @@ FAILURES: dict[str, tuple[Callable[[list[Event]], list[Event] | None], str]] = {
         "none saved at step 100",
     ),
     "gates moved": (set_all(gate_entropy=[math.log(3)] * LAYERS), "pinned at ln 3"),
-    "gates alive": (set_layer(1, gate_entropy=0.05), "collapsed onto one branch in layer 1"),
+    "gates alive": (set_layer(1, -1e-4, gate_entropy=0.07), "collapsed onto one branch in layer 1"),
     "selection finds": (set_reach_losses(random=0.3), "random blocks are as good: selection saves 0.10 nats"),
     "selection chooses": (vary_all(sel_reuse=1.0), "the same blocks in every layer"),
     "selection reaches": (vary_all(sel_distance=6.98), "only the nearest blocks are selected in every layer"),
@@ -301,7 +301,7 @@ WARNINGS = {
     "stalls": (append(STALL), "phase data at step 60"),
     "loss kept": (set_at(200, "eval", bpb=2.4), "best 2.239 at step 150"),
     "generalises": (lower_training_loss(1.6), "ratio 1.33"),
-    "gates alive": (set_layer(1, gate_entropy=0.15), "collapsed onto one branch in layer 1"),
+    "gates alive": (set_layer(1, -1e-4, gate_entropy=0.17), "collapsed onto one branch in layer 1"),
     "selection chooses": (set_layer(1, sel_reuse=1.0), "the same blocks in layer 1"),
     "selection reaches": (set_layer(2, sel_distance=6.98), "only the nearest blocks are selected in layer 2"),
     "attention sink": (set_layer(1, sel_sink_share=0.95), "95% of the selected attention in layer 1"),

@@ -142,10 +142,6 @@ def test_edited_configuration_is_refused(tmp_path: Path) -> None:
     config = make_config()
     run_dir = write_run(tmp_path)
     folder = write_checkpoint(run_dir, 200, save(NSATransformer(config.model, seed=1).state_dict()))
-    content = (folder / "model.safetensors").read_bytes()
-    entries = {"model.safetensors": checkpoint_files.make_manifest_entry(content)}
-    manifest = checkpoint_files.format_manifest(200, entries, {"config_hash": config.hash()})
-    (folder / "MANIFEST.json").write_text(manifest)
     edited = make_config(model__rope_theta=5e5, nsa__n_sel=4)
     harmless = make_config(train__log_every=7, train__micro_batch_size=1)
     for state, words in (
@@ -157,6 +153,10 @@ def test_edited_configuration_is_refused(tmp_path: Path) -> None:
         ),
     ):
         (folder / "state.json").write_text(json.dumps(state))
+        names = ("model.safetensors", "state.json")
+        entries = {name: checkpoint_files.read_manifest_entry(folder / name) for name in names}
+        manifest = checkpoint_files.format_manifest(200, entries, {"config_hash": config.hash()})
+        (folder / "MANIFEST.json").write_text(manifest)
         (run_dir / "config.yaml").write_text(config.to_yaml())
         load_model(run_dir)
         (run_dir / "config.yaml").write_text(edited.to_yaml())

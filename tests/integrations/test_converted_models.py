@@ -107,3 +107,28 @@ def test_peft_trains_the_indexer_as_a_whole(tmp_path: Path) -> None:
         generated,
         model.generate(input_ids=tokens[:, :8], max_new_tokens=4, do_sample=False, pad_token_id=0, use_cache=False),
     )
+
+
+def test_prefix_tuning_is_refused_with_its_reason() -> None:
+    tokens = make_tokens(2, 20)
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    model = peft.get_peft_model(sparsify(make_dense(), FEW), config)
+    for call in (lambda: model(**inputs), lambda: model.generate(**inputs, max_new_tokens=2)):
+        with pytest.raises(TypeError, match="prefix tuning, whose keys and values belong to no branch, is not supported"):
+            call()
+
+
+def test_prompt_tuning_generates_the_same_with_and_without_a_cache() -> None:
+    tokens = make_tokens(2, 20)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    model = peft.get_peft_model(sparsify(make_dense(), FEW), config).eval()
+    base, expected = model.get_base_model(), tokens
+    for _ in range(8):
+        embeddings = torch.cat([model.get_prompt(batch_size=2), base.get_input_embeddings()(expected)], dim=1)
+        next_token = base(inputs_embeds=embeddings, use_cache=False).logits[:, -1:].argmax(-1)
+        expected = torch.cat([expected, next_token], dim=1)
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for use_cache in (True, False):
+        assert torch.equal(model.generate(**inputs, **options, use_cache=use_cache), expected), f"use_cache={use_cache}"

@@ -139,6 +139,21 @@ def test_peft_prompt_tuning(options: dict) -> None:
     assert torch.equal(generated[1], expected) and torch.equal(generated[0], expected)
 
 
+def test_peft_prefix_tuning_is_refused_with_its_reason() -> None:
+    """Its keys and values belong to no branch; `generate` gives the same reason as `forward`."""
+    peft = require("peft")
+    tokens = sample_bytes(2, 20)
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    sizes = {"num_layers": 2, "token_dim": 16, "num_attention_heads": 2}
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5, **sizes)
+    model = peft.get_peft_model(make_model(), config)
+    calls = [lambda: model(**inputs)]
+    calls += [lambda use=use: model.generate(**inputs, max_new_tokens=2, use_cache=use) for use in (True, False)]
+    for call in calls:
+        with pytest.raises(TypeError, match="prefix tuning, whose keys and values belong to no branch, is not supported"):
+            call()
+
+
 @pytest.mark.parametrize("options", [{}, INDEXED, {"attention": "dense"}], ids=["nsa", "indexer", "dense"])
 @pytest.mark.parametrize("how", ["cpu_offload", "disk_offload"])
 def test_weights_offloaded_by_accelerate(how: str, options: dict, tmp_path: Path) -> None:

@@ -241,6 +241,12 @@ MUTANTS = [
         "if (stopped := recent < 0).any():",
     ),
     Mutant(
+        "health: a gate entropy that is no longer measured passes",
+        "health.branch_checks",
+        '{"branch shares": shares, "gate entropy": entropy[None]}',
+        '{"gates": np.concatenate([shares, entropy[None]])}',
+    ),
+    Mutant(
         "health: gates are judged only at the end",
         "health.branch_checks",
         "if (failing := is_last | is_frequent).any():",
@@ -257,6 +263,7 @@ MUTANTS = [
         for function in (
             *("_check_gate_shares", "_check_gate_entropy", "_check_training_bits", "_check_validation_bits", "_check_rate"),
             *("_check_waits", "_check_peak_memory", "_check_gradient_sum", "_check_window_losses", "_check_selected_keys"),
+            *("_check_fields_differ", "_check_work"),
         )
     ),
     Mutant("health: repeated values pass", "health.consistency_checks", "if streak >= limit:", "if streak > 10**6:"),

@@ -74,9 +74,12 @@ def write_merge_bomb(run_dir: Path) -> None:
     (run_dir / directory.CONFIG).write_text("\n".join(levels))
 
 
-def link_to_zeros(run_dir: Path) -> None:
-    (run_dir / directory.EVENTS).unlink()
-    (run_dir / directory.EVENTS).symlink_to("/dev/zero")
+def link_events(target: str) -> Break:
+    def link(run_dir: Path) -> None:
+        (run_dir / directory.EVENTS).unlink()
+        (run_dir / directory.EVENTS).symlink_to(target)
+
+    return link
 
 
 def write_deep_json(run_dir: Path) -> None:
@@ -97,7 +100,9 @@ BREAKS: dict[str, tuple[Break, str]] = {
     "fifo lock": (put_fifo(directory.LOCK), "DONE"),
     "markup": (put_markup, "[red]HALTED[/red] [/]"),
     "merge bomb": (write_merge_bomb, "keys after merges"),
-    "endless events": (link_to_zeros, "expected a regular file"),
+    "endless events": (link_events("/dev/zero"), "expected a regular file"),
+    "broken link to events": (link_events("/absent/events.jsonl"), "events.jsonl: No such file or directory"),
+    "events that link to themselves": (link_events(directory.EVENTS), "too many levels of symbolic links"),
     "deep verdict": (write_deep_json, "not checked yet"),
 }
 

@@ -128,9 +128,13 @@ def test_signed_manifests_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_bytes(b"weights")
     files = {"model.safetensors": make_manifest_entry(b"weights")}
     entry = files["model.safetensors"]
-    bad = [{"files": files}, *({"step": step, "files": files} for step in ("10", True, None, 10.0))]
-    bad += [{"step": 10, "files": {**files, name: entry}} for name in ("a" * 5000, "a\0b", "..", "\ud800", "")]
-    bad += [{"step": 10, "files": {**files, str(path): entry}} for path in ("../elsewhere", tmp_path / "elsewhere")]
-    for index, manifest in enumerate([{"step": 10, "files": files}, *bad]):
+    good = {"v": 1, "step": 10, "files": files}
+    bad = [{"v": 1, "files": files}, *({**good, "step": step} for step in ("10", True, None, 10.0))]
+    bad += [{**good, "v": version} for version in (2, "1", None)]
+    names = ("a" * 5000, "a\0b", "..", "\ud800", "", "../elsewhere", str(tmp_path / "elsewhere"))
+    bad += [{**good, "files": {**files, name: entry, "state.json": entry}} for name in names]
+    (folder / "state.json").write_bytes(b"weights")
+    whole = {**good, "files": {**files, "state.json": entry}}
+    for index, manifest in enumerate([whole, *bad]):
         (folder / "MANIFEST.json").write_text(json.dumps({**manifest, "digest": compute_digest(manifest)}))
         assert bool(find_problems(folder)) == (index > 0), manifest

@@ -72,6 +72,7 @@ def write_shards(checkpoint: Path, tensors: dict[str, dict[str, torch.Tensor]]) 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")  # there is one process
         save_shards(tensors, storage_writer=ShardFileWriter(checkpoint))
+    (checkpoint / "state.json").write_text("{}")
     sign(checkpoint)
 
 

@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationMixin
 from transformers.cache_utils import Cache as TransformersCache
 
 from nsa_lab.inference.cache import Cache
@@ -17,6 +19,28 @@ from nsa_lab.inference.hf.inputs import PaddingPermutation, find_end_offsets
 from nsa_lab.model import NSATransformer
 
 MIN_CACHE_TOKENS = 256  # initial capacity; a full cache grows to twice the tokens needed
+# The way out in the error for a cache of another class, which PEFT passes for prefix tuning.
+GET_CACHE = (
+    "omit it in the first call with use_cache=True, which returns one (prefix tuning, whose keys and values belong to no "
+    "branch, is not supported: use prompt tuning)"
+)
+
+
+class PassesCacheToPeft:
+    """Base of models that `generate`. A class lists it before its classes of `transformers`.
+
+    Under the name of the cache since transformers 5.24, PEFT 0.21 does not find it: it adds the virtual tokens of prompt
+    tuning again in every step, and the keys and values of prefix tuning are ignored.
+    """
+
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` reads its signature
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Pass the cache to PEFT as `past_key_values`. PEFT replaces this method of the instance, and calls it."""
+        parent: Any = super()
+        inputs = parent.prepare_inputs_for_generation(*args, **kwargs)
+        if "cache" in inputs and "prepare_inputs_for_generation" in vars(self):
+            inputs["past_key_values"] = inputs.pop("cache")
+        return inputs
 
 
 class ColumnCache(TransformersCache):
@@ -89,6 +113,10 @@ class ColumnCache(TransformersCache):
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
+
+    @property
+    def max_cache_len(self) -> int:
+        return -1  # unlimited; PEFT reads it in `generate` with prefix tuning, whose cache `forward` then refuses
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.tokens is not None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from torch.nn.functional import pad
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from nsa_lab.inference.hf.cache import NSALabCache
+from nsa_lab.inference.hf.cache import NSALabCache, PassesCacheToPeft
 from nsa_lab.inference.hf.configuration import NSALabConfig
 from nsa_lab.inference.hf.inputs import check_item_count
 from nsa_lab.inference.hf.modeling import CACHE_ARGUMENT, Inputs, NSALabModel
@@ -31,7 +30,7 @@ class NSALabOutput(CausalLMOutputWithPast):
     aux_loss: Tensor | None = None
 
 
-class NSALabForCausalLM(NSALabModel, GenerationMixin):
+class NSALabForCausalLM(PassesCacheToPeft, NSALabModel, GenerationMixin):
     """`NSATransformer` as a causal language model of `transformers`; `self.model` is the `NSATransformer`."""
 
     # With `tie_word_embeddings` in the configuration, the head has the weights of the embedding.
@@ -65,16 +64,6 @@ class NSALabForCausalLM(NSALabModel, GenerationMixin):
             return super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)
         mask = cache.make_mask(len(inputs_tensor)).to(inputs_tensor.device, torch.int64)
         return pad(mask, (0, inputs_tensor.shape[1] - mask.shape[1]), value=1)
-
-    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` reads its signature
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Pass the cache as `past_key_values`: under its name since transformers 5.24, PEFT 0.21 does not find it, and adds
-        the virtual tokens of prompt tuning again in every step.
-        """
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
-        if "cache" in inputs:
-            inputs["past_key_values"] = inputs.pop("cache")
-        return inputs
 
     @property
     def base_model(self) -> NSALabModel:

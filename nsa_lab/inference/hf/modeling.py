@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from nsa_lab.attention import resolve_backend
 from nsa_lab.attention.input_checks import SUPPORTED_DTYPES
 from nsa_lab.config import ConfigError, ModelConfig
-from nsa_lab.inference.hf.cache import NSALabCache
+from nsa_lab.inference.hf.cache import GET_CACHE, NSALabCache
 from nsa_lab.inference.hf.configuration import NSALabConfig, SavedWithImport
 from nsa_lab.inference.hf.inputs import PaddingPermutation, build_layout, check_flag, slice_mask
 from nsa_lab.model import Block, NSATransformer
@@ -306,9 +306,7 @@ class NSALabModel(SavedModel, PreTrainedModel):
             )
         if given and not isinstance(given[0], NSALabCache):
             raise TypeError(
-                f"{type(self).__name__}.forward: expected an NSALabCache, got {type(given[0]).__name__}; "
-                "omit it in the first call with use_cache=True, which returns one (prefix tuning, whose keys and values "
-                "belong to no branch, is not supported: use prompt tuning)"
+                f"{type(self).__name__}.forward: expected an NSALabCache, got {type(given[0]).__name__}; {GET_CACHE}"
             )
         if given and given[0]._model is not self.model:
             raise ValueError(
