@@ -89,7 +89,7 @@ class AttemptEvent(Event):
         dict[str, Number], Field("attention type -> work of a training step", "FLOPs per token", is_positive=True)
     ]
     reads_per_token: NotRequired[
-        Annotated[dict[str, Number], Field("branch -> keys that a query reads, mean", "keys", is_positive=True)]
+        Annotated[dict[str, Number], Field("branch -> keys that a query reads, mean", "keys", low=0)]
     ]
     packing: NotRequired[Annotated[list[dict[str, Number]], Field("statistics of packed rows in epoch 1, per stage")]]
     settings: NotRequired[Annotated[dict[str, float | str | bool | None], Field("monitor settings of this attempt")]]
