@@ -1,6 +1,6 @@
 """Print the tables of convert.md from run directories.
 
-    python docs/science/convert.py FOLDER
+    python docs/science/indexer_forms.py FOLDER
 
 FOLDER holds the runs of the sweep convert_smollm2 (`tools/records.py unpack --to FOLDER`). Of several runs of a form, the
 newest is used; an older one that was evaluated is compared with it.
