@@ -21,6 +21,8 @@ from typing import Annotated, Any, NotRequired, TypedDict, get_args, get_origin
 
 SCHEMA_VERSION = 1
 MAX_INT = 2**63 - 1
+# The year 2100. The first time is 1970, as on a machine without a clock.
+LAST_TIME = 4_102_444_800.0
 
 Number = float | None
 """A finite number; None if it was not finite."""
@@ -53,6 +55,10 @@ def _count(description: str, unit: str = "") -> Field:
     return Field(description, unit, low=0)
 
 
+def _memory(description: str) -> Field:
+    return Field(description, "bytes", low=0, high=1e14)
+
+
 def _fraction(description: str) -> Field:
     return Field(description, "fraction", low=0, high=1, rounding=1e-3)
 
@@ -61,7 +67,7 @@ class Event(TypedDict):
     """Fields of every event."""
 
     v: Annotated[int, Field("version of the schema")]
-    t: Annotated[float, Field("time of writing", "seconds since 1970, UTC")]
+    t: Annotated[float, Field("time of writing", "seconds since 1970, UTC", low=0, high=LAST_TIME)]
     run: Annotated[str, Field("id of the run")]
     attempt: Annotated[int, _count("number of the training process, from 1")]
     kind: Annotated[str, Field("kind of the event")]
@@ -86,7 +92,8 @@ class AttemptEvent(Event):
     backend: Annotated[dict[str, dict[str, str]], Field("part of attention -> `backend` and `reason`")]
     params: Annotated[int, _count("parameters of the model")]
     flops_per_token: Annotated[
-        dict[str, Number], Field("attention type -> work of a training step", "FLOPs per token", is_positive=True)
+        dict[str, Number],
+        Field("attention type -> work of a training step", "FLOPs per token", high=1e18, is_positive=True),
     ]
     reads_per_token: NotRequired[
         Annotated[dict[str, Number], Field("branch -> keys that a query reads, mean", "keys", low=0)]
@@ -157,7 +164,7 @@ class HeartbeatEvent(Event):
 
     phase: Annotated[str, Field("current phase of the trainer")]
     phase_age_s: Annotated[Number, Field("age of the phase", "seconds", low=0)]
-    rss_bytes: Annotated[Number, _count("resident memory of the trainer", "bytes")]
+    rss_bytes: Annotated[Number, _memory("resident memory of the trainer")]
     gpu_util: Annotated[Number, Field("GPU utilization; null if unknown", "percent", low=0, high=100)]
     suspended_s: NotRequired[
         Annotated[Number, Field("suspension of the process or machine since the last one", "seconds", low=0)]
@@ -193,14 +200,12 @@ class StepEvent(Event):
     data_s_p50: NotRequired[Annotated[Number, Field("median wait for data", "seconds", low=0)]]
     data_s_p95: NotRequired[Annotated[Number, Field("95th percentile of the wait for data", "seconds", low=0)]]
     tokens_per_s: Annotated[Number, Field("speed", "tokens per second", is_positive=True)]
-    mem_peak_bytes: Annotated[
-        Number, _count("peak memory so far: tensors on the GPU, or the whole process on a CPU", "bytes")
-    ]
+    mem_peak_bytes: Annotated[Number, _memory("peak memory so far: tensors on the GPU, or the whole process on a CPU")]
     weight_bytes: NotRequired[Annotated[dict[str, int], Field("dtype -> size of the weights on this rank", "bytes")]]
     optimizer_bytes: NotRequired[Annotated[dict[str, int], Field("dtype -> size of the optimizer state", "bytes")]]
     grad_norm_layers: NotRequired[Annotated[PerLayer, Field("gradient norm of each layer before clipping", low=0)]]
     gate_update: NotRequired[
-        Annotated[PerLayer, Field("norm of the change of the gate weights since the last reading", low=0)]
+        Annotated[PerLayer, Field("norm of the change of the gate weights since the last reading", low=0, high=1e4)]
     ]
     gate_share_cmp: NotRequired[Annotated[PerLayer, _fraction("share of the compressed branch in the gates")]]
     gate_share_sel: NotRequired[Annotated[PerLayer, _fraction("share of the selected branch in the gates")]]

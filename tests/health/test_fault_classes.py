@@ -325,6 +325,16 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
         "flops_per_token",
     ),
     (
+        "impossible work",
+        RECENT,
+        set_fields("start", flops_per_token={"nsa": 1e30, "dense": 1.0}),
+        "finite numbers",
+        "flops_",
+    ),
+    ("a clock in the year 2343", RECENT, set_fields("step", t=1.177e10), "finite numbers", "t is"),
+    ("resident memory of 10^15 bytes", RECENT, set_fields("heartbeat", rss_bytes=10**15), "finite numbers", "rss_bytes"),
+    ("gates that move a million times as far", RECENT, scale(1e6, "gate_update"), "finite numbers", "gate_update"),
+    (
         "impossible reads",
         RESUMED,
         set_fields("start", reads_per_token={"nsa": 1e12}),
