@@ -252,6 +252,8 @@ def _check_fields_differ(history: History) -> Problem | None:
         steps, values = history.layer_series(name) if forms[name] == NUMBERS else history.series(name)
         if len(values) < MIN_EQUAL_READINGS or not np.isfinite(values).all() or not values.any(axis=0).all():
             continue  # a disabled branch has zeros
+        if not np.ptp(values):
+            continue  # two shares of exactly 1 are no copies
         if (other := seen.setdefault(values.tobytes(), name)) != name:
             return Problem(steps, f"{name} equals {other}")
     return None
