@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nsa_lab.config import BRANCHES
-from nsa_lab.health.log_integrity import find_longest_constant
+from nsa_lab.health.log_integrity import find_longest_constant, find_readings_with_selection
 from nsa_lab.health.verdict import LIMITS, Limits, Verdict
 from nsa_lab.runs import directory
 from nsa_lab.runs.event_columns import NUMBERS
@@ -342,6 +342,9 @@ def _iterate_varying(history: History, limits: Limits) -> Iterator[tuple[str, np
     for name in (name for name in (*LOSS_FIELDS, *VARYING_FIELDS) if name in forms):
         if forms[name] == NUMBERS:
             steps, values = history.layer_series(name)
+            if name.startswith("sel_"):  # otherwise all blocks are selected, and these are constant
+                is_used = find_readings_with_selection(history, steps)
+                steps, values = steps[is_used], values[is_used]
             for layer in range(values.shape[1]):
                 yield f"{name} of layer {layer}", steps, values[:, layer], limits.equal_losses
         else:

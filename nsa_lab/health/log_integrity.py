@@ -181,9 +181,7 @@ def _find_repeated_readings(history: History, n_equal: int) -> str | None:
 
     Gates and zero branches have other checks. If all blocks are selected, the statistics of selection are constant anyway.
     """
-    model, train = history.config.model, history.config.train
-    nsa, names = model.nsa, list_layer_statistics(model)
-    has_selection = np.array([stage.seq_len > nsa.n_sel * nsa.l_sel for stage in train.plan])
+    names = list_layer_statistics(history.config.model)
     for subject, prefix in (("selection statistics are", "sel_"), ("branch norms are", "norm_")):
         readings = [history.layer_series(name) for name in names if name.startswith(prefix)]
         if not readings:
@@ -193,11 +191,18 @@ def _find_repeated_readings(history: History, n_equal: int) -> str | None:
         layers = np.concatenate(values, axis=1)
         can_repeat = (layers != 0).any(axis=1)
         if prefix == "sel_":
-            can_repeat &= has_selection[find_stages(steps, train)]
+            can_repeat &= find_readings_with_selection(history, steps)
         streak, end = find_longest_constant(layers, can_repeat)
         if streak >= n_equal:
             return f"{subject} bitwise equal in {streak} readings in a row, up to step {steps[end]:,}"
     return None
+
+
+def find_readings_with_selection(history: History, steps: np.ndarray) -> np.ndarray:
+    """Return which readings, at `steps`, are of stages in which not all blocks are selected, bool."""
+    nsa, train = history.config.nsa, history.config.train
+    has_selection = np.array([stage.seq_len > nsa.n_sel * nsa.l_sel for stage in train.plan])
+    return has_selection[find_stages(steps, train)]
 
 
 def find_longest_constant(values: np.ndarray, can_repeat: np.ndarray | bool = True) -> tuple[int, int]:

@@ -470,6 +470,13 @@ def test_branches_that_do_not_exist_are_not_judged(branches: tuple[str, ...], tm
         assert wrong.ok is False and "the gate shares of a layer add up to" in wrong.text
 
 
+def test_constant_selection_statistics_are_repeated_values_unless_all_blocks_are_selected(tmp_path: Path) -> None:
+    for n_sel, is_ok in ((16, False), (32, True)):
+        config = make_config(nsa__n_sel=n_sel)
+        run = write_run(tmp_path / str(n_sel), config, spoil=set_all(sel_reuse=[1.0] * LAYERS))
+        assert get_verdict(list_verdicts(run), "repeated values").ok is is_ok
+
+
 def test_reuse_below_chance_is_named(tmp_path: Path) -> None:
     verdict = get_verdict(
         list_verdicts(write_run(tmp_path, spoil=set_all(sel_reuse=per_layer(0.93, 0.5, 0.93)))), "selection chooses"
