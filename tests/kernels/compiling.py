@@ -289,8 +289,10 @@ def documents() -> None:
     selected.UNION_TOKENS = 0
     attend(T=300, H=32, G=2, D=128, span=span)
     attend(300, 3, 1, 96, 32, NSAConfig(l=16, d=16, l_sel=48, n_sel=5, w=1), torch.float16, span)
-    q, k = (torch.zeros(1, 300, heads, 64, dtype=torch.bfloat16) for heads in (4, 2))
-    kernels.select_blocks(q, k, None, NSAConfig(l=1, d=1), span=span)
+    q, k = (torch.zeros(1, 300, heads, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2))
+    nsa = NSAConfig(l=1, d=1)
+    kernels.select_blocks(q, k, None, nsa, span=span)
+    selection_loss(q, k, k.detach(), nsa, n_queries=5, span=span, backend=TRITON).backward()
 
 
 def lengths() -> None:
