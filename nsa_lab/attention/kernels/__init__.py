@@ -2,7 +2,7 @@
 
     kernel_names      glossary of all names in this folder, and the names of kernels in a profile
     nsa_operator      all of NSA as one operator;  gating: the gated sum
-    block_topk        block selection;  block_scores: scores of blocks for an indexer
+    block_topk        block selection;  block_scores: scores of blocks for an indexer;  block_mass: its selection loss
     decoding/         all of NSA for a few new tokens over a cache
     band/             the compressed branch and the window branch;  selected/: the selected branch
     packed_tiles      packed documents: finds the document of a program, and its rows
