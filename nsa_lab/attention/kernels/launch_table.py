@@ -190,16 +190,12 @@ BLOCK_SCORES_PROGRAMS = 528
 
 Their results wait in a workspace, 512 bytes per program and block: 4 KB per token in the longest sequence.
 """
-RANKED_BLOCKS = 64
-"""Blocks that are read from this workspace at once.
+RANKED_BLOCKS, RANKED_QUERIES, RANKING_WARPS = 64, 16, 1
+"""Blocks that are read from this workspace at once, maximum number of queries that a program ranks the blocks of, and warps.
 
-With 128 queries, at 65,536 tokens with two heads (one H200, 2026-11-28, as the tiles below): 1.22 ms, with 32 blocks 1.67,
-with 128 1.19.
-"""
-RANKED_QUERIES = 32
-"""Maximum number of queries that a program ranks the blocks of. Not measured.
-
-With the 128 queries of a tile of scores a launch has 264 programs, two per processor of an H200; with 32 it has eight.
+At 65,536 tokens with two heads, ranking takes (one H200, 2026-11-28): 0.58 ms. Queries, blocks, warps: (8, 64, 1) 0.64,
+(64, 64, 2) 0.65, (32, 128, 2) 0.68, (16, 64, 2) 0.77, (16, 64, 4) 1.30, (128, 64, 4) 1.23. At 8,192 tokens 16 queries and
+one warp are the fastest as well: 0.02 ms.
 """
 
 
@@ -222,7 +218,7 @@ def block_scores(dtype: torch.dtype, width: int, device: torch.device) -> Tile:
 
 def block_ranking(tile: Tile) -> Tile:
     """Return the tile that ranks the blocks of queries of a `block_scores` tile: of all of them, or of a part."""
-    return Tile(min(tile.rows, RANKED_QUERIES), RANKED_BLOCKS, 4, 1)
+    return Tile(min(tile.rows, RANKED_QUERIES), RANKED_BLOCKS, RANKING_WARPS, 1)
 
 
 def block_topk_strides(dtype: torch.dtype, width: int) -> int:
