@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # The site needs other packages than the library, and no torch.
 DOCS_VENV := .venv-docs
-# Tests with PEFT, TRL, lm-eval and quantized weights need packages that nothing else needs.
+# Tests with PEFT, TRL, lm-eval, quantized weights and a browser need packages that nothing else needs.
 INTEGRATIONS_VENV := .venv-integrations
 # The test classes of transformers, which its wheel does not have: a folder that contains its tests/.
 TRANSFORMERS_TESTS ?= .cache/transformers_tests
@@ -70,7 +70,7 @@ every-test: $(READY)
 ranks: $(READY)  ## What two, three and four ranks compute, under torchrun and sharing a text, equals one rank; CI runs this
 	$(PYTEST) tests/train/test_torchrun.py tests/model/test_context_parallel.py -k "twenty_steps or in_float64" -q
 
-integrations: $(INTEGRATIONS_VENV)/.ready  ## Install PEFT, TRL, lm-eval, gguf and the tests of transformers (once), and test with them
+integrations: $(INTEGRATIONS_VENV)/.ready  ## Install PEFT, TRL, lm-eval, gguf, selenium and the tests of transformers (once), and test with them
 	@test -d $(TRANSFORMERS_TESTS)/tests || { $(FETCH_TRANSFORMERS_TESTS); } || \
 	  echo "==> the tests of transformers cannot be fetched; give a folder that has them: make integrations TRANSFORMERS_TESTS=FOLDER"
 	@$(MAKE) --no-print-directory integration-tests
@@ -91,9 +91,13 @@ integration-tests: $(READY)
 	  fi; \
 	done; echo "==> no tests with PEFT, Trainer, TRL and lm-eval: the extra integrations is not installed; run make integrations"
 
+# In the first environment that has selenium.
 browser-tests: $(READY)
-	@echo "==> browser tests; without chromium they are skipped"
-	$(PYTEST) tests/browser -q
+	@echo "==> browser tests; without selenium (make integrations) and chromium they are skipped"
+	@for bin in $(INTEGRATIONS_VENV)/bin $(BIN); do \
+	  if test -x $$bin/python && $$bin/python -c "import selenium" 2>/dev/null; then break; fi; \
+	done; $$bin/python -m pytest --disable-plugin-autoload -p pytest_timeout -p xdist.plugin -p _hypothesis_pytestplugin \
+	  tests/browser -q
 
 mutants: $(READY)  ## Plant faults in the library, one by one; the tests must catch every one
 	@$(BIN)/python tests/mutants/run.py
