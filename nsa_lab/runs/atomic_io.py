@@ -47,6 +47,21 @@ def read_bounded(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
     return data
 
 
+def parse_unique_json(data: bytes) -> Any:
+    """Return the value of JSON text. Raises ValueError for an object with a key that occurs twice.
+
+    `json.loads` takes the last of them, while another reader may take the first.
+    """
+
+    def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            raise ValueError("a key occurs twice")
+        return value
+
+    return json.loads(data, object_pairs_hook=make_object)
+
+
 def read_json(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
     """Return the JSON object in a file; empty if the file is missing, or damaged, which is logged."""
     try:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.runs.atomic_io import read_bounded
+from nsa_lab.runs.atomic_io import parse_unique_json, read_bounded
 from nsa_lab.runs.directory import CHECKPOINTS
 
 MANIFEST = "MANIFEST.json"
@@ -115,7 +115,7 @@ def find_problems(checkpoint: Path, *, check_hashes: bool = True) -> list[str]:
     if not checkpoint.is_dir():
         return [f"{checkpoint.name} does not exist"]
     try:
-        manifest = json.loads(read_bounded(checkpoint / MANIFEST, MAX_MANIFEST_BYTES))
+        manifest = parse_unique_json(read_bounded(checkpoint / MANIFEST, MAX_MANIFEST_BYTES))
         recorded_digest = manifest.pop("digest")
     except FileNotFoundError:
         return [f"{MANIFEST} is missing"]

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nsa_lab.model.indexer import is_indexer_weight
-from nsa_lab.runs.atomic_io import read_bounded
+from nsa_lab.runs.atomic_io import parse_unique_json, read_bounded
 from nsa_lab.runs.checkpoint_files import MODEL, OPTIMIZER, PROBE, RANDOM, STATE, parse_step
 from nsa_lab.runs.event_schema import is_finite
 from nsa_lab.runs.finite_weights import describe_nonfinite, find_nonfinite_weights
@@ -84,7 +84,7 @@ def _find_shard_problems(checkpoint: Path) -> list[str]:
 
 
 def _check_state(path: Path) -> None:
-    state = json.loads(read_bounded(path, MAX_STATE_BYTES))
+    state = parse_unique_json(read_bounded(path, MAX_STATE_BYTES))
     if not isinstance(state, dict):
         raise ContentError(f"expected a mapping, got {state!r:.40}")
     for name, kind in _STATE_TYPES.items():

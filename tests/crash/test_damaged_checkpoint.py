@@ -106,6 +106,15 @@ def edit_state(**changes: Any) -> Callable[[Path], None]:
     return edit
 
 
+def repeat_step(name: str, step: int) -> Callable[[Path], None]:
+    """Return an edit that puts another value of a key before its own. Most readers take the last one."""
+
+    def edit(folder: Path) -> None:
+        (folder / name).write_text((folder / name).read_text().replace("{", f'{{"step": {step}, ', 1))
+
+    return edit
+
+
 def write(name: str, data: bytes) -> Callable[[Path], None]:
     def write_file(folder: Path) -> None:
         (folder / name).write_bytes(data)
@@ -195,6 +204,7 @@ SIGNED: dict[str, tuple[Callable[[Path], None], str]] = {
     "state that is a list": (write(STATE, b"[1]"), STATE),
     "state of another step": (edit_state(step=4), STATE),
     "step that is a text": (edit_state(step="6"), STATE),
+    "state of two steps": (repeat_step(STATE, 5), STATE),
     "guard without losses": (edit_state(guard={}), STATE),
     "losses that are texts": (edit_state(guard={"losses": ["x"]}), STATE),
     "code of nothing": (edit_state(code={}), STATE),
@@ -352,6 +362,14 @@ def test_manifest_without_weights_is_not_whole(trained_run: Path, tmp_path: Path
     for files in ({}, {STATE: read_manifest_entry(folder / STATE)}):
         (folder / MANIFEST).write_text(format_manifest(6, files))
         assert find_problems(folder) == ["MANIFEST.json lists no weights (model.safetensors or .metadata)"]
+
+
+def test_manifest_with_a_key_twice_is_damaged(trained_run: Path, tmp_path: Path) -> None:
+    """Its digest is that of the value that a reader keeps; another reader may keep the other one."""
+    folder = shutil.copytree(trained_run / "checkpoints" / "step-00000006", tmp_path / "step-00000006")
+    assert find_problems(folder) == []
+    repeat_step(MANIFEST, 5)(folder)
+    assert find_problems(folder) == ["MANIFEST.json cannot be read (ValueError)"]
 
 
 @pytest.mark.parametrize("how", ["removed", "left in the folder"])
