@@ -365,7 +365,7 @@ def test_manifest_without_weights_is_not_whole(trained_run: Path, tmp_path: Path
 
 
 def test_manifest_with_a_key_twice_is_damaged(trained_run: Path, tmp_path: Path) -> None:
-    """Its digest is that of the value that a reader keeps; another reader may keep the other one."""
+    """The digest covers one of the two values, and another reader may use the other."""
     folder = shutil.copytree(trained_run / "checkpoints" / "step-00000006", tmp_path / "step-00000006")
     assert find_problems(folder) == []
     repeat_step(MANIFEST, 5)(folder)

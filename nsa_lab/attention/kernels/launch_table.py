@@ -191,7 +191,7 @@ BLOCK_SCORES_PROGRAMS = 528
 Their results wait in a workspace, 512 bytes per program and block: 4 KB per token in the longest sequence.
 """
 RANKED_BLOCKS, RANKED_QUERIES, RANKING_WARPS = 64, 16, 1
-"""Blocks that are read from this workspace at once, maximum number of queries that a program ranks the blocks of, and warps.
+"""Blocks that are read from this workspace at once, maximum number of queries per program that ranks them, and warps.
 
 At 65,536 tokens with two heads, ranking takes (one H200, 2026-11-28): 0.58 ms. Queries, blocks, warps: (8, 64, 1) 0.64,
 (64, 64, 2) 0.65, (32, 128, 2) 0.68, (16, 64, 2) 0.77, (16, 64, 4) 1.30, (128, 64, 4) 1.23. At 8,192 tokens 16 queries and
