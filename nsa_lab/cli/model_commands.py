@@ -90,7 +90,7 @@ def export_adapter(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="New output folder; its name becomes the model name")],
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint [default: newest]")] = None,
     dtype: Annotated[
-        Literal["bfloat16", "float16", "float32"], typer.Option(help="Type of the stored weights")
+        Literal["bfloat16", "float16", "float32", "int8"], typer.Option(help="Type of the stored weights")
     ] = "bfloat16",
     outputs: Outputs = None,
 ) -> None:

@@ -1,6 +1,6 @@
 """Adapter of a converted model: the indexers alone, for shipping them without the weights of the dense model.
 
-adapter.safetensors  weights of the indexers, by their names in the model
+adapter.safetensors  weights of the indexers, by their names in the model; an int8 matrix has a scale per row
 adapter.json         `AdapterInfo`: the dense model, the settings of the conversion, the dtype and the size of the weights
 """
 
@@ -29,8 +29,10 @@ from nsa_lab.runs.resolve import ADAPTER_INFO
 
 WEIGHTS, INFO = "adapter.safetensors", ADAPTER_INFO
 FORMAT_VERSION = 1
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "int8": torch.int8}
 MARKER = ".self_attn.indexer."
+# A weight in int8 has a float32 scale per row, stored under its name and this suffix.
+SCALE = ".row_scale"
 # The weights of an indexer depend on these keys. Others differ between the sources of one model.
 _ARCHITECTURE = (
     "hidden_size",
@@ -75,13 +77,17 @@ def compute_base_hash(config: PreTrainedConfig) -> str:
 def save_adapter(model: PreTrainedModel, folder: str | Path, *, base_model: str, dtype: str = "bfloat16") -> AdapterInfo:
     """Write the indexers of a converted model to `folder`, and return what `adapter.json` contains.
 
-    base_model: where the dense model is found; a Hub id, a folder, a GGUF file or the name of a package.
+    base_model: where the dense model is found; a Hub id, a folder, a GGUF file or the name of a package. dtype: a key of
+    `DTYPES`. int8 rounds each row of a matrix to multiples of its largest value divided by 127; vectors are stored in
+    bfloat16.
     Raises ConfigError for a model that is not converted and for an unknown dtype.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype = {dtype!r}: expected one of {', '.join(DTYPES)}")
     settings = _get_settings(model)
-    tensors = {name: value.detach().to("cpu", DTYPES[dtype]).contiguous() for name, value in _list_indexer_weights(model)}
+    tensors: dict[str, Tensor] = {}
+    for name, value in _list_indexer_weights(model):
+        tensors |= _encode(name, value.detach().cpu(), DTYPES[dtype])
     weights, folder = save(tensors), Path(folder)
     info = AdapterInfo(
         base_model=base_model,
@@ -110,7 +116,7 @@ def load_adapter(model: Model, folder: str | Path, *, backend: str | None = None
             f"{folder}: expected a model of the architecture of {info.base_model} (hash {info.base_hash}), got another "
             f"(hash {base_hash}); load {info.base_model}"
         )
-    weights = _read_weights(folder, info)
+    weights = _decode(_read_weights(folder, info))
     settings = info.settings
     sparsify(model, NSAConfig(**settings["nsa"]), backend=backend or settings["backend"], **settings["indexer"])
     own = dict(_list_indexer_weights(model))
@@ -159,7 +165,29 @@ def _read_weights(folder: Path, info: AdapterInfo) -> dict[str, Tensor]:
     for name, weight in weights.items():
         if problem := describe_nonfinite(name, weight):
             raise ConfigError(f"{path}: {problem}; download or save the adapter again")
+        scale = weights.get(name + SCALE)
+        if weight.dtype == torch.int8 and (scale is None or scale.shape != weight.shape[:-1]):
+            raise ConfigError(f"{path}: {name}: expected a scale for each row of int8; download or save the adapter again")
     return weights
+
+
+def _encode(name: str, value: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the tensors that are stored for a weight, by name."""
+    if dtype != torch.int8:
+        return {name: value.to(dtype).contiguous()}
+    if value.dim() < 2 or not value.isfinite().all():  # loading refuses a weight that is not finite
+        return {name: value.bfloat16().contiguous()}
+    scale = value.float().abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127
+    return {name: (value.float() / scale).round().to(torch.int8).contiguous(), name + SCALE: scale.squeeze(-1).contiguous()}
+
+
+def _decode(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights by name from the tensors that are stored for them."""
+    return {
+        name: value.float() * tensors[name + SCALE][..., None] if name + SCALE in tensors else value
+        for name, value in tensors.items()
+        if not name.endswith(SCALE)
+    }
 
 
 def _get_settings(model: Any) -> ConversionSettings:

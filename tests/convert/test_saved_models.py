@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import math
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from looping import looped
+from safetensors.torch import load_file, save_file
 from tiny_dense_models import ALL, FAMILIES, FEW, make_dense, make_tokens
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -81,6 +83,28 @@ def test_an_adapter_is_saved_and_loaded(tmp_path: Path) -> None:
     loaded = load_model(tmp_path / "adapter", base=tmp_path / "base")
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
     assert save_adapter(model, tmp_path / "half", base_model="base").n_bytes < 0.6 * info.n_bytes
+
+
+def test_an_int8_adapter_rounds_each_row_by_half_a_step(tmp_path: Path) -> None:
+    model = make_trained("Qwen3", indexer_heads=2)  # with norms, whose weights are stored too
+    with torch.no_grad():
+        next(value for name, value in model.named_parameters() if name.endswith("indexer.qk.0.weight"))[1] = 0
+    half = save_adapter(model, tmp_path / "half", base_model="base")
+    info = save_adapter(model, tmp_path / "int8", base_model="base", dtype="int8")
+    assert info.dtype == "int8" and info.n_bytes < 0.65 * half.n_bytes  # tiny rows, so scales count
+    loaded = dict(load_adapter(make_dense("Qwen3"), tmp_path / "int8").named_parameters())
+    for name, value in model.named_parameters():
+        if ".indexer." in name:
+            step = value.abs().amax(-1, keepdim=True) / 127 if value.dim() > 1 else value.abs() / 128
+            assert bool(((loaded[name] - value).abs() <= 0.501 * step).all()), name
+    path = tmp_path / "int8/adapter.safetensors"
+    tensors = {name: value for name, value in load_file(path).items() if not name.endswith(".row_scale")}
+    save_file(tensors, path)
+    info_path = tmp_path / "int8/adapter.json"
+    signed = info.model_copy(update={"sha256": hashlib.sha256(path.read_bytes()).hexdigest()})
+    info_path.write_text(signed.model_dump_json())
+    with pytest.raises(ConfigError, match="expected a scale for each row of int8"):
+        load_adapter(make_dense("Qwen3"), tmp_path / "int8")
 
 
 def test_an_adapter_of_another_model_or_with_damage_is_refused(tmp_path: Path) -> None:
