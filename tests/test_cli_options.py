@@ -115,8 +115,7 @@ STARTABLE = "nsa_lab.train.preflight.startup_checks.check_startable"
 for command in ("train", "convert"):
     line = f"{words[command]} {OUT}"
     case(command, "ranks", f"{line} --ranks 2", STARTABLE, lambda config, ranks: ranks == 2, stop)
-    start = lambda file, words: "nsa_lab.train" in words  # noqa: E731
-    case(command, "foreground", f"{line} --foreground --ranks 1", "os.execv", start, stop)
+    case(command, "foreground", f"{line} --foreground", "nsa_lab.train.__main__.main", lambda words: len(words) == 1, 0)
 case(
     "convert",
     "source",

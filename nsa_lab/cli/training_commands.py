@@ -97,9 +97,12 @@ def _start_training(config: RunConfig, outputs: Path | None, ranks: int, foregro
     _check_startable(config, ranks)
     run_dir = lifecycle.create_run(config, resolve.get_outputs_dir(outputs))
     if foreground:
-        command = [sys.executable, "-m", "nsa_lab.train", str(run_dir)] + (["--ranks", str(ranks)] if ranks > 1 else [])
-        # exec replaces this process, so the trainer receives signals directly and its exit code is returned.
-        os.execv(sys.executable, command)
+        if ranks == 1:
+            from nsa_lab.train.__main__ import main as train_here
+
+            raise typer.Exit(train_here([str(run_dir)]))
+        # This process has a CUDA context from the check, which a supervisor must not keep; exec replaces the process.
+        os.execv(sys.executable, [sys.executable, "-m", "nsa_lab.train", str(run_dir), "--ranks", str(ranks)])
     _print_started(run_dir, lifecycle.start(run_dir, ranks=ranks))
 
 

@@ -7,6 +7,7 @@ import faulthandler
 import logging
 import os
 import sys
+from collections.abc import Sequence
 
 from nsa_lab.config import UsageError
 from nsa_lab.config.errors import describe_os_error
@@ -15,13 +16,14 @@ from nsa_lab.runs.text_output import allow_any_text
 from nsa_lab.train import launcher
 
 
-def main() -> int:
+def main(arguments_text: Sequence[str] | None = None) -> int:
+    """Train the run that the arguments name and return the exit code. Default: the arguments of this process."""
     parser = argparse.ArgumentParser(prog="python -m nsa_lab.train", description=__doc__)
     parser.add_argument("run_dir", help="run directory, created by nsa_lab.runs.lifecycle.create_run")
     parser.add_argument("--ranks", type=int, default=1, help="processes on this host, one per device (or use torchrun)")
     parser.add_argument("--lock", type=int, help="inherited file descriptor that holds the run's lock")
     parser.add_argument("--supervised", metavar="HANDLE", help="run as a rank of the supervisor that started this process")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(arguments_text)
     allow_any_text()
     # A fault that ends the process, such as SIGBUS for a data shard that was truncated meanwhile, leaves its stacks in the
     # log.

@@ -36,6 +36,7 @@ from nsa_lab.train.checkpoint import CheckpointStore, NoValidCheckpoint
 from nsa_lab.train.distributed import World
 from nsa_lab.train.estimate import average_over_stages, compute_flops_per_token
 from nsa_lab.train.guard import Finding, Halt
+from nsa_lab.train.precompile import precompile_in_trainer
 from nsa_lab.train.preflight.startup_checks import run_preflight
 from nsa_lab.train.signals import StopRequested, StopSignals
 from nsa_lab.train.teacher import compute_fingerprint
@@ -184,6 +185,9 @@ class _Attempt:
         try:
             context = self._build_context(device)
             context.facts["gpu_util"] = unavailable_reason or "on"
+            with self.recorder.phases("compile"), self._allow_interrupt():
+                if seconds := precompile_in_trainer(self.config, device):
+                    logger.info("compiled the kernels of every stage in %.1f s", seconds)
             with self.recorder.phases("restore"):
                 completed_steps, spike_losses = self._resume(context)
             is_evaluated = any(event["kind"] == "eval" and event["step"] == completed_steps for event in self.events)

@@ -32,17 +32,17 @@ logger = logging.getLogger("nsa_lab.train")
 MAX_COMPILED_SHAPES_PER_STAGE = 16  # twice the default recompile limit of torch
 
 
-def build_model(config: RunConfig, device: torch.device) -> NSATransformer:
+def build_model(config: RunConfig, device: torch.device, *, load_weights: bool = True) -> NSATransformer:
     """Return the model with float32 weights on `device`. With bf16, its attention computes in bfloat16.
 
-    With `train.initial_weights`, they are pretrained. With `train.trainable: indexer`, all other
+    With `train.initial_weights` and `load_weights`, they are pretrained. With `train.trainable: indexer`, all other
     weights are frozen. Raises the errors of `nsa_lab.convert.load_initial_weights`.
     """
     runtime, train = config.runtime, config.train
     dtype = torch.bfloat16 if runtime.precision == "bf16" else torch.float32
     model = NSATransformer(config.model_at(0), backend=runtime.backend, device=device, dtype=dtype, seed=config.train.seed)
     model.gradient_checkpointing = runtime.gradient_checkpointing
-    if train.initial_weights:
+    if train.initial_weights and load_weights:
         if config.data.tokenizer == "byte" and config.model.vocab_size > ByteTokenizer.vocab_size:
             raise ConfigError(
                 f"data.tokenizer = byte and model.vocab_size = {config.model.vocab_size:,}: expected the tokenizer of "

@@ -1,4 +1,4 @@
-"""Compile the kernels of a run before it starts: forward and backward for the shapes of every stage, in parallel."""
+"""Compile the kernels of a run before they are needed: forward and backward for the shapes of every stage, in parallel."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def precompile_kernels(config: RunConfig, threads: int | None = None) -> Precomp
     """
     if not torch.cuda.is_available():
         raise ConfigError("nsa-lab warmup compiles kernels for the GPU of this machine, but torch sees no CUDA device")
-    one_layer = config.model_copy(update={"model": config.model.model_copy(update={"n_layers": 1})})
-    model = build_model(one_layer, torch.device("cuda"))
-    if all(resolved.backend != "triton" for resolved in model.backends.values()):
+    one_layer = _take_one_layer(config)
+    model = build_model(one_layer, torch.device("cuda"), load_weights=False)
+    if not _launches_triton(model):
         raise ConfigError(f"{config.name} launches no Triton kernel of nsa_lab: {model.describe(config.train.seq_len)}")
 
     # Imported here because Triton is optional; without it, no backend above is triton.
@@ -45,6 +45,33 @@ def precompile_kernels(config: RunConfig, threads: int | None = None) -> Precomp
     started = time.perf_counter()
     kernels = compile_in_parallel(lambda: dry_run_stages(model, one_layer), threads)
     return PrecompileResult(kernels, time.perf_counter() - started, threads)
+
+
+def precompile_in_trainer(config: RunConfig, device: torch.device) -> float:
+    """Compile the kernels of `precompile_kernels` for a run that is about to start. Return the seconds.
+
+    Without it, the checks before the first step compile them a few at a time. Returns 0 if the run launches none, or if
+    this version of Triton cannot compile in parallel.
+    """
+    if device.type != "cuda" or config.model.attention == "dense":
+        return 0.0
+    started, one_layer = time.perf_counter(), _take_one_layer(config)
+    model = build_model(one_layer, device, load_weights=False)
+    if not _launches_triton(model):
+        return 0.0
+
+    from nsa_lab.attention.kernels.parallel_compile import try_compile_in_parallel
+
+    return time.perf_counter() - started if try_compile_in_parallel(lambda: dry_run_stages(model, one_layer)) else 0.0
+
+
+def _take_one_layer(config: RunConfig) -> RunConfig:
+    """All layers launch the same kernels."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"n_layers": 1})})
+
+
+def _launches_triton(model: NSATransformer) -> bool:
+    return any(resolved.backend == "triton" for resolved in model.backends.values())
 
 
 def dry_run_stages(model: NSATransformer, config: RunConfig) -> None:

@@ -48,7 +48,6 @@ from nsa_lab.train.validation import (
     GateMovement,
     compute_branch_statistics,
     compute_norms_by_layer,
-    dry_run_evaluation,
     evaluate_held_out,
     measure_conversion_progress,
     measure_run_selection_benefit,
@@ -122,10 +121,10 @@ class Trainer:
         self._save_final()
 
     def _compile_ahead(self) -> None:
-        """Compile everything that later steps and evaluations need, by dry runs without effect on the state.
+        """Compile everything that later steps need, by dry runs without effect on the state.
 
-        Covers the first step and an evaluation of every stage to come and, if blocks are compiled, the first step with
-        each new document capacity.
+        Covers the first step of every stage to come and, if blocks are compiled, the first step with each new document
+        capacity.
         """
         if self._stage_first_steps[-1] <= self.completed_steps + 1 and not self.context.config.runtime.compile:
             return
@@ -134,8 +133,6 @@ class Trainer:
             for step in steps:
                 self.context.enter_stage(step)
                 self.context.stepper.dry_run(self._get_batch_share(step - 1))
-                if self.train.eval_every and step in self._stage_first_steps:
-                    dry_run_evaluation(self.context, self.context.get_evaluation(step))
                 self.recorder.phases.report_progress()
             self.context.enter_stage(self.completed_steps)
         if steps:

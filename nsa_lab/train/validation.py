@@ -67,18 +67,9 @@ def evaluate_held_out(context: TrainContext, held_out: EvalBatches, poll: Callab
     return EvaluationResult(loss / n_tokens, first_token_loss / n_first_tokens if n_first_tokens else None, window_losses)
 
 
-@torch.no_grad()
-def dry_run_evaluation(context: TrainContext, held_out: EvalBatches) -> None:
-    """Evaluate the first batch and the last, which may be smaller, to compile what an evaluation needs. Collective."""
-    batches = [(index, 0.0) for index in sorted({0, len(held_out) - 1})]
-    with _eval_mode(context.model):
-        for _ in _evaluate_batches(context, held_out, batches, lambda: None):
-            pass
-
-
 @dataclass(frozen=True)
 class _EvaluatedBatch:
-    """Held-out batch of rows of `seq_len` tokens, with its logits, computed as in training.
+    """Held-out batch of rows of `seq_len` tokens, with its logits.
 
     If several ranks share each row, the tensors belong to this rank, and `shard` is its share.
 
@@ -115,7 +106,8 @@ def _evaluate_batches(
         poll()
         inputs, targets = held_out[index]
         documents, seq_len = held_out.find_documents(inputs), inputs.shape[1]
-        computed = context.stepper.compute_logits(context.model, Batch(inputs, targets), make_span(documents, seq_len))
+        with force_eager():  # compiling the forward pass for each shape would take longer than all evaluations of a run
+            computed = context.stepper.compute_logits(context.model, Batch(inputs, targets), make_span(documents, seq_len))
         begins = None if documents is None else computed.tokens == context.dataset.tokenizer.separator
         yield _EvaluatedBatch(index, weight, computed.logits, computed.targets, begins, computed.shard, seq_len)
 

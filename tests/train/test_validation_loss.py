@@ -26,7 +26,6 @@ from nsa_lab.train.trainer import Trainer
 from nsa_lab.train.validation import (
     compute_branch_statistics,
     compute_probe_logits,
-    dry_run_evaluation,
     evaluate_held_out,
 )
 from nsa_lab.workbook.run_comparison import format_numbers_at
@@ -67,7 +66,6 @@ def test_the_text_does_not_depend_on_the_micro_batch(
     "look",
     [
         pytest.param(lambda parts: evaluate_held_out(parts, parts.get_evaluation(0), lambda: None).loss, id="evaluation"),
-        pytest.param(lambda parts: dry_run_evaluation(parts, parts.get_evaluation(0)), id="dry run"),
         pytest.param(lambda parts: compute_branch_statistics(parts, parts.batches.weighted_batch(0)), id="statistics"),
         pytest.param(compute_probe_logits, id="probe"),
     ],
