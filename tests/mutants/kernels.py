@@ -247,8 +247,8 @@ MUTANTS = [
     Mutant(
         "selection loss kernels: the softmax of the gradient is not normalized",
         "attention.kernels.block_mass",
-        "tl.exp2(scores - lse[:, None]) * (dmass - delta)[:, None], 0.0)",
-        "tl.exp2(scores - lse[:, None]) * dmass[:, None], 0.0)",
+        "weight = mass * (dmass - (mass * dmass).sum(-1, keepdim=True)) /",
+        "weight = mass * dmass /",
     ),
     Mutant(
         "selection loss kernels: a key of another document gets a gradient",

@@ -5,9 +5,12 @@ of a long text. Each query sees the keys of its document up to its position, and
 queries can divide the same keys differently. One program therefore handles the heads of one query in one group, as in
 decoding:
 
-* forward: log-sum-exps of blocks, from which the mass is exp(log-sum-exp of the block - log-sum-exp of the row);
+* forward: the peak of the scores of each block, and the sum of exp(score - peak). A logarithm of the sum would round the
+  mass once more, and the loss subtracts masses that are nearly equal;
 * gradient of the queries: partial sums over parts of the keys, summed in a fixed order;
 * gradient of the keys: one program per tile of keys loops over all sampled queries.
+
+The gradient of a score is its probability within its block times mass * (dmass - sum(mass * dmass)) of the block.
 
 A key that is not finite makes the rows that see it NaN, and no others, as in `nsa_lab.attention.selection_loss`.
 """
@@ -74,16 +77,17 @@ def _compute_scores(q, q_marker, k, k_marker, seen, scale_log2):
 @cache_launches
 @triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def nsa_selection_loss_forward(
-    q_ptr, k_ptr, first_key_ptr, n_visible_ptr, logsumexp_ptr,
+    q_ptr, k_ptr, first_key_ptr, n_visible_ptr, peak_ptr, total_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg,
     T, B, G, n_blocks, scale_log2,
     HEADS: tl.constexpr, KEYS_PER_BLOCK: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCKS: tl.constexpr,
 ):
-    """Compute the log-sum-exp of BLOCKS blocks, in units of log2, for the heads of one query in one group.
+    """Compute peak and total of BLOCKS blocks for the heads of one query in one group.
 
-    Query r sees the keys `first_key[r]` .. `first_key[r] + n_visible[r] - 1`. Stores float32 [B, T, H, n_blocks]; -inf for
-    a block without visible keys.
+    Query r sees the keys `first_key[r]` .. `first_key[r] + n_visible[r] - 1`. The peak is the largest score in units of
+    log2, and the total is the sum of 2 ** (score - peak). Stores float32 [B, T, H, n_blocks]; -inf and 0 for a block
+    without visible keys.
     """
     b, g = get_batch_and_group(B, G)
     r = (tl.program_id(0) // (B * G)).to(tl.int64)
@@ -92,7 +96,7 @@ def nsa_selection_loss_forward(
     q_base = q_ptr + b * stride_qb + r * stride_qt + g * HEADS * stride_qh
     q, q_marker = _load_finite(q_base, head * stride_qh, tl.arange(0, DK_PAD), head < HEADS, DK, DK_PAD)
     k_base = k_ptr + b * stride_kb + g * stride_kg
-    out_ptr = logsumexp_ptr + ((b * T + r) * (G * HEADS) + g * HEADS + head) * n_blocks
+    out = ((b * T + r) * (G * HEADS) + g * HEADS + head) * n_blocks
     first_block = tl.program_id(1) * BLOCKS
     stop = tl.minimum(first_block + BLOCKS, n_blocks)
     last_block = tl.minimum(tl.cdiv(n_visible, KEYS_PER_BLOCK), stop)
@@ -107,18 +111,17 @@ def nsa_selection_loss_forward(
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(scores - new_peak[:, None]), 1)
             peak = new_peak
-        # NaN is not 0, so a total of NaN stays NaN.
-        is_empty = total == 0.0
-        logsumexp = tl.where(is_empty, float("-inf"), tl.log2(tl.where(is_empty, 1.0, total)) + peak)
-        tl.store(out_ptr + j, logsumexp, mask=head < HEADS)
+        tl.store(peak_ptr + out + j, tl.where(total == 0.0, float("-inf"), peak), mask=head < HEADS)
+        tl.store(total_ptr + out + j, total, mask=head < HEADS)
     for j in range(tl.maximum(first_block, last_block), stop):
-        tl.store(out_ptr + j, tl.full([ROWS], float("-inf"), tl.float32), mask=head < HEADS)
+        tl.store(peak_ptr + out + j, tl.full([ROWS], float("-inf"), tl.float32), mask=head < HEADS)
+        tl.store(total_ptr + out + j, tl.zeros([ROWS], tl.float32), mask=head < HEADS)
 
 
 @cache_launches
 @triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def nsa_selection_loss_dq(
-    q_ptr, k_ptr, first_key_ptr, n_visible_ptr, lse_ptr, dmass_ptr, delta_ptr, part_dq_ptr,
+    q_ptr, k_ptr, first_key_ptr, n_visible_ptr, peak_ptr, weight_ptr, part_dq_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg,
     T, B, G, n_blocks, scale_log2,
     HEADS: tl.constexpr, KEYS_PER_BLOCK: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr,
@@ -126,8 +129,8 @@ def nsa_selection_loss_dq(
 ):
     """Compute the gradient of the heads of one query in one group from BLOCKS blocks, without the softmax scale.
 
-    `lse` in units of log2, `delta` = sum over blocks of mass * dmass: float32 [B, T, H]; `dmass` [B, T, H, n_blocks].
-    Stores float32 [parts, B, T, H, DK].
+    `peak` of the forward pass, and `weight`, the gradient of a score with the value of the peak: float32
+    [B, T, H, n_blocks]. Stores float32 [parts, B, T, H, DK].
     """
     b, g = get_batch_and_group(B, G)
     r = (tl.program_id(0) // (B * G)).to(tl.int64)
@@ -138,18 +141,18 @@ def nsa_selection_loss_dq(
     q, q_marker = _load_finite(q_base, head * stride_qh, columns, inside, DK, DK_PAD)
     k_base = k_ptr + b * stride_kb + g * stride_kg
     row = (b * T + r) * (G * HEADS) + g * HEADS + head
-    lse, delta = tl.load(lse_ptr + row, mask=inside, other=0.0), tl.load(delta_ptr + row, mask=inside, other=0.0)
     first_block = tl.program_id(1) * BLOCKS
     last_block = tl.minimum(tl.cdiv(n_visible, KEYS_PER_BLOCK), first_block + BLOCKS)
     dq = tl.zeros([ROWS, DK_PAD], tl.float32)
     for j in range(first_block, last_block):
-        dmass = tl.load(dmass_ptr + row * n_blocks + j, mask=inside, other=0.0)
+        peak = tl.load(peak_ptr + row * n_blocks + j, mask=inside, other=0.0)
+        weight = tl.load(weight_ptr + row * n_blocks + j, mask=inside, other=0.0)
         for s0 in tl.static_range(0, KEYS_PER_BLOCK, KEYS):
             k, k_marker, seen = _load_keys_of_block(
                 k_base, stride_kn, first, j, s0, n_visible, KEYS_PER_BLOCK, KEYS, DK, DK_PAD
             )
             scores = _compute_scores(q, q_marker, k, k_marker, seen[None, :], scale_log2)
-            ds = tl.where(seen[None, :], tl.exp2(scores - lse[:, None]) * (dmass - delta)[:, None], 0.0)
+            ds = tl.where(seen[None, :], tl.exp2(scores - peak[:, None]) * weight[:, None], 0.0)
             dq = add_product(dq, ds.to(k.dtype), k)
     part_row = tl.program_id(1) * (B * T * G * HEADS).to(tl.int64) + row
     tl.store(part_dq_ptr + part_row[:, None] * DK + columns[None, :], dq, mask=inside[:, None] & (columns < DK)[None, :])
@@ -158,7 +161,7 @@ def nsa_selection_loss_dq(
 @cache_launches
 @triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def nsa_selection_loss_dk(
-    q_ptr, k_ptr, first_key_ptr, n_visible_ptr, lse_ptr, dmass_ptr, delta_ptr, dk_ptr,
+    q_ptr, k_ptr, first_key_ptr, n_visible_ptr, peak_ptr, weight_ptr, dk_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg,
     T, N, B, G, n_blocks, scale, scale_log2,
     HEADS: tl.constexpr, KEYS_PER_BLOCK: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr,
@@ -183,13 +186,11 @@ def nsa_selection_loss_dk(
             q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
             q, q_marker = _load_finite(q_base, r * stride_qt + head * stride_qh, columns, inside, DK, DK_PAD)
             index = (b * T + r) * (G * HEADS) + g * HEADS + head
-            lse = tl.load(lse_ptr + index, mask=inside, other=0.0)
-            delta = tl.load(delta_ptr + index, mask=inside, other=0.0)
-            dmass = tl.load(
-                dmass_ptr + index[:, None] * n_blocks + position // KEYS_PER_BLOCK, mask=seen & inside[:, None], other=0.0
-            )
+            offsets, is_loaded = index[:, None] * n_blocks + position // KEYS_PER_BLOCK, seen & inside[:, None]
+            peak = tl.load(peak_ptr + offsets, mask=is_loaded, other=0.0)
+            weight = tl.load(weight_ptr + offsets, mask=is_loaded, other=0.0)
             scores = _compute_scores(q, q_marker, k, k_marker, seen, scale_log2)
-            ds = tl.where(seen, tl.exp2(scores - lse[:, None]) * (dmass - delta[:, None]), 0.0)
+            ds = tl.where(seen, tl.exp2(scores - peak) * weight, 0.0)
             dk = add_product(dk, tl.trans(ds.to(q.dtype)), q)
     dk_rows = ((b * N + n) * G + g) * DK
     tl.store(
@@ -202,13 +203,14 @@ def nsa_selection_loss_dk(
 # Defined by schema to save host time; see selected/launch.py for the measurement.
 torch.library.define(
     "nsa_lab::block_mass",
-    "(Tensor q, Tensor k, Tensor first_key, Tensor n_visible, int keys_per_block, int n_blocks) -> (Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor first_key, Tensor n_visible, int keys_per_block, int n_blocks)"
+    " -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 torch.library.define(
     "nsa_lab::block_mass_backward",
-    "(Tensor dmass, Tensor mass, Tensor lse, Tensor q, Tensor k, Tensor first_key, Tensor n_visible, int keys_per_block)"
-    " -> (Tensor, Tensor)",
+    "(Tensor dmass, Tensor mass, Tensor peak, Tensor total, Tensor q, Tensor k, Tensor first_key, Tensor n_visible,"
+    " int keys_per_block) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _block_mass = torch.ops.nsa_lab.block_mass.default
@@ -230,28 +232,26 @@ def _get_launch_args(q: Tensor, k: Tensor, keys_per_block: int) -> tuple[tuple[i
 @torch.library.impl("nsa_lab::block_mass", ("cpu", "cuda"))
 def _(
     q: Tensor, k: Tensor, first_key: Tensor, n_visible: Tensor, keys_per_block: int, n_blocks: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     (B, R, H, Dk), G = q.shape, k.shape[2]
     q, k = make_rows_contiguous(q), make_rows_contiguous(k)
-    logsumexp = q.new_empty(B, R, H, n_blocks, dtype=torch.float32)
+    peak, total = (q.new_empty(B, R, H, n_blocks, dtype=torch.float32) for _ in range(2))
     grid, constants = _get_launch_args(q, k, keys_per_block)
     nsa_selection_loss_forward[(*grid, ceil_div(n_blocks, launch_table.BLOCK_MASS_BLOCKS))](
-        q, k, first_key, n_visible, logsumexp, *get_strides(q, k), R, B, G, n_blocks, Dk**-0.5 * LOG2E, **constants
+        q, k, first_key, n_visible, peak, total, *get_strides(q, k), R, B, G, n_blocks, Dk**-0.5 * LOG2E, **constants
     )  # fmt: skip
-    # In units of log2, too. A query that sees no key has mass 0.
-    peak = logsumexp.amax(-1, keepdim=True)
-    peak = peak.masked_fill(peak.isneginf(), 0)
-    mass = (logsumexp - peak).exp2_()
-    total = mass.sum(-1, keepdim=True)
-    lse = (peak + total.log2()).squeeze(-1)
-    return mass.div_(total.masked_fill(total == 0, 1)), lse
+    # A query that sees no key has mass 0.
+    row_peak = peak.amax(-1, keepdim=True)
+    mass = total * (peak - row_peak.masked_fill(row_peak.isneginf(), 0)).exp2_()
+    row_total = mass.sum(-1, keepdim=True)
+    return mass.div_(row_total.masked_fill(row_total == 0, 1)), peak, total
 
 
 def _fake(
     q: Tensor, k: Tensor, first_key: Tensor, n_visible: Tensor, keys_per_block: int, n_blocks: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     mass = q.new_empty(*q.shape[:3], n_blocks, dtype=torch.float32)
-    return mass, mass.new_empty(mass.shape[:3])
+    return mass, torch.empty_like(mass), torch.empty_like(mass)
 
 
 torch.library.register_fake("nsa_lab::block_mass", _fake)
@@ -259,16 +259,16 @@ torch.library.register_fake("nsa_lab::block_mass", _fake)
 
 @torch.library.impl("nsa_lab::block_mass_backward", ("cpu", "cuda"))
 def _(
-    dmass: Tensor, mass: Tensor, lse: Tensor, q: Tensor, k: Tensor, first_key: Tensor, n_visible: Tensor,
+    dmass: Tensor, mass: Tensor, peak: Tensor, total: Tensor, q: Tensor, k: Tensor, first_key: Tensor, n_visible: Tensor,
     keys_per_block: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     (B, R, H, Dk), (N, G), n_blocks = q.shape, k.shape[1:3], mass.shape[3]
-    q, k, dmass = make_rows_contiguous(q), make_rows_contiguous(k), dmass.contiguous()
-    delta = (mass * dmass).sum(-1)
+    q, k = make_rows_contiguous(q), make_rows_contiguous(k)
+    weight = mass * (dmass - (mass * dmass).sum(-1, keepdim=True)) / total.masked_fill(total == 0, 1)
     grid, constants = _get_launch_args(q, k, keys_per_block)
     parts, scale = ceil_div(n_blocks, launch_table.BLOCK_MASS_BLOCKS), Dk**-0.5
     part_dq, dk = q.new_empty(parts, *q.shape, dtype=torch.float32), k.new_empty(B, N, G, Dk)
-    tensors = q, k, first_key, n_visible, lse, dmass, delta
+    tensors = q, k, first_key, n_visible, peak, weight
     nsa_selection_loss_dq[(*grid, parts)](
         *tensors, part_dq, *get_strides(q, k), R, B, G, n_blocks, scale * LOG2E, **constants
     )  # fmt: skip
@@ -281,7 +281,9 @@ def _(
     return (part_dq.sum(0) * scale).to(q.dtype), dk
 
 
-def _fake_backward(dmass: Tensor, mass: Tensor, lse: Tensor, q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_backward(
+    dmass: Tensor, mass: Tensor, peak: Tensor, total: Tensor, q: Tensor, k: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
@@ -290,12 +292,12 @@ torch.library.register_fake("nsa_lab::block_mass_backward", _fake_backward)
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, first_key, n_visible, ctx.keys_per_block, _ = inputs
-    mass, lse = output
-    ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(mass, lse, q, k, first_key, n_visible)
+    mass, peak, total = output
+    ctx.mark_non_differentiable(peak, total)
+    ctx.save_for_backward(mass, peak, total, q, k, first_key, n_visible)
 
 
-def _autograd_backward(ctx: Any, dmass: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _autograd_backward(ctx: Any, dmass: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return *_block_mass_backward(dmass, *ctx.saved_tensors, ctx.keys_per_block), None, None, None, None
 
 
@@ -309,5 +311,5 @@ def block_mass(q: Tensor, k: Tensor, first_key: Tensor, n_visible: Tensor, keys_
     and its block j consists of the `keys_per_block` keys from `first_key[r] + j * keys_per_block` on. The rows of a query
     that sees no key are 0. Gradients reach q and k.
     """
-    mass, _ = _block_mass(q, k, first_key, n_visible, keys_per_block, n_blocks)
+    mass, *_ = _block_mass(q, k, first_key, n_visible, keys_per_block, n_blocks)
     return mass
