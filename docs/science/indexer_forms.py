@@ -18,8 +18,8 @@ from nsa_lab.attention.key_storage import count_row_bytes
 from nsa_lab.config import ModelConfig, RunConfig
 
 FORMS = (
-    "base", "two_heads", "four_heads", "half_width", "max_heads", "max_block", "shared_key", "fp8_keys", "rate_3",
-    "queries_256",
+    "base", "two_heads", "four_heads", "half_width", "max_heads", "max_block", "shared_key", "fp8_keys", "two_heads_fp8",
+    "rate_3", "queries_256",
 )  # fmt: skip
 TEXT = "validation"
 BLOCKS = (40, 24)
