@@ -21,6 +21,8 @@ MUTANTS = [
     Mutant("convert: the bias counts twice", "convert.indexer", "outputs[1:] - outputs[:1]", "outputs[1:]"),
     Mutant("convert: the configuration is shared", "convert.models", "own_config = copy.deepcopy(dense.config)", "own_config = dense.config"),
     Mutant("convert: an adapter of another architecture", "convert.adapter", "if info.base_hash != base_hash:", "if False:"),
+    Mutant("convert: a coarser int8", "convert.adapter", "clamp_min(torch.finfo(torch.float32).tiny) / 127", "clamp_min(1) / 127"),
+    Mutant("convert: int8 without its scale is loaded", "convert.adapter", "if weight.dtype == torch.int8 and (", "if False and ("),
     Mutant("convert: damaged weights", "convert.adapter", "if hashlib.sha256(data).hexdigest() != info.sha256:", "if False:"),
     Mutant("convert: gate and up are swapped", "convert.nsa_model", "[layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]", "[layer.mlp.up_proj.weight, layer.mlp.gate_proj.weight]"),
     Mutant("convert: trained indexers are not copied", "convert.nsa_model", "own.indexer.load_state_dict(attention.indexer.state_dict())", "init_indexer(own, own.indexer)"),

@@ -148,6 +148,7 @@ MUTANTS = [
         "min(len(files), N_READERS)",
         "max(len(files), 1)",
     ),
+    Mutant("manifest: a key may occur twice", "runs.atomic_io", "if len(value) < len(pairs):", "if False:"),
     Mutant("manifest: every problem is listed", "runs.checkpoint_files", "[*problems[:MAX_PROBLEMS], *more]", "problems"),
     Mutant(
         "content: signed files are whole",
