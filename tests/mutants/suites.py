@@ -475,7 +475,11 @@ OTHERS = {
     ],
     "runs.atomic_io": [
         *cases("runs/test_permissions.py", "files_are_not_written_through_links"),
-        *cases("crash/test_damaged_checkpoint.py", "odd_files_among_the_checkpoints_block_no_save"),
+        *cases(
+            "crash/test_damaged_checkpoint.py",
+            "odd_files_among_the_checkpoints_block_no_save",
+            "manifest_with_a_key_twice_is_damaged",
+        ),
         "tests/runs/test_damaged_records.py",
     ],
     "runs.lifecycle": [*STOP, "tests/runs/test_damaged_records.py", "tests/train/test_launch.py"],
