@@ -290,7 +290,7 @@ def _fake_backward(
 torch.library.register_fake("nsa_lab::block_mass_backward", _fake_backward)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, first_key, n_visible, ctx.keys_per_block, _ = inputs
     mass, peak, total = output
     ctx.mark_non_differentiable(peak, total)
