@@ -349,7 +349,7 @@ def append_index(
 
     Args:
         qk: [B, S, H + G, D], queries, then keys.
-        rotary, lengths, k_before_conv, conv_weight, can_prefetch: see `rotate_and_append`.
+        rotary, lengths, conv_weight, can_prefetch, k_before_conv: see `rotate_and_append`.
         k_raw: ring [B, R, G, D] of tokens of incomplete blocks, R >= nsa.l - 1 + S; the new tokens are written to it.
         pool: weights of the mean of the tokens of a block; None: equal weights.
         norm: (weight [D], epsilon) of the RMSNorm of pooled keys; None: no norm.
