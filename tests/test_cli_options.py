@@ -611,6 +611,20 @@ def allow_everything(patch: pytest.MonkeyPatch, command: str) -> None:
         patch.setattr("nsa_lab.bench.roofline.make_limit_table", lambda *_: "")
 
 
+def test_several_ranks_in_the_foreground_replace_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check has created a CUDA context, which a supervisor of ranks would keep."""
+    monkeypatch.chdir(tmp_path)
+    workspace, execute = Workspace(tmp_path), Recorder(stop)
+    allow_everything(monkeypatch, "train")
+    monkeypatch.setattr("os.execv", execute)
+    line = workspace.format(f"train {{params}} {OUT} --foreground --ranks 2")
+    monkeypatch.setattr(sys, "argv", ["nsa-lab", *shlex.split(line)])
+    with pytest.raises(Stopped):
+        cli.main()
+    ((_, command),) = [given for given, _ in execute.calls]
+    assert command[1:3] == ["-m", "nsa_lab.train"] and command[-2:] == ["--ranks", "2"]
+
+
 def test_global_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for words, expected in (
         (["--version"], "nsa-lab "),
