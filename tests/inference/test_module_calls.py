@@ -186,6 +186,9 @@ def add_offload_hook(layer: nn.Linear) -> None:
     layer.weight, layer._hf_hook, layer.forward = nn.Parameter(weight.to("meta")), Hook(), load_and_call
 
 
+# Of tests that change one module after another.
+MODELS = [pytest.param(NSA_MODEL, id="nsa"), pytest.param(DENSE_MODEL, id="dense", marks=pytest.mark.nightly)]
+
 LINEAR_KINDS: dict[str, Callable[[nn.Module, str], object]] = {
     "forward hook": lambda model, name: model.get_submodule(name).register_forward_hook(change_output),
     "forward pre-hook": lambda model, name: model.get_submodule(name).register_forward_pre_hook(change_input),
@@ -218,7 +221,7 @@ def list_linears(model: nn.Module) -> list[str]:
 @pytest.mark.slow
 @looped
 @pytest.mark.parametrize("kind", LINEAR_KINDS)
-@pytest.mark.parametrize("variant", [NSA_MODEL, DENSE_MODEL], ids=["nsa", "dense"])
+@pytest.mark.parametrize("variant", MODELS)
 def test_changed_linear_layer(kind: str, variant: dict, graph: list[object]) -> None:
     """Each linear layer alone. The graph is never used: its replay would not see what the module does."""
     names = list_linears(build_model(tiny_config(**variant)))
@@ -236,7 +239,7 @@ def test_changed_linear_layer(kind: str, variant: dict, graph: list[object]) -> 
 
 @pytest.mark.slow
 @looped
-@pytest.mark.parametrize("variant", [NSA_MODEL, DENSE_MODEL], ids=["nsa", "dense"])
+@pytest.mark.parametrize("variant", MODELS)
 @pytest.mark.parametrize("how", ["forward hook", "forward pre-hook", "replaced forward"])
 def test_hook_on_any_module(how: str, variant: dict, graph: list[object]) -> None:
     """Blocks, attention, MLP, norms, embeddings, phi, convolutions, the indexer and the model itself."""

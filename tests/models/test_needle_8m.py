@@ -99,7 +99,7 @@ def test_command_line_generates_text() -> None:
     assert result.exit_code == 0 and len(result.output.strip()) > 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_generates_the_facts_of_ten_depths(model: NSATransformer, document: bytes, facts: list[Fact]) -> None:
     """Decode each answer greedily with the cache before the next question."""
     decoder, context = Decoder(model, LENGTH), document

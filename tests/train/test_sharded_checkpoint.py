@@ -68,7 +68,7 @@ def test_a_rank_that_cannot_write_fails_the_save_of_all(tmp_path: Path) -> None:
     run_ranks("failed_save", 2, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory of a process from /proc")
 def test_a_save_takes_at_most_one_and_a_half_shards_of_host_memory(tmp_path: Path) -> None:
     for check, n_ranks in (("memory_of_save", 2), ("memory_of_save_ddp", 1)):
@@ -147,7 +147,7 @@ def test_readers_load_a_sharded_run_and_quarantine_a_damaged_shard(new_run: Make
     assert not find_problems(newest)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_kill_in_the_middle_of_a_background_save_costs_that_checkpoint_only(new_run: Make) -> None:
     run_dir = new_run(**SHARDED, steps=400, save_every=5, eval_every=0, stats_every=400)
     supervisor = lifecycle.start(run_dir, ranks=2)

@@ -173,7 +173,7 @@ def test_a_stall_with_stall_action_warn_does_not_end_the_run(scripted: Callable)
     assert not [e for e in events.read_events(run_dir) if e["kind"] == "guard"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_suspended_trainer_is_not_stalled(scripted: Callable) -> None:
     """SIGSTOP for longer than the stall limit of three seconds: no stall, no slow step, and the heartbeats are complete."""
     run_dir, trainer = scripted("slow_step judged", **JUDGED, steps=12, save_every=0, eval_every=0)

@@ -164,7 +164,7 @@ def test_a_stage_switch_compiles_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["plain", "compiled"])
 def test_dry_runs_have_no_effect(
     new_staged_run: Make, train: Train, compiler: CompileCounter, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

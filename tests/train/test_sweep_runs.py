@@ -47,7 +47,7 @@ def when_it_trains(sweep: Sweep, index: int, number: int, *, trainer: bool) -> t
     return thread
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sweep_that_was_killed_and_stopped_resumes(
     forked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
