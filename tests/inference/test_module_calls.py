@@ -186,7 +186,7 @@ def add_offload_hook(layer: nn.Linear) -> None:
     layer.weight, layer._hf_hook, layer.forward = nn.Parameter(weight.to("meta")), Hook(), load_and_call
 
 
-# Of tests that change one module after another.
+# For tests that change each module in turn.
 MODELS = [pytest.param(NSA_MODEL, id="nsa"), pytest.param(DENSE_MODEL, id="dense", marks=pytest.mark.nightly)]
 
 LINEAR_KINDS: dict[str, Callable[[nn.Module, str], object]] = {
