@@ -18,6 +18,8 @@ from nsa_lab.model import Block, NSATransformer, SelectionInputs, SparseAttentio
 
 # Maximum elements of a temporary tensor of scores.
 MAX_SCORE_ELEMENTS = 1 << 25
+# Dense attention of all queries would take minutes for a text of 65,536 tokens; of longer texts, parts are measured.
+MAX_QUALITY_QUERIES = 1 << 13
 
 
 def select_model_blocks(scoring: SelectionInputs, layer: SparseAttention) -> Tensor:
@@ -60,7 +62,8 @@ def measure_selection_quality(model: NSATransformer, tokens: Tensor, seed: int =
 
     `chosen`, `nearest`, `random`: fraction of the total mass. `chosen_free` and so on: fraction of the mass outside the
     forced blocks, which all selections contain. Computed over queries after the first n_sel blocks, since earlier queries
-    select all blocks; None if there are none. Raises ValueError for a dense model and for one without a selected branch.
+    select all blocks; None if there are none. Of more than `MAX_QUALITY_QUERIES` tokens, over about as many queries in
+    evenly spaced chunks. Raises ValueError for a dense model and for one without a selected branch.
     """
     check_is_sparse(model)
     if reason := explain_no_selection(model.config):
@@ -119,14 +122,15 @@ def _measure_layer_quality(
         "chosen": selected,
         "nearest": select_nearest_blocks(q, G, nsa),
         "random": select_random_blocks(q, G, nsa, generator),
-        "oracle": select_oracle_blocks(q, k_sel, nsa),
     }
-    covered = dict.fromkeys((*selections, "forced"), 0.0)
-    for start, mass in _iterate_block_mass(q, k_sel, nsa):
-        t = geometry.positions(start, start + mass.shape[1], q.device)
+    covered = dict.fromkeys((*selections, "oracle", "forced"), 0.0)
+    for start, mass in _iterate_block_mass(q, k_sel, nsa, stride=-(-q.shape[1] // MAX_QUALITY_QUERIES)):
+        end = start + mass.shape[1]
+        t = geometry.positions(start, end, q.device)
         is_counted = t >= first_query
-        for name, blocks in selections.items():
-            indices = blocks[:, start : start + mass.shape[1]].long()
+        chunks = {name: blocks[:, start:end] for name, blocks in selections.items()}
+        for name, blocks in {**chunks, "oracle": reference.select_by_importance(mass, nsa, start)}.items():
+            indices = blocks.long()
             mass_covered = mass.gather(-1, indices.clamp_min(0)) * (indices >= 0)
             covered[name] += mass_covered[:, is_counted].double().sum().item()
         forced = geometry.forced_blocks(t, mass.shape[-1], nsa)[:, None]
@@ -139,12 +143,15 @@ def _measure_layer_quality(
     }
 
 
-def _iterate_block_mass(q: Tensor, k_sel: Tensor, nsa: NSAConfig) -> Iterator[tuple[int, Tensor]]:
-    """Yield `compute_block_mass` in chunks: the first query, and float32 [B, queries, G, n_blocks]."""
+def _iterate_block_mass(q: Tensor, k_sel: Tensor, nsa: NSAConfig, stride: int = 1) -> Iterator[tuple[int, Tensor]]:
+    """Yield `compute_block_mass` in chunks: the first query, and float32 [B, queries, G, n_blocks].
+
+    `stride`: of that many chunks, the last one; the last chunk of all is always one of them.
+    """
     B, T, H, D = q.shape
     G, n_blocks = k_sel.shape[2], geometry.num_selection(T, nsa)
     n_queries = max(1, MAX_SCORE_ELEMENTS // (B * H * T))
-    for first in range(0, T, n_queries):
+    for first in sorted(range(0, T, n_queries)[::-stride]):
         end = min(first + n_queries, T)
         q_chunk = q[:, first:end].unflatten(2, (G, H // G))
         # Keys after the last query of the chunk are masked for the entire chunk; skipping them saves half of the work.

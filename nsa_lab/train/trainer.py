@@ -316,8 +316,12 @@ class Trainer:
 
     def _evaluate(self) -> None:
         held_out = self.context.get_evaluation(self.completed_steps)
+        length = min(self.train.stage_at(self.completed_steps).seq_len, MAX_MEASURED_TOKENS)
+        # One phase, whose duration the record has.
         with self._exclude_from_step_time("eval"), self._allow_interrupt():
             result = evaluate_held_out(self.context, held_out, self._poll_stop)
+            benefit = measure_run_selection_benefit(self.context, length)
+            conversion = measure_conversion_progress(self.context, length)
         fields = {
             "seq_len": self.train.stage_at(self.completed_steps).seq_len,
             "windows": held_out.n_windows,
@@ -327,10 +331,6 @@ class Trainer:
             **({} if result.first_token_loss is None else {"first_loss": result.first_token_loss}),
             **({"window_losses": result.window_losses} if self.completed_steps == self.train.steps else {}),
         }
-        length = min(self.train.stage_at(self.completed_steps).seq_len, MAX_MEASURED_TOKENS)
-        with self._exclude_from_step_time("eval"), self._allow_interrupt():
-            benefit = measure_run_selection_benefit(self.context, length)
-            conversion = measure_conversion_progress(self.context, length)
         # Record all or none: after an interrupted evaluation, the next attempt evaluates this step again.
         self.recorder.record_evaluation("validation", fields)
         if benefit is not None:

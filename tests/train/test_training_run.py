@@ -379,6 +379,7 @@ def test_every_evaluation_records_the_selection_benefit(new_run: Make, train: Tr
     )
     dense = new_run(steps=2, warmup_steps=0, eval_every=2, save_every=0, model={"attention": "dense"})
     assert train(dense) == 0 and not kinds(dense, "reach")
+    assert all(event["seconds"] > 1e-3 for event in kinds(dense, "eval")), "of the whole evaluation"
 
 
 @pytest.mark.slow
