@@ -53,12 +53,14 @@ def resolve_backend(
     backend: str = "auto",
     *,
     span: Span | None = None,
+    scores: bool = True,
 ) -> dict[str, ResolvedBackend]:
     """Return the backend of each part: compressed, selection, selected, window, combine (only "dense" for a dense model).
 
     `model`: its head widths are checked against the limits of the kernels. `span`: a layout that the backend must support
-    in addition to full sequences. Raise ValueError for an unknown name, BackendError if a backend cannot run on `device`
-    in `dtype`, and NotImplementedError for shapes that it does not support.
+    in addition to full sequences. `scores`: whether keys are scored to select blocks; kernels limit their geometry. Raise
+    ValueError for an unknown name, BackendError if a backend cannot run on `device` in `dtype`, and NotImplementedError for
+    shapes that it does not support.
     """
     device = torch.device(device)
     if backend not in BACKENDS:
@@ -73,7 +75,7 @@ def resolve_backend(
     # Without `model`, head widths are unknown here; the kernels check them when they are called.
     widths = () if model is None else (model.d_k, model.d_v, model.index_width if model.has_indexer else None)
     shape_problem = kernels.find_shape_problem(nsa, *widths)
-    if model is None or model.scores:  # without a selected branch, no keys are scored
+    if scores and (model is None or model.scores):  # without a selected branch, no keys are scored
         scoring_nsa = geometry.get_scoring_geometry(nsa) if model is None else model.selection_nsa
         shape_problem = shape_problem or kernels.find_scoring_problem(scoring_nsa)
     if backend == "triton":
@@ -275,7 +277,8 @@ def _get_implementation(part: str, q: Tensor, nsa: NSAConfig, backend: str, span
         raise NotImplementedError(
             f"backend = 'flash' supports only the window branch and dense attention, not {part}; use auto, triton or torch"
         )
-    name = resolve_backend(q.device, q.dtype, nsa, backend=backend, span=span)[part].backend
+    backends = resolve_backend(q.device, q.dtype, nsa, backend=backend, span=span, scores=part == "selection")
+    name = backends[part].backend
     check_no_transform([name])
     return _MODULES[name]
 

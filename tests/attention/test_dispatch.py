@@ -500,6 +500,16 @@ def test_a_direct_call_raises_for_an_unsupported_shape(monkeypatch: pytest.Monke
         attention.window_attention(q, k, v, NSA.model_copy(update={"l_sel": 24}), backend="triton")
 
 
+def test_the_geometry_of_scored_keys_does_not_limit_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with an indexer scores other keys than `nsa` describes; its branches run on the kernels all the same."""
+    monkeypatch.setattr(kernels, "find_device_problem", lambda *_: None)
+    nsa, q = NSAConfig(l=32, d=16, block_reduction="max"), torch.zeros(1, 4, 2, 16)
+    with pytest.raises(NotImplementedError, match="only of keys that do not overlap"):
+        dispatch._get_implementation("selection", q, nsa, "triton", None)
+    for part in ("compressed", "selected", "window"):
+        assert dispatch._get_implementation(part, q, nsa, "triton", None) is kernels, part
+
+
 def test_kernel_requirements_on_device_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     assert "CUDA device" in kernels.find_device_problem(torch.device("mps"), torch.float32)
