@@ -98,7 +98,7 @@ def test_two_ranks_with_muon_end_with_the_weights_of_one_bit_for_bit(new_run: Ma
     assert weights[0] == weights[1] and losses(single_rank) == losses(shared)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sharded_ranks_compute_the_same_and_their_checkpoint_is_portable(new_run: Make, train: Callable[..., int]) -> None:
     single_rank, shared = new_run(**CHANGES, **RECALL), new_run(**CHANGES, **RECALL, runtime={"parallel": "fsdp"})
     assert train(single_rank) == 0

@@ -32,8 +32,8 @@ Make = Callable[..., Path]
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("forked")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_any_number_of_ranks_loads_what_any_number_saved(tmp_path: Path, optimizer: str) -> None:
     """Sharded and unsharded ranks, hosts with copies, and one rank; all continue as one rank would."""
     check = "portable_checkpoint"

@@ -151,7 +151,7 @@ def test_a_stall_with_stall_action_halt_saves_and_halts(scripted: Callable, faul
     assert "faulty_trainer.py" in (run_dir / "stacks.txt").read_text() and "Thread" in (run_dir / "stacks.txt").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stall_halts_even_a_trainer_that_never_returns_to_python(scripted: Callable) -> None:
     run_dir, trainer = scripted("deaf judged", save_every=1, **JUDGED)
     assert trainer.says("deaf")
