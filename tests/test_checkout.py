@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,22 @@ def test_training_leaves_it_as_it_was() -> None:
 def test_what_is_shared_is_not_ignored() -> None:
     """Or a file that is added to a shared run would be missed without a word."""
     assert git("ls-files", "--cached", "--ignored", "--exclude-standard").stdout == ""
+
+
+def test_damaged_records_are_named(tmp_path: Path) -> None:
+    """In copies of the tool, the manifest and the archive."""
+    tool, records = Path("tools/records.py"), Path("docs/science/records")
+    for folder in (tool.parent, records):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+
+    def fail(*arguments: str) -> str:
+        result = subprocess.run([sys.executable, tmp_path / tool, *arguments], capture_output=True, text=True, check=False)
+        assert result.returncode == 1, result.stderr
+        return result.stderr.strip()
+
+    assert fail("unpack", "--to", str(tmp_path / tool)) == f"{tmp_path / tool}: expected a folder, got a file"
+    archive = tmp_path / records / "runs.tar.xz"
+    archive.write_bytes(archive.read_bytes()[:100_000])
+    assert fail("verify").startswith(f"{archive}: damaged (")
+    (tmp_path / records / "runs.json").write_text('{"a": 5}')
+    assert fail("list").endswith("runs.json: expected a digest and a place for every run; restore the file from git")

@@ -18,6 +18,7 @@ import argparse
 import hashlib
 import io
 import json
+import lzma
 import sys
 import tarfile
 from pathlib import Path
@@ -55,13 +56,16 @@ def read_archive() -> dict[str, dict[str, bytes]]:
     records: dict[str, dict[str, bytes]] = {}
     if not ARCHIVE.exists():
         return records
-    with tarfile.open(ARCHIVE) as archive:
-        for member in archive:
-            run, _, name = member.name.partition("/")
-            file = archive.extractfile(member)
-            if name not in RECORD_FILES or file is None:
-                raise SystemExit(f"{ARCHIVE}: unexpected member {member.name!r}; restore the file from git")
-            records.setdefault(run, {})[name] = file.read()
+    try:
+        with tarfile.open(ARCHIVE) as archive:
+            for member in archive:
+                run, _, name = member.name.partition("/")
+                file = archive.extractfile(member)
+                if name not in RECORD_FILES or file is None:
+                    raise SystemExit(f"{ARCHIVE}: unexpected member {member.name!r}; restore the file from git")
+                records.setdefault(run, {})[name] = file.read()
+    except (EOFError, lzma.LZMAError, tarfile.TarError) as error:
+        raise SystemExit(f"{ARCHIVE}: damaged ({error}); restore the file from git") from None
     return records
 
 
@@ -76,7 +80,13 @@ def write_archive(records: dict[str, dict[str, bytes]]) -> None:
 
 
 def read_manifest() -> dict[str, dict[str, str]]:
-    return json.loads(MANIFEST.read_text("utf-8")) if MANIFEST.exists() else {}
+    try:
+        manifest = json.loads(MANIFEST.read_text("utf-8")) if MANIFEST.exists() else {}
+        if all(isinstance(entry[key], str) for entry in manifest.values() for key in ("digest", "place")):
+            return manifest
+    except (AttributeError, KeyError, TypeError, ValueError):
+        pass
+    raise SystemExit(f"{MANIFEST}: expected a digest and a place for every run; restore the file from git")
 
 
 def list_runs() -> int:
@@ -86,6 +96,8 @@ def list_runs() -> int:
 
 
 def unpack(runs: list[str], target: Path) -> int:
+    if target.is_file():
+        raise SystemExit(f"{target}: expected a folder, got a file")
     records = read_archive()
     manifest = read_manifest()
     unknown = [run for run in runs if run not in records]

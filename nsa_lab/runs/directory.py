@@ -84,7 +84,7 @@ def get_creation_time(run_dir: Path) -> tuple[str, float]:
 
     The time in the id survives copies and clones. If the folder name is not a run id, the modification time replaces it.
     """
-    modified = (run_dir / CONFIG).stat().st_mtime
+    modified = (run_dir / CONFIG).lstat().st_mtime
     id_time = _RUN_ID_TIME.search(run_dir.name)
     return (id_time[1] if id_time else f"{datetime.fromtimestamp(modified, UTC):{_TIME_FORMAT}}"), modified
 

@@ -106,7 +106,8 @@ def list_runs_named(name: str, outputs: Path | None = None) -> list[Path]:
     They include runs with a longer name, such as `name-2`.
     """
     root = outputs or resolve.get_outputs_dir()
-    return sorted((p for p in root.glob(f"{name}-*") if (p / directory.CONFIG).is_file()), reverse=True)
+    found = [path for path in root.glob(f"{name}-*") if (path / directory.CONFIG).is_file()]
+    return resolve.sort_by_creation(found)[::-1]
 
 
 def start(run_dir: str | Path, *, ranks: int = 1, gpu: str | None = None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from glob import glob
 from pathlib import Path
@@ -30,8 +30,15 @@ def get_root() -> Path:
 
 
 def get_outputs_dir(outputs: Path | None = None) -> Path:
-    """Return the folder of run directories: `outputs`, or the project's `outputs/` by default."""
-    return outputs.resolve() if outputs else get_root() / "outputs"
+    """Return the folder of run directories: `outputs`, or the project's `outputs/` by default.
+
+    Raises `RunDirectoryError` for a file.
+    """
+    if outputs is None:
+        return get_root() / "outputs"
+    if outputs.is_file():
+        raise RunDirectoryError(f"{outputs}: expected a folder of run directories, got a file")
+    return outputs.resolve()
 
 
 def load_config(name: str, overrides: list[str], settings: Mapping[str, Any] | None = None) -> RunConfig:
@@ -88,8 +95,13 @@ def find_notebook(notebook: str | None, config: RunConfig) -> Path:
 
 
 def list_run_dirs(outputs: Path) -> list[Path]:
-    """Return all run directories in the folder, oldest first."""
-    run_dirs = [path.parent for path in outputs.glob(f"*/{directory.CONFIG}") if not path.parent.name.startswith(".")]
+    """Return all run directories in the folder, oldest first, also those whose config.yaml is a link to nothing."""
+    folders = (path for path in outputs.glob("*") if not path.name.startswith("."))
+    return sort_by_creation(path for path in folders if os.path.lexists(path / directory.CONFIG))
+
+
+def sort_by_creation(run_dirs: Iterable[Path]) -> list[Path]:
+    """Return run directories, oldest first; the random digits of an id order only runs of the same time."""
     return sorted(run_dirs, key=lambda path: (directory.get_creation_time(path), path.name))
 
 

@@ -74,10 +74,10 @@ def write_merge_bomb(run_dir: Path) -> None:
     (run_dir / directory.CONFIG).write_text("\n".join(levels))
 
 
-def link_events(target: str) -> Break:
+def put_link(name: str, target: str) -> Break:
     def link(run_dir: Path) -> None:
-        (run_dir / directory.EVENTS).unlink()
-        (run_dir / directory.EVENTS).symlink_to(target)
+        (run_dir / name).unlink()
+        (run_dir / name).symlink_to(target)
 
     return link
 
@@ -100,9 +100,11 @@ BREAKS: dict[str, tuple[Break, str]] = {
     "fifo lock": (put_fifo(directory.LOCK), "DONE"),
     "markup": (put_markup, "[red]HALTED[/red] [/]"),
     "merge bomb": (write_merge_bomb, "keys after merges"),
-    "endless events": (link_events("/dev/zero"), "expected a regular file"),
-    "broken link to events": (link_events("/absent/events.jsonl"), "events.jsonl: No such file or directory"),
-    "events that link to themselves": (link_events(directory.EVENTS), "too many levels of symbolic links"),
+    "endless events": (put_link(directory.EVENTS, "/dev/zero"), "expected a regular file"),
+    "broken link to events": (put_link(directory.EVENTS, "/absent/events.jsonl"), "No such file or directory"),
+    "events that link to themselves": (put_link(directory.EVENTS, directory.EVENTS), "too many levels of symbolic links"),
+    "broken link to config": (put_link(directory.CONFIG, "/absent/config.yaml"), "not a run directory"),
+    "config that links to itself": (put_link(directory.CONFIG, directory.CONFIG), "not a run directory"),
     "deep verdict": (write_deep_json, "not checked yet"),
 }
 

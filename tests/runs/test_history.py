@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,13 @@ def test_runs_are_listed_latest_first(tmp_path: Path) -> None:
         (tmp_path / f"x-{stamp}").mkdir()
         (tmp_path / f"x-{stamp}" / directory.CONFIG).write_text("")
     assert [path.name[6:8] for path in lifecycle.list_runs_named("x", tmp_path)] == ["03", "02", "01"]
+    for hour, digits in enumerate(("ffff", "0000", "8888")):
+        run_dir = tmp_path / f"y-20260101T000000Z-{digits}"
+        run_dir.mkdir()
+        (run_dir / directory.CONFIG).write_text("")
+        os.utime(run_dir / directory.CONFIG, (1000.0 + hour / 10, 1000.0 + hour / 10))
+    found = [path.name[-4:] for path in lifecycle.list_runs_named("y", tmp_path)]
+    assert found == ["8888", "0000", "ffff"], "of runs of one second, the latest file"
 
 
 def test_trainer_inherits_the_python_path(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from fake_run import write_run
 from nsa_lab.cli import app
 from nsa_lab.runs import directory
 from nsa_lab.runs.directory import RunDirectoryError
-from nsa_lab.runs.resolve import find_run, list_own_run_dirs, list_run_dirs
+from nsa_lab.runs.resolve import find_run, get_outputs_dir, list_own_run_dirs, list_run_dirs
 
 SECOND = 1_700_000_000  # 14 November 2023, 22:13:20 UTC
 
@@ -68,3 +68,9 @@ def test_recorded_runs_are_never_the_latest(tmp_path: Path, capsys: pytest.Captu
     (own / "RECORDED").touch()
     with pytest.raises(RunDirectoryError, match="no runs yet"):
         find_run("latest", tmp_path)
+
+
+def test_a_file_is_no_folder_of_runs(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(RunDirectoryError, match=r"notes\.txt: expected a folder of run directories, got a file"):
+        get_outputs_dir(tmp_path / "notes.txt")
