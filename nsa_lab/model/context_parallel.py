@@ -1,9 +1,10 @@
 """Layers whose text is shared by several ranks: each computes its own queries over the keys of all (`ContextShard`).
 
-Each rank convolves and rotates the keys of its tokens. Then there is an all-gather of the index keys, and one of the
-keys and values, which arrive while blocks are selected. Every rank compresses all gathered keys: this is linear in the
-length of the text and cheap next to attention. Before the convolution, a small all-gather exchanges the last row of every
-chunk, while queries are rotated. The backward pass has an all-to-all for each all-gather.
+Each rank convolves and rotates the keys of its tokens. Two all-gathers per layer follow: first of index keys, or of keys
+and values of the compressed branch; then of all other keys and values, which arrive while the first select blocks or are
+compressed. Every rank compresses all gathered keys: this is linear in the length of the text and cheap next
+to attention. Before a convolution, a small all-gather exchanges the last row of every chunk. The backward pass has an
+all-to-all for each all-gather.
 """
 
 from __future__ import annotations
@@ -78,13 +79,11 @@ def attend_shard(
     keys = (k,) if index_k is None else (k, index_k)
     own_rotary, pending_rows, held = _start_exchange(shard, rotary, keys if layer.convolution else (), n_sampled)
     # While the last rows of the chunks are on their way.
-    gates = layer.compute_gates(x)
-    gates = None if gates is None else gates.to(q.dtype)
-    q = rotate(q, own_rotary)
     if indexer is not None and index_q is not None:
         index_q = indexer.rotate_queries(index_q, own_rotary)
     # The same steps as in `SparseAttention.project` and `Indexer.forward`.
     starts = layouts[0].is_document_start if layouts else None
+    layout, selection_layout = (layouts[0], layouts[-1]) if layouts else (None, None)
     chunks = _split_into_chunks(shard, keys, pending_rows, own_rotary, starts)
     k = torch.cat([_convolve_and_rotate(layer.convolution, chunk, len(c.kv_sets)) for chunk in chunks], dim=1)
     if indexer is not None:
@@ -93,25 +92,43 @@ def attend_shard(
             for chunk in chunks
         ]
         index_k = torch.cat(index_parts, dim=1)
-    pending_index, pending_keys = _start_gathers(shard, index_k, torch.cat([k.flatten(2), values.flatten(2)], dim=2))
+    sets = _join_keys_and_values(k, values, c.n_kv_groups)
+    first = None if index_k is None else index_k.flatten(2)
+    if first is None and c.kv_sets[0] == ("cmp",) and len(sets) > 1:
+        first, *sets = sets
+    pending_first, pending_sets = _start_gathers(shard, first, torch.cat(sets, dim=2))
+    # While the first keys are on their way.
+    gates = layer.compute_gates(x)
+    gates = None if gates is None else gates.to(q.dtype)
+    q = rotate(q, own_rotary)
     learns_densely = layer.training and layer.trains_densely and "sel" in c.branches
     scoring_q, scoring_k = q, None
-    if indexer is not None and index_q is not None and pending_index is not None:
-        compressed = indexer.compress(_finish_gather(pending_index), rotary, None, layouts[-1] if layouts else None)
+    by_branch: dict[str, KeysAndValues] = dict.fromkeys(BRANCHES, (None, None))
+    # While the other keys and values are on their way.
+    if indexer is not None and index_q is not None and pending_first is not None:
+        index_k = _finish_gather(pending_first).unflatten(2, (-1, c.index_width))
+        compressed = indexer.compress(index_k, rotary, None, selection_layout)
         scoring_q, scoring_k = index_q, compressed.expand(-1, -1, c.n_kv_groups, -1)
-        if not learns_densely:  # while keys and values are on their way
+        if not learns_densely:
             blocks = _select_blocks(layer, scoring_q, scoring_k, shard)
-    by_branch = _compress_keys(layer, *_finish_keys(pending_keys, c), layouts)
-    (k_cmp, _), (k_sel, v_sel), _ = by_branch
+    elif pending_first is not None:
+        ((k, v),) = _finish_sets(pending_first, c)
+        by_branch["cmp"] = _compress(layer, k, v, layout)
+    for names, (k, v) in zip(c.kv_sets[-len(sets) :], _finish_sets(pending_sets, c), strict=True):
+        by_branch.update(dict.fromkeys(names, (k, v)))
+        if "cmp" in names:
+            by_branch["cmp"] = _compress(layer, k, v, layout)
+    k_sel, v_sel = by_branch["sel"]
     if blocks is None and scoring_k is None:
-        scoring_k = k_cmp
+        scoring_k, _ = by_branch["cmp"]
         if c.scores == "mean_key" and k_sel is not None:
-            scoring_k = compress(k_sel, layer.selection_nsa, layout=layouts[-1] if layouts else None)
+            scoring_k = compress(k_sel, layer.selection_nsa, layout=selection_layout)
     loss = None
     if held is not None and scoring_k is not None and k_sel is not None:
-        layout = layouts[-1] if layouts else None
         nsa, backend = layer.selection_nsa, layer.backends or "auto"
-        loss = selection_loss(scoring_q, scoring_k, k_sel, nsa, attention_q=q, layout=layout, held=held, backend=backend)
+        loss = selection_loss(
+            scoring_q, scoring_k, k_sel, nsa, attention_q=q, layout=selection_layout, held=held, backend=backend
+        )
     if learns_densely and k_sel is not None and v_sel is not None:
         return _attend_dense_pieces(q, k_sel, v_sel, shard), loss, q.new_empty(0, dtype=torch.int32)
     if c.scores == "mean_key" and scoring_k is not None:
@@ -176,13 +193,16 @@ def _convolve_and_rotate(convolution: ShortConvolution | None, chunk: Chunk, n_s
     return rotate(k, chunk.rotary)
 
 
+def _join_keys_and_values(k: Tensor, v: Tensor, n_groups: int) -> list[Tensor]:
+    """Return keys and values of each set side by side, [B, n, G (d_k + d_v)], for k, v [B, n, sets G, .]."""
+    pairs = zip(k.split(n_groups, dim=2), v.split(n_groups, dim=2), strict=True)
+    return [torch.cat([keys.flatten(2), values.flatten(2)], dim=2) for keys, values in pairs]
+
+
 @disable_compile
-def _start_gathers(
-    shard: ContextShard, index_k: Tensor | None, keys_and_values: Tensor
-) -> tuple[PendingRows | None, PendingRows]:
-    # Index keys first: they are needed first.
-    pending_index = None if index_k is None else shard.start_gather(index_k)
-    return pending_index, shard.start_gather(keys_and_values)
+def _start_gathers(shard: ContextShard, first: Tensor | None, others: Tensor) -> tuple[PendingRows | None, PendingRows]:
+    """Start to gather `first`, then `others`, which arrive while the first are used."""
+    return None if first is None else shard.start_gather(first), shard.start_gather(others)
 
 
 @disable_compile
@@ -191,28 +211,21 @@ def _finish_gather(pending: PendingRows) -> Tensor:
 
 
 @disable_compile
-def _finish_keys(pending: PendingRows, config: ModelConfig) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return keys [B, T, G, d_k] and values [B, T, G, d_v] of every set for the whole text."""
-    n_sets, G = len(config.kv_sets), config.n_kv_groups
-    sizes = [G * config.d_k] * n_sets + [G * config.d_v] * n_sets
-    parts = tuple(x.unflatten(2, (G, -1)) for x in pending.wait().split(sizes, dim=2))
-    return parts[:n_sets], parts[n_sets:]
+def _finish_sets(pending: PendingRows, config: ModelConfig) -> list[tuple[Tensor, Tensor]]:
+    """Return keys [B, T, G, d_k] and values [B, T, G, d_v] of the whole text, of every set that was gathered."""
+    joined, widths = pending.wait(), [config.n_kv_groups * config.d_k, config.n_kv_groups * config.d_v]
+    n_sets = joined.shape[2] // sum(widths)
+    parts = [x.unflatten(2, (config.n_kv_groups, -1)) for x in joined.split(widths * n_sets, dim=2)]
+    return list(zip(parts[::2], parts[1::2], strict=True))
 
 
 KeysAndValues = tuple[Tensor | None, Tensor | None]
 """Of a branch; None if it does not exist."""
 
 
-def _compress_keys(
-    layer: SparseAttention, keys: tuple[Tensor, ...], values: tuple[Tensor, ...], layouts: tuple[Layout, ...] | None
-) -> tuple[KeysAndValues, ...]:
-    """Return keys and values of the branches cmp, sel and win. `keys`, `values`: of every set, for the whole text."""
-    c, layout = layer.config, layouts[0] if layouts else None
-    by_branch = {name: pair for names, *pair in zip(c.kv_sets, keys, values, strict=True) for name in names}
-    if "cmp" in by_branch:
-        k, v = by_branch["cmp"]
-        by_branch["cmp"] = [compress(k, c.nsa, layer.phi_k, layout=layout), compress(v, c.nsa, layer.phi_v, layout=layout)]
-    return tuple((by_branch[name][0], by_branch[name][1]) if name in by_branch else (None, None) for name in BRANCHES)
+def _compress(layer: SparseAttention, k: Tensor, v: Tensor, layout: Layout | None) -> tuple[Tensor, Tensor]:
+    nsa = layer.config.nsa
+    return compress(k, nsa, layer.phi_k, layout=layout), compress(v, nsa, layer.phi_v, layout=layout)
 
 
 @disable_compile
@@ -231,7 +244,7 @@ def _select_blocks(layer: SparseAttention, q: Tensor, k: Tensor, shard: ContextS
 def _attend_pieces(
     layer: SparseAttention,
     q: Tensor,
-    by_branch: tuple[KeysAndValues, ...],
+    by_branch: dict[str, KeysAndValues],
     gates: Tensor | None,
     shard: ContextShard,
     blocks: Tensor | None,
@@ -239,7 +252,7 @@ def _attend_pieces(
     nsa, backend, pieces = layer.config.nsa, layer.backends or "auto", shard.pieces
     compressed_rows = [piece.compressed_rows(shard.text, nsa) for piece in pieces]
     key_rows = [piece.key_rows for piece in pieces]
-    compressed, selected, window = by_branch
+    compressed, selected, window = (by_branch[name] for name in BRANCHES)
     inputs = zip(
         split_queries(q, pieces),
         *(slice_keys(x, compressed_rows) for x in compressed),
@@ -268,11 +281,12 @@ def attend_dense_shard(
     c = layer.config
     q, k = qk.split([c.n_heads, values.shape[2]], dim=2)
     own_rotary, pending_rows, _ = _start_exchange(shard, rotary, (k,) if layer.convolution else ())
-    q = rotate(q, own_rotary)
-    chunks = _split_into_chunks(shard, (k,), pending_rows, own_rotary, layouts[0].is_document_start if layouts else None)
+    starts = layouts[0].is_document_start if layouts else None
+    chunks = _split_into_chunks(shard, (k,), pending_rows, own_rotary, starts)
     k = torch.cat([_convolve_and_rotate(layer.convolution, chunk, 1) for chunk in chunks], dim=1)
-    _, pending_keys = _start_gathers(shard, None, torch.cat([k.flatten(2), values.flatten(2)], dim=2))
-    (k,), (v,) = _finish_keys(pending_keys, c)
+    _, pending = _start_gathers(shard, None, *_join_keys_and_values(k, values, c.n_kv_groups))
+    q = rotate(q, own_rotary)
+    ((k, v),) = _finish_sets(pending, c)
     return _attend_dense_pieces(q, k, v, shard, layer.backends["dense"].backend)
 
 
