@@ -287,7 +287,7 @@ class _Operator:
         *inputs, d_out = self.take_inputs(shard)
         leaves = [x.detach().requires_grad_() for x in inputs]
         q, keys, gates = leaves
-        # The other keys and values arrive while those of the compressed branch are compressed, as in a layer.
+        # All others arrive while keys and values of the compressed branch are compressed, as in a layer.
         pending = [shard.start_gather(x) for x in keys.split([sum(self._widths[:2]), sum(self._widths[2:])], dim=2)]
         k_cmp, v_cmp = (compress(x, nsa) for x in self._split(pending[0].wait(), self._widths[:2]))
         k_sel, v_sel, k_win, v_win = self._split(pending[1].wait(), self._widths[2:])
