@@ -92,11 +92,11 @@ def attend_shard(
             for chunk in chunks
         ]
         index_k = torch.cat(index_parts, dim=1)
-    sets = _join_keys_and_values(k, values, c.n_kv_groups)
+    sets = _pair_by_set(k, values, c.n_kv_groups)
     first = None if index_k is None else index_k.flatten(2)
     if first is None and c.kv_sets[0] == ("cmp",) and len(sets) > 1:
-        first, *sets = sets
-    pending_first, pending_sets = _start_gathers(shard, first, torch.cat(sets, dim=2))
+        first = torch.cat(sets.pop(0), dim=2)
+    pending_first, pending_sets = _start_gathers(shard, first, torch.cat([x for pair in sets for x in pair], dim=2))
     # While the first keys are on their way.
     gates = layer.compute_gates(x)
     gates = None if gates is None else gates.to(q.dtype)
@@ -193,10 +193,10 @@ def _convolve_and_rotate(convolution: ShortConvolution | None, chunk: Chunk, n_s
     return rotate(k, chunk.rotary)
 
 
-def _join_keys_and_values(k: Tensor, v: Tensor, n_groups: int) -> list[Tensor]:
-    """Return keys and values of each set side by side, [B, n, G (d_k + d_v)], for k, v [B, n, sets G, .]."""
+def _pair_by_set(k: Tensor, v: Tensor, n_groups: int) -> list[tuple[Tensor, Tensor]]:
+    """Return keys [B, n, G d_k] and values [B, n, G d_v] of each set, for k and v [B, n, sets G, .]."""
     pairs = zip(k.split(n_groups, dim=2), v.split(n_groups, dim=2), strict=True)
-    return [torch.cat([keys.flatten(2), values.flatten(2)], dim=2) for keys, values in pairs]
+    return [(keys.flatten(2), values.flatten(2)) for keys, values in pairs]
 
 
 @disable_compile
@@ -284,7 +284,7 @@ def attend_dense_shard(
     starts = layouts[0].is_document_start if layouts else None
     chunks = _split_into_chunks(shard, (k,), pending_rows, own_rotary, starts)
     k = torch.cat([_convolve_and_rotate(layer.convolution, chunk, 1) for chunk in chunks], dim=1)
-    _, pending = _start_gathers(shard, None, *_join_keys_and_values(k, values, c.n_kv_groups))
+    _, pending = _start_gathers(shard, None, torch.cat([k.flatten(2), values.flatten(2)], dim=2))
     q = rotate(q, own_rotary)
     ((k, v),) = _finish_sets(pending, c)
     return _attend_dense_pieces(q, k, v, shard, layer.backends["dense"].backend)
