@@ -481,6 +481,7 @@ BENCH: dict[str, tuple[str, list[tuple[str, str, Callable[..., bool]]]]] = {
         [
             ("json_file", "--json {folder}/r.json", lambda file, **_: file.name == "r.json"),
             ("ranks", "--ranks 3", lambda file, ranks, **_: ranks == 3),
+            ("parallel", "--parallel fsdp", lambda file, parallel, **_: parallel == "fsdp"),
             ("steps", "--steps 9", lambda file, steps, **_: steps == 9),
             ("device", "", lambda file, device, **_: device == "cpu"),
         ],

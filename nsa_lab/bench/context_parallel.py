@@ -7,8 +7,9 @@ must agree before anything is timed.
 * operator: gather the keys and values of all branches, compress, attend, and return the gradients, for random inputs.
 * step: the trainer's own step of a model on one sequence (as `bench train`).
 
-`communication_ms`: only the collectives of the operator, forward and backward, without computation to overlap with. Peak
-memory includes the inputs, of which every rank has the whole sequence.
+`communication_ms`: only the collectives of the operator, forward and backward, without computation to overlap with. A
+profile of one more call on rank 0 has the share of each part, also of communication that nothing hides. Peak memory
+includes the inputs, of which every rank has the whole sequence.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch import Tensor, distributed
 from nsa_lab.attention import Span, compress, nsa_attention
 from nsa_lab.attention.context_parallel import ContextShard, slice_keys, split_queries
 from nsa_lab.bench.harness import Benchmark, Output, RandomInputs, RowColumn, Setup, make_record, measure_if_correct
+from nsa_lab.bench.step_breakdown import COMMUNICATION, compute_breakdown
 from nsa_lab.bench.training_speed import CPU_MODEL, make_bench_config
 from nsa_lab.config import ConfigError, ModelConfig
 from nsa_lab.data import Batch
@@ -45,7 +47,8 @@ PARTS = ("operator", "step")
 GPU_LENGTHS, CPU_LENGTHS = (65_536, 131_072, 262_144), (515,)
 # Target speedup over one rank, as a share of the number of ranks: 1.85 on two.
 TARGET_EFFICIENCY = 0.925
-N_WARMUP, N_TIMED = 3, 8
+# DistributedDataParallel waits for the device at the start of each of its first ten steps, to record statistics.
+N_WARMUP, N_TIMED = 10, 8
 # For texts of at least this many tokens, of which a step takes many seconds. The results that are compared are a warm-up.
 LONG_TEXT, N_WARMUP_LONG, N_TIMED_LONG = 1 << 19, 0, 2
 # Allowed relative difference of the outputs and of the loss: as attention in low precision, summed in another order.
@@ -56,7 +59,10 @@ FAILURE = "failure-{rank}.json"
 
 @dataclass
 class RanksRow:
-    """One part at one length. Times in milliseconds, memory in bytes per rank; field names are keys of the record."""
+    """One part at one length. Times in milliseconds, memory in bytes per rank; field names are keys of the record.
+
+    `one_breakdown`, `shared_breakdown`: results of `compute_breakdown`, empty on a CPU.
+    """
 
     part: str
     tokens: int
@@ -71,6 +77,8 @@ class RanksRow:
     shared_peak_bytes: int | None = None
     loss: float | None = None
     note: str = ""
+    one_breakdown: dict[str, float] = field(default_factory=dict[str, float])
+    shared_breakdown: dict[str, float] = field(default_factory=dict[str, float])
 
 
 def run_ranks_bench(
@@ -194,6 +202,7 @@ def _measure_on_rank(folder: Path, rank: int, n_ranks: int) -> None:
         if world.is_first:
             expected = part.compute(World(), None)
             row.one_ms, row.one_peak_bytes = time_calls(lambda: part.compute(World(), None), lambda: None)
+            row.one_breakdown = compute_breakdown(lambda: part.compute(World(), None), device, n_runs=1)
         distributed.barrier()
     group = world.make_context_group(n_ranks, device)
     actual = part.compute(world, group)
@@ -202,6 +211,7 @@ def _measure_on_rank(folder: Path, rank: int, n_ranks: int) -> None:
 
     def measure() -> None:
         row.shared_ms, row.shared_peak_bytes = time_calls(lambda: part.compute(world, group), distributed.barrier)
+        row.shared_breakdown = compute_breakdown(lambda: part.compute(world, group), device, n_runs=1)
         if isinstance(part, _Operator):
             communicate = functools.partial(part.communicate, world, group)
             row.communication_ms, _ = time_calls(communicate, distributed.barrier)
@@ -251,11 +261,11 @@ class _Operator:
     def __init__(self, model: ModelConfig, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
         self.model, self.tokens = model, tokens
         inputs = RandomInputs(device, dtype, seed=0)
-        # Keys, then values of every branch and group, as a projection returns them.
-        widths = 3 * model.n_kv_groups * model.d_k, 3 * model.n_kv_groups * model.d_v
+        # Keys and values of every branch and group side by side, the compressed branch first.
+        self._widths = [model.n_kv_groups * model.d_k, model.n_kv_groups * model.d_v] * 3
         self._inputs = [
             inputs.normal(1, tokens, model.n_heads, model.d_k),
-            inputs.normal(1, tokens, 1, sum(widths)).flatten(2),
+            inputs.normal(1, tokens, 1, sum(self._widths)).flatten(2),
             inputs.gates(1, tokens, model.n_heads, 3),
             inputs.normal(1, tokens, model.n_heads, model.d_v),
         ]
@@ -277,13 +287,15 @@ class _Operator:
         *inputs, d_out = self.take_inputs(shard)
         leaves = [x.detach().requires_grad_() for x in inputs]
         q, keys, gates = leaves
-        text = shard.gather(keys).split([c.n_kv_groups * c.d_k] * 3 + [c.n_kv_groups * c.d_v] * 3, dim=2)
-        k_cmp, k_sel, k_win, v_cmp, v_sel, v_win = (x.unflatten(2, (c.n_kv_groups, -1)) for x in text)
+        # All others arrive while keys and values of the compressed branch are compressed, as in a layer.
+        pending = [shard.start_gather(x) for x in keys.split([sum(self._widths[:2]), sum(self._widths[2:])], dim=2)]
+        k_cmp, v_cmp = (compress(x, nsa) for x in self._split(pending[0].wait(), self._widths[:2]))
+        k_sel, v_sel, k_win, v_win = self._split(pending[1].wait(), self._widths[2:])
         compressed_rows = [piece.compressed_rows(shard.text, nsa) for piece in pieces]
         key_rows = [piece.key_rows for piece in pieces]
         tensors = zip(
             split_queries(q, pieces),
-            *(slice_keys(compress(x, nsa), compressed_rows) for x in (k_cmp, v_cmp)),
+            *(slice_keys(x, compressed_rows) for x in (k_cmp, v_cmp)),
             *(slice_keys(x, key_rows) for x in (k_sel, v_sel, k_win, v_win)),
             split_queries(gates, pieces),
             strict=True,
@@ -295,6 +307,10 @@ class _Operator:
             outs.append(nsa_attention(own_q, *branches, own_gates, nsa, span=piece.span))
         out = torch.cat(outs, dim=1)
         return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+    def _split(self, text: Tensor, widths: list[int]) -> list[Tensor]:
+        """Return keys or values [1, T, G, .] of text [1, T, sum of widths]."""
+        return [x.unflatten(2, (self.model.n_kv_groups, -1)) for x in text.split(widths, dim=2)]
 
     def communicate(self, world: World, group: Any) -> None:
         """Gather the keys and scatter a gradient, without attention."""
@@ -359,6 +375,10 @@ def _format_gigabytes(n_bytes: int | None) -> str:
     return "" if n_bytes is None else f"{n_bytes / 1e9:.2f}"
 
 
+def _format_share(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
 BENCHMARK = Benchmark[RanksRow](
     title="Ranks that share one sequence: milliseconds, forward and backward",
     columns=(
@@ -370,6 +390,7 @@ BENCHMARK = Benchmark[RanksRow](
         RowColumn("speedup"),
         RowColumn("target"),
         RowColumn("communication", "communication_ms"),
+        RowColumn("not hidden", lambda row: _format_share(row.shared_breakdown.get(COMMUNICATION))),
         RowColumn("GB", lambda row: _format_gigabytes(row.one_peak_bytes)),
         RowColumn("GB shared", lambda row: _format_gigabytes(row.shared_peak_bytes)),
         RowColumn("loss"),

@@ -11,8 +11,10 @@ import torch
 from nsa_lab.attention.kernels.kernel_names import get_kernel_part
 from nsa_lab.bench.timing import record_kernels
 
+COMMUNICATION = "communication"
 # Part of a step -> substrings of kernel names from other libraries; the first match counts.
 OTHER_KERNELS = {
+    COMMUNICATION: ("nccl",),
     "gemm": ("gemm", "nvjet", "cutlass", "splitk", "matmul", "xmma"),
     "dense attention": ("flash", "fmha", "sdpa", "attention"),
     "optimiser": ("adam", "multi_tensor", "foreach", "lpnorm"),
@@ -21,7 +23,10 @@ OTHER_KERNELS = {
 
 
 def compute_breakdown(run: Callable[[], object], device: torch.device, n_runs: int = 2) -> dict[str, float]:
-    """Return the share of the wall time of `run` per part, including `idle`; empty on a CPU."""
+    """Return the share of the wall time of `run` per part, including `idle`; empty on a CPU.
+
+    `communication`: the share in which only kernels of NCCL run, so nothing hides them.
+    """
     kernels = record_kernels(lambda: [run() for _ in range(n_runs)], device)
     time_by_part = _sum_time_by_part((classify_kernel(name), start, end) for name, start, end in kernels)
     total = sum(time_by_part.values())
@@ -38,13 +43,14 @@ def classify_kernel(kernel: str) -> str:
 def _sum_time_by_part(kernels: Iterable[tuple[str, float, float]]) -> dict[str, float]:
     """Return the time per part, given (part, start, end) of each kernel.
 
-    Concurrent kernels share their time. Time without a kernel is `idle`.
+    Concurrent kernels share their time; communication gets none of it. Time without a kernel is `idle`.
     """
     edges = sorted((time, change, part) for part, *ends in kernels for time, change in zip(ends, (1, -1), strict=True))
     time_by_part, running = defaultdict[str, float](float, idle=0.0), Counter[str]()
     for (start, change, part), (end, *_) in itertools.pairwise(edges):
         running[part] += change
-        active = running if running.total() else {"idle": 1}
+        computing = {name: count for name, count in running.items() if count and name != COMMUNICATION}
+        active = computing or {COMMUNICATION if running[COMMUNICATION] else "idle": 1}
         for active_part, count in active.items():
             time_by_part[active_part] += (end - start) * count / sum(active.values())
     return dict(time_by_part)

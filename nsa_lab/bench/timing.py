@@ -14,6 +14,7 @@ from torch.profiler import DeviceType, ProfilerActivity, profile
 # Calls per round of interleaved timing. The warm-up evicts what the other callables left in the caches.
 N_ROUNDS, N_WARMUP, N_TIMED = 4, 3, 6
 N_REPEATS = 10  # minimum number of timed calls on a GPU
+RANGES = ("nsa_lab::", "nccl:", "DistributedDataParallel.", "FSDP::")
 # Long calls reach the power limit of the GPU, whose control varies the clock by several percent about once per second. A
 # median over less time than this would measure a peak or a dip.
 LONG_MS, SUSTAINED_MS = 5, 2000
@@ -91,8 +92,8 @@ def record_kernels(run: Callable[[], object], device: torch.device) -> list[tupl
         torch.cuda.synchronize(device)
     events = profiler.events()
     assert events is not None, "a profiler has events after its `with` block"
-    # The range of a registered operator is reported as a kernel, too.
-    kernels = [e for e in events if e.device_type == DeviceType.CUDA and not e.name.startswith("nsa_lab::")]
+    # Ranges of registered operators, of collectives and of a wrapped model are reported as kernels, too.
+    kernels = [e for e in events if e.device_type == DeviceType.CUDA and not e.name.startswith(RANGES)]
     return [(e.name, e.time_range.start, e.time_range.end) for e in kernels]
 
 

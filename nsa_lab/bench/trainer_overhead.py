@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -37,6 +37,7 @@ NEVER = 10**9
 # Limits on the reference GPU.
 TELEMETRY_SHARE, SAVE_S, RESUME_S, SCALING = 0.01, 4.0, 90.0, {2: 1.9}
 Log = Callable[[str], None]
+Parallel = Literal["ddp", "fsdp", "hsdp"]
 # Number of first log points that include compilation and warm-up.
 N_WARMUP_POINTS = 2
 
@@ -45,14 +46,15 @@ def run_trainer_bench(
     json_path: Path | None = None,
     *,
     ranks: int = 1,
+    parallel: Parallel = "ddp",
     steps: int | None = None,
     device: str | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Measure telemetry, saving and resuming of the production model; with several ranks, throughput against one rank.
 
-    On a CPU a tiny model tests the code and gives no meaningful numbers. `steps`: length of a timed segment. Raises
-    ConfigError if there are fewer GPUs than ranks.
+    On a CPU a tiny model tests the code and gives no meaningful numbers. `parallel`: `runtime.parallel` of the several
+    ranks. `steps`: length of a timed segment. Raises ConfigError if there are fewer GPUs than ranks.
     """
     setup, output = Setup.resolve(device), Output(json_path, console=console)
     if setup.is_gpu and torch.cuda.device_count() < ranks:
@@ -63,7 +65,7 @@ def run_trainer_bench(
             config, steps = _load_production_config(setup.is_gpu), steps or setup.select(gpu=1000, cpu=20)
             record |= measure_overheads(config, Path(folder), steps, output.print_line)
         else:
-            config, steps = _load_scaling_config(setup.is_gpu), steps or setup.select(gpu=120, cpu=10)
+            config, steps = _load_scaling_config(setup.is_gpu, parallel), steps or setup.select(gpu=120, cpu=10)
             record["ranks"] = measure_scaling(config, Path(folder), ranks, steps, output.print_line)
     for line in [*_format_lines(record), describe_code(record)]:
         output.print_line(line)
@@ -149,6 +151,7 @@ def measure_scaling(config: RunConfig, outputs: Path, ranks: int, steps: int, lo
         log(f"{count} rank{'s' * (count > 1)}: {speeds[count]:,.0f} tokens/s, {duration_s:.0f} s from start to end")
     return {
         "ranks": ranks,
+        "parallel": config.runtime.parallel,
         "seq_len": config.train.seq_len,
         "sequences_a_rank": config.train.batch_size,
         "one_tokens_per_s": speeds[1],
@@ -226,10 +229,10 @@ def _load_production_config(is_gpu: bool) -> RunConfig:
     return config.model_copy(update={"name": "bench", "data": DataConfig(), "runtime": runtime})
 
 
-def _load_scaling_config(is_gpu: bool) -> RunConfig:
+def _load_scaling_config(is_gpu: bool, parallel: Parallel) -> RunConfig:
     """Return a run with the batch size of the training benchmark per rank, without a CUDA graph (one rank only)."""
     config = _load_production_config(is_gpu)
-    runtime = config.runtime.model_copy(update={"cuda_graph": False})
+    runtime = config.runtime.model_copy(update={"cuda_graph": False, "parallel": parallel})
     return _override(
         config.model_copy(update={"runtime": runtime}), batch_size=32 if is_gpu else 2, accumulate_grad_batches=1
     )
@@ -253,9 +256,9 @@ def _format_lines(record: dict[str, Any]) -> list[str]:
         ]
     if "ranks" in record:
         ranks = record["ranks"]
-        target = f" (target {SCALING[ranks['ranks']]})" if ranks["ranks"] in SCALING else ""
+        target = f" (target {SCALING[ranks['ranks']]})" if ranks["ranks"] in SCALING and ranks["parallel"] == "ddp" else ""
         lines += [
-            f"{ranks['ranks']} ranks: {ranks['all_tokens_per_s']:,.0f} tokens/s, "
+            f"{ranks['ranks']} ranks, {ranks['parallel']}: {ranks['all_tokens_per_s']:,.0f} tokens/s, "
             f"one: {ranks['one_tokens_per_s']:,.0f}, ratio {ranks['ratio']:.3f}{target}, "
             f"{ranks['seq_len']} x {ranks['sequences_a_rank']} on each"
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -245,6 +245,9 @@ def bench_curves(
 def bench_trainer(
     json_file: JsonFile = None,
     ranks: Ranks = 1,
+    parallel: Annotated[
+        Literal["ddp", "fsdp", "hsdp"], typer.Option("--parallel", help="With --ranks: runtime.parallel")
+    ] = "ddp",
     steps: Annotated[int | None, typer.Option(min=2, help="Optimizer steps per timed interval")] = None,
     device: Device = None,
 ) -> None:
@@ -252,7 +255,7 @@ def bench_trainer(
     device = _resolve_device(device)
     from nsa_lab.bench.trainer_overhead import run_trainer_bench
 
-    run_trainer_bench(json_file, ranks=ranks, steps=steps, device=device)
+    run_trainer_bench(json_file, ranks=ranks, parallel=parallel, steps=steps, device=device)
 
 
 @app.command("ranks")

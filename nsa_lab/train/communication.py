@@ -16,7 +16,7 @@ from nsa_lab.runs.summary import format_size
 class StageCommunication:
     """Bytes per rank in one stage. All are 0 with one rank; those of keys also where each rank has whole sequences.
 
-    `context_size`: number of ranks that share each sequence. `text_bytes`: projected keys, values and index keys of the
+    `context_size`: number of ranks that share each sequence. `text_bytes`: keys, values and index keys of the
     tokens of one micro-batch in one layer, which every rank holds. `gathered_bytes`, `scattered_bytes`: keys received, and
     gradients of keys sent, per layer and optimizer step (mean over layers). `parameter_bytes`: gradients, and weights if
     they are sharded, per optimizer step.

@@ -113,8 +113,8 @@ WIDE = Shape(64, 1, 8, 2, 48, 16)
         ),
         (
             "trainer_overhead.run_trainer_bench",
-            "trainer --ranks 3 --steps 9 --device cpu",
-            ((None,), {"ranks": 3, "steps": 9, "device": "cpu"}),
+            "trainer --ranks 3 --parallel fsdp --steps 9 --device cpu",
+            ((None,), {"ranks": 3, "parallel": "fsdp", "steps": 9, "device": "cpu"}),
         ),
     ],
 )

@@ -29,10 +29,11 @@ def test_overheads_are_measured_on_a_real_run(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_ranks_are_compared_with_one() -> None:
     said = io.StringIO()
-    ranks = run_trainer_bench(ranks=2, steps=8, console=Console(file=said))["ranks"]
+    ranks = run_trainer_bench(ranks=2, parallel="fsdp", steps=8, console=Console(file=said))["ranks"]
     *lines, code = said.getvalue().splitlines()
-    assert [line.split(":")[0] for line in lines] == ["1 rank", "2 ranks", "on cpu", "2 ranks"]
+    assert [line.split(":")[0] for line in lines] == ["1 rank", "2 ranks", "on cpu", "2 ranks, fsdp"]
     assert "commit" in code
+    assert ranks["parallel"] == "fsdp"
     assert ranks["one_tokens_per_s"] > 0 and ranks["all_tokens_per_s"] > 0
     assert ranks["ratio"] == ranks["all_tokens_per_s"] / ranks["one_tokens_per_s"]
 

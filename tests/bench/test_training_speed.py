@@ -104,6 +104,7 @@ def test_unusable_shapes_are_rejected() -> None:
         ("void pytorch_flash::flash_fwd_kernel", "dense attention"),
         ("multi_tensor_apply_kernel", "optimiser"),
         ("Memcpy HtoD (Pinned -> Device)", "copy"),
+        ("ncclDevKernel_AllGather_RING_LL", "communication"),
         ("triton_poi_fused_add_mul_3", "elementwise"),
     ],
 )
@@ -115,6 +116,12 @@ def test_concurrent_kernels_share_time_and_gaps_are_idle() -> None:
     kernels = [("gemm", 0.0, 4.0), ("selected", 2.0, 6.0), ("gemm", 5.0, 6.0), ("copy", 8.0, 9.0)]
     expected = {"gemm": 2 + 1 + 0.5, "selected": 1 + 1 + 0.5, "idle": 2.0, "copy": 1.0}
     assert step_breakdown._sum_time_by_part(reversed(kernels)) == pytest.approx(expected)
+
+
+def test_communication_counts_only_where_nothing_hides_it() -> None:
+    kernels = [("communication", 0.0, 5.0), ("gemm", 1.0, 3.0), ("copy", 2.0, 3.0), ("communication", 7.0, 8.0)]
+    expected = {"communication": 1 + 2 + 1, "gemm": 1.5, "copy": 0.5, "idle": 2.0}
+    assert step_breakdown._sum_time_by_part(kernels) == pytest.approx(expected)
 
 
 def test_profiling_a_step_does_not_warn_of_dropped_events(monkeypatch: pytest.MonkeyPatch) -> None:

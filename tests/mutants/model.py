@@ -113,8 +113,8 @@ MUTANTS = [
     Mutant(
         "context parallel: index keys without the token before",
         "model.indexer",
-        "if self.convolution:\n            k = convolve_keys",
-        "if False:\n            k = convolve_keys",
+        "if self.convolution:\n            previous_k = None",
+        "if False:\n            previous_k = None",
     ),
     Mutant(
         "context parallel: queries at the first positions of the text",
@@ -125,8 +125,8 @@ MUTANTS = [
     Mutant(
         "context parallel: keys mix with the document before",
         "model.context_parallel",
-        "convolve_keys(layer.convolution, by_set, starts, None)",
-        "convolve_keys(layer.convolution, by_set, None, None)",
+        "chunk.is_document_start, previous).flatten(2, 3)",
+        "None, previous).flatten(2, 3)",
     ),
     Mutant(
         "context parallel: n-grams of a chunk begin with the text",
@@ -143,14 +143,14 @@ MUTANTS = [
     Mutant(
         "context parallel: the indexer learns from sparse attention",
         "model.context_parallel",
-        "if layer.training and layer.trains_densely and",
-        "if False and",
+        "learns_densely = layer.training and",
+        "learns_densely = False and",
     ),
     Mutant(
-        "context parallel: keys of dense attention mix with the document before",
+        "context parallel: index keys at the end of a chunk are not those of the next one",
         "model.context_parallel",
-        "convolve_keys(layer.convolution, k.unsqueeze(2), starts, None)",
-        "convolve_keys(layer.convolution, k.unsqueeze(2), None, None)",
+        "chunk.is_document_start, chunk.previous_keys[1])",
+        "chunk.is_document_start)",
     ),
     Mutant(
         "indexer: starts with every group's last head",
