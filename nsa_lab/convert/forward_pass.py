@@ -199,11 +199,18 @@ def is_converted(model: Any) -> bool:
 
 def begin_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Ask the layers for their selection losses in a pass that computes gradients in training mode."""
-    if is_converted(model):
-        check_item_count(_bind(model, args, kwargs).get("num_items_in_batch"))
-    if is_converted(model) and model.training and torch.is_grad_enabled():
-        return args, {**kwargs, LOSSES: {}}
-    return None
+    if not is_converted(model):
+        return None
+    arguments = _bind(model, args, kwargs)
+    check_item_count(arguments.get("num_items_in_batch"))
+    labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
+    if shifted is not None:
+        # transformers computes a loss only if there are also labels, and flattens shift_labels with `view`.
+        labels, shifted = shifted if labels is None else labels, shifted.contiguous()
+        args, kwargs = (), {**arguments, "labels": labels, "shift_labels": shifted}
+    if model.training and torch.is_grad_enabled():
+        kwargs = {**kwargs, LOSSES: {}}
+    return args, kwargs
 
 
 def end_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

@@ -341,6 +341,27 @@ def test_unsupported_cache_operations_raise(model: hf.NSALabForCausalLM) -> None
             call()
 
 
+def test_other_kinds_of_caches_are_refused() -> None:
+    """Also in a generation configuration. The cache grows with the text, as "dynamic" requests."""
+    model, tokens = make_model().eval(), sample_bytes(2, 9)
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 255}
+    expected = model.generate(tokens, **options)
+    assert torch.equal(model.generate(tokens, cache_implementation="dynamic", **options), expected)
+    for kind in ("static", "quantized", "offloaded"):
+        with pytest.raises(NotImplementedError, match=f"cache_implementation = '{kind}': expected None or 'dynamic'"):
+            model.generate(tokens, cache_implementation=kind, **options)
+    model.generation_config.cache_implementation = "static"
+    with pytest.raises(NotImplementedError, match="cache_implementation = 'static'"):
+        model.generate(tokens, num_beams=2, **options)
+    model.generation_config.cache_implementation = None
+    for call in (
+        lambda: model.generate(tokens, cache_implementation="paged", **options),
+        lambda: model.generate_batch(tokens.tolist()),
+    ):
+        with pytest.raises(NotImplementedError, match="continuous batching is not supported"):
+            call()
+
+
 def test_tokenizer_encodes_bytes_after_a_separator(tokenizer: hf.NSALabTokenizer, tmp_path: Path) -> None:
     for text in ("h\u00e9llo", "", "\n a  b", "\x00\x7f"):
         ids = tokenizer(text)["input_ids"]
@@ -416,10 +437,13 @@ def test_exported_folder_loads_in_a_fresh_process(run_dir: Path, tmp_path: Path)
     folder = hf.export(run_dir, tmp_path / "exported")
     code = (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES\n"
         f"tokenizer = AutoTokenizer.from_pretrained({str(folder)!r}, trust_remote_code=True)\n"
         f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)\n"
         "out = model.generate(**tokenizer('def ', return_tensors='pt'), max_new_tokens=5, eos_token_id=None)\n"
         "assert out.shape == (1, 10), out.shape\n"
+        # A Trainer with label smoothing shifts the labels only for classes in this list.
+        "assert type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()\n"
     )
     environment = {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hf"), "PATH": "", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
@@ -526,6 +550,9 @@ def test_loss_does_not_depend_on_micro_batches(options: dict) -> None:
     other = model(tokens, shift_labels=shifted).loss
     assert not torch.isclose(other, mean)
     torch.testing.assert_close(model(tokens, labels=labels, shift_labels=shifted).loss, other)
+    views = [x.T.contiguous().T for x in (tokens, labels, shifted)]
+    assert not any(view.is_contiguous() for view in views)
+    torch.testing.assert_close(model(views[0], labels=views[1], shift_labels=views[2]).loss, other)
 
 
 def test_selection_loss_is_part_of_the_training_loss() -> None:

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nsa_lab.attention import resolve_backend
 from nsa_lab.attention.input_checks import SUPPORTED_DTYPES
@@ -69,6 +70,18 @@ def check_finite_weights(model: nn.Module, source: object) -> None:
             raise ConfigError(
                 f"{source}: {problem} in {weight.dtype}; save or export the model again, or load it with another dtype"
             )
+
+
+def register_causal_lm(model_class: Any) -> None:
+    """Register a causal language model and its configuration with the Auto classes, the pipelines and the Trainer.
+
+    With `label_smoothing_factor`, a Trainer computes the loss from the logits. It shifts the labels only if the name of the
+    model's class is in its list; otherwise each position would be trained to predict its own token.
+    """
+    config_class = model_class.config_class
+    AutoConfig.register(config_class.model_type, config_class)
+    AutoModelForCausalLM.register(config_class, model_class)
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config_class.model_type] = model_class.__name__
 
 
 class SavedModel(SavedWithImport):
