@@ -40,7 +40,14 @@ from nsa_lab.convert.settings import ConversionSettings
 from nsa_lab.inference.cache import Step
 from nsa_lab.inference.hf.cache import GET_CACHE
 from nsa_lab.inference.hf.causal_lm import IGNORED_LABEL, NSALabOutput
-from nsa_lab.inference.hf.inputs import PaddingPermutation, build_layout, check_flag, check_item_count, slice_mask
+from nsa_lab.inference.hf.inputs import (
+    PaddingPermutation,
+    build_layout,
+    check_flag,
+    check_item_count,
+    check_tensor_arguments,
+    slice_mask,
+)
 from nsa_lab.inference.hf.modeling import CACHE_ARGUMENT, AddedLoss
 from nsa_lab.model import Indexer, ProjectedHeads, Rotary, SparseAttention
 from nsa_lab.model.attention_layers import SelectionInputs, get_layouts
@@ -202,6 +209,7 @@ def begin_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     if not is_converted(model):
         return None
     arguments = _bind(model, args, kwargs)
+    check_tensor_arguments(arguments)
     check_item_count(arguments.get("num_items_in_batch"))
     labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
     if shifted is not None:
@@ -258,6 +266,7 @@ def begin_pass(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     if not is_converted(base):
         return None
     arguments = _bind(base, args, kwargs)
+    check_tensor_arguments(arguments)
     if arguments.get("output_attentions"):
         raise NotImplementedError(
             "output_attentions: attention weights are not an output, because no kernel computes their matrix; omit it, or "
@@ -272,8 +281,6 @@ def begin_pass(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     cache = _get_cache(arguments)
     mask = arguments.get("attention_mask")
     if mask is not None:
-        if not isinstance(mask, Tensor):
-            raise ValueError(f"attention_mask: expected a tensor [B, T], got a {type(mask).__name__}")
         mask = slice_mask(mask, n_rows, n_columns)
     has_cache = cache is not None or arguments.get("use_cache") is True
     span = build_layout(inputs, mask, has_cache, arguments, counts_padding=True)

@@ -213,8 +213,11 @@ def test_packed_documents_equal_single_documents(model: hf.NSALabForCausalLM) ->
             {"input_ids": torch.ones(1, 0, dtype=torch.int64)},
             "input_ids: expected .* begin an empty text with the separator",
         ),
-        ({"attention_mask": [[1, 1, 1]]}, r"attention_mask: expected a tensor \[B, T\], got a list"),
-        ({"position_ids": [[0, 1, 2]]}, r"position_ids: expected a tensor \[B, T\], got a list"),
+        ({"input_ids": [[1, 2, 3]]}, "input_ids: expected a tensor, got a list"),
+        ({"input_ids": None, "inputs_embeds": [[[0.5]]]}, "inputs_embeds: expected a tensor, got a list"),
+        ({"labels": [[1, 2, 3]]}, "labels: expected a tensor, got a list"),
+        ({"attention_mask": [[1, 1, 1]]}, "attention_mask: expected a tensor, got a list"),
+        ({"position_ids": [[0, 1, 2]]}, "position_ids: expected a tensor, got a list"),
         (
             {"labels": torch.ones(1, 2, dtype=torch.int64)},
             r"labels: expected int64 \[B, T\], \(1, 3\), got torch.int64 \(1, 2\)",

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from nsa_lab.inference.hf.cache import NSALabCache, PassesCacheToPeft, check_cache_implementation
 from nsa_lab.inference.hf.configuration import NSALabConfig
-from nsa_lab.inference.hf.inputs import check_item_count
+from nsa_lab.inference.hf.inputs import check_item_count, check_tensor_arguments
 from nsa_lab.inference.hf.modeling import CACHE_ARGUMENT, Inputs, NSALabModel
 from nsa_lab.model import NSATransformer
 
@@ -142,6 +142,7 @@ class NSALabForCausalLM(PassesCacheToPeft, NSALabModel, GenerationMixin):
         """
         # Not a parameter: a Trainer takes every parameter whose name contains "label" for a column of its data.
         shift_labels = others.pop("shift_labels", None)
+        check_tensor_arguments({"labels": labels, "shift_labels": shift_labels})
         check_item_count(num_items_in_batch)
         has_labels = labels is not None or shift_labels is not None
         if isinstance(logits_to_keep, Tensor):

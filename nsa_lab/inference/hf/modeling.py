@@ -24,7 +24,13 @@ from nsa_lab.attention.input_checks import SUPPORTED_DTYPES
 from nsa_lab.config import ConfigError, ModelConfig
 from nsa_lab.inference.hf.cache import GET_CACHE, NSALabCache
 from nsa_lab.inference.hf.configuration import NSALabConfig, SavedWithImport
-from nsa_lab.inference.hf.inputs import PaddingPermutation, build_layout, check_flag, slice_mask
+from nsa_lab.inference.hf.inputs import (
+    PaddingPermutation,
+    build_layout,
+    check_flag,
+    check_tensor_arguments,
+    slice_mask,
+)
 from nsa_lab.model import Block, NSATransformer
 from nsa_lab.model.placement import Placement, find_placement
 from nsa_lab.runs.finite_weights import describe_nonfinite
@@ -240,6 +246,8 @@ class NSALabModel(SavedModel, PreTrainedModel):
     ) -> Outputs:
         """Check the arguments of `forward` and run the model. `output`, `columns`: as in `NSATransformer.forward`."""
         self._check_names(others)
+        names = "input_ids", "inputs_embeds", "attention_mask", "position_ids"
+        check_tensor_arguments(dict(zip(names, inputs, strict=True)))
         for value in (use_cache, self.config.use_cache):
             check_flag("use_cache", value)
         has_cache = cache is not None or bool(
