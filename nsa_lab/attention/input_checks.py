@@ -25,8 +25,29 @@ AXIS_NAMES = {
 }
 
 
+def can_read_values(x: Tensor) -> bool:
+    """Return True if a check may read values of `x`: on other devices this would synchronize with the host, and code that
+    torch.compile or torch.func transforms has no values.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.maybe_current_level() is None  # pyright: ignore
+
+
+def check_tensors(**tensors: object) -> None:
+    """Raise ValueError for an argument that is not a dense tensor, by its name."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(
+                f"{name}: expected a tensor, got a {type(x).__name__}; pass a tensor, as torch.as_tensor makes"
+            )
+        if x.layout is not torch.strided:
+            raise ValueError(f"{name}: expected a dense tensor, got the layout {x.layout}; use a padded or packed tensor")
+
+
 def check_keys(name: str, x: Tensor, span: Span | None) -> None:
     """Raise ValueError unless x [B, T, G, D] is a valid key or value tensor that covers all keys of `span`."""
+    check_tensors(**{name: x})
     if x.ndim != 4:
         raise ValueError(f"{name}: expected {AXIS_NAMES['k']}; got {x.ndim} dimensions, {tuple(x.shape)}")
     _check_dtype_and_device(name, x)
@@ -73,6 +94,7 @@ def check_raw(q: Tensor, k: Tensor, v: Tensor, span: Span | None, suffix: str = 
 
 def check_lse(q: Tensor, lse: Tensor) -> None:
     """Raise ValueError unless lse is [B, T, H] in float32 or float64, on q's device."""
+    check_tensors(lse=lse)
     _check_shape("lse", lse, q.shape[:3], AXIS_NAMES["lse"])
     if lse.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"lse: expected float32, or float64 for float64 inputs, got {lse.dtype}; use lse.float()")
@@ -83,15 +105,16 @@ def check_blocks(q: Tensor, k: Tensor | None, blocks: Tensor, nsa: NSAConfig, sp
     """Raise ValueError unless blocks is int32 [B, T, G, n_sel] on q's device, and there is a branch (k) that reads them.
 
     On the CPU, also check the values: each is -1 or the index of an existing block (packed: of the longest document), and
-    no block occurs twice for one query. On other devices this check would synchronize with the host, so it is skipped.
+    no block occurs twice for one query.
     """
     if k is None:
         raise ValueError("blocks: expected None without a selected branch (k_sel is None), got a tensor; remove blocks=")
+    check_tensors(blocks=blocks)
     _check_shape("blocks", blocks, (q.shape[0], q.shape[1], k.shape[2], nsa.n_sel), AXIS_NAMES["blocks"])
     if blocks.dtype != torch.int32:
         raise ValueError(f"blocks: expected int32, got {blocks.dtype}; use blocks.int()")
     _check_same_device("blocks", blocks, q)
-    if blocks.device.type != "cpu" or torch.compiler.is_compiling():
+    if not can_read_values(blocks):
         return
     last_block = geometry.num_selection(k.shape[1] if span is None else span.longest_document, nsa) - 1
     sorted_blocks = blocks.sort(-1).values
@@ -115,6 +138,8 @@ def check_gates(q: Tensor, gates: Tensor | None, n_branches: int) -> None:
 
 def check_gate_columns(q: Tensor, gates: Tensor | None, n_branches: int) -> None:
     """Raise ValueError unless gates is [B, T, H, n_branches], or None for a single branch."""
+    if gates is not None:
+        check_tensors(gates=gates)
     if gates is None or n_branches == 1:
         if gates is not None or n_branches > 1:
             found = "None" if gates is None else f"a tensor {tuple(gates.shape)}"
@@ -191,6 +216,7 @@ def _check_heads(
     span: Span | None,
 ) -> None:
     """Check q against keys and values; `count_keys` returns the required number of keys for a number of queries."""
+    check_tensors(q=q, **{names[0]: k, names[1]: v})
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise ValueError(
             f"expected q [B, T, H, D] and keys, values [B, S, G, D], got {q.ndim}, {k.ndim} and {v.ndim} dimensions"

@@ -40,7 +40,14 @@ from nsa_lab.convert.settings import ConversionSettings
 from nsa_lab.inference.cache import Step
 from nsa_lab.inference.hf.cache import GET_CACHE
 from nsa_lab.inference.hf.causal_lm import IGNORED_LABEL, NSALabOutput
-from nsa_lab.inference.hf.inputs import PaddingPermutation, build_layout, check_flag, check_item_count, slice_mask
+from nsa_lab.inference.hf.inputs import (
+    PaddingPermutation,
+    build_layout,
+    check_flag,
+    check_item_count,
+    check_tensor_arguments,
+    slice_mask,
+)
 from nsa_lab.inference.hf.modeling import CACHE_ARGUMENT, AddedLoss
 from nsa_lab.model import Indexer, ProjectedHeads, Rotary, SparseAttention
 from nsa_lab.model.attention_layers import SelectionInputs, get_layouts
@@ -199,11 +206,19 @@ def is_converted(model: Any) -> bool:
 
 def begin_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Ask the layers for their selection losses in a pass that computes gradients in training mode."""
-    if is_converted(model):
-        check_item_count(_bind(model, args, kwargs).get("num_items_in_batch"))
-    if is_converted(model) and model.training and torch.is_grad_enabled():
-        return args, {**kwargs, LOSSES: {}}
-    return None
+    if not is_converted(model):
+        return None
+    arguments = _bind(model, args, kwargs)
+    check_tensor_arguments(arguments)
+    check_item_count(arguments.get("num_items_in_batch"))
+    labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
+    if shifted is not None:
+        # transformers computes a loss only if there are also labels, and flattens shift_labels with `view`.
+        labels, shifted = shifted if labels is None else labels, shifted.contiguous()
+        args, kwargs = (), {**arguments, "labels": labels, "shift_labels": shifted}
+    if model.training and torch.is_grad_enabled():
+        kwargs = {**kwargs, LOSSES: {}}
+    return args, kwargs
 
 
 def end_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -251,6 +266,7 @@ def begin_pass(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     if not is_converted(base):
         return None
     arguments = _bind(base, args, kwargs)
+    check_tensor_arguments(arguments)
     if arguments.get("output_attentions"):
         raise NotImplementedError(
             "output_attentions: attention weights are not an output, because no kernel computes their matrix; omit it, or "
@@ -265,8 +281,6 @@ def begin_pass(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     cache = _get_cache(arguments)
     mask = arguments.get("attention_mask")
     if mask is not None:
-        if not isinstance(mask, Tensor):
-            raise ValueError(f"attention_mask: expected a tensor [B, T], got a {type(mask).__name__}")
         mask = slice_mask(mask, n_rows, n_columns)
     has_cache = cache is not None or arguments.get("use_cache") is True
     span = build_layout(inputs, mask, has_cache, arguments, counts_padding=True)

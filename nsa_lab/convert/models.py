@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -30,9 +28,9 @@ from nsa_lab.convert.cache import SparseCache
 from nsa_lab.convert.forward_pass import CACHE_NAMES, SPARSE, add_hooks, is_converted
 from nsa_lab.convert.indexer import copy_first_heads, make_indexer
 from nsa_lab.convert.settings import DEFAULT_NSA, ConversionSettings, IndexerOptions, check_dense_config
-from nsa_lab.inference.hf.cache import PassesCacheToPeft
+from nsa_lab.inference.hf.cache import PassesCacheToPeft, check_cache_implementation
 from nsa_lab.inference.hf.configuration import SavedWithImport
-from nsa_lab.inference.hf.modeling import CACHE_ARGUMENT, SavedModel
+from nsa_lab.inference.hf.modeling import CACHE_ARGUMENT, SavedModel, register_causal_lm
 from nsa_lab.runs.atomic_io import write_text
 
 # File in a saved folder from which `trust_remote_code=True` imports the classes of this package.
@@ -121,14 +119,10 @@ class ConvertedModel(PassesCacheToPeft, SavedModel):
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         """Create the cache of `generate`, which assisted generation needs before the first forward pass."""
         model: Any = self
-        is_given = any(model_kwargs.get(name) is not None for name in CACHE_NAMES)
-        if is_converted(model) and generation_config.use_cache is not False and not is_given:
-            if generation_config.cache_implementation is not None:
-                raise NotImplementedError(
-                    f"cache_implementation = {generation_config.cache_implementation!r}: a converted model has its own "
-                    "cache; omit it"
-                )
-            model_kwargs[CACHE_ARGUMENT] = SparseCache(model.base_model, model.base_model.conversion)
+        if is_converted(model) and generation_config.use_cache is not False:
+            check_cache_implementation(generation_config)
+            if all(model_kwargs.get(name) is None for name in CACHE_NAMES):
+                model_kwargs[CACHE_ARGUMENT] = SparseCache(model.base_model, model.base_model.conversion)
         dense: Any = super()
         return dense._prepare_cache_for_generation(generation_config, model_kwargs, *args)
 
@@ -207,5 +201,4 @@ CONVERTED_CLASSES: tuple[Any, ...] = (
     SparseQwen3ForCausalLM,
 )
 for _class in CONVERTED_CLASSES:
-    AutoConfig.register(_class.config_class.model_type, _class.config_class)
-    AutoModelForCausalLM.register(_class.config_class, _class)
+    register_causal_lm(_class)

@@ -14,6 +14,7 @@ from nsa_lab.attention import Span, geometry, resolve_backend
 from nsa_lab.attention.compile_utils import check_no_transform, check_not_traced
 from nsa_lab.attention.context_parallel import ContextShard
 from nsa_lab.attention.dispatch import ResolvedBackend
+from nsa_lab.attention.input_checks import can_read_values, check_tensors
 from nsa_lab.attention.layout import Layout
 from nsa_lab.config import ModelConfig
 from nsa_lab.model.attention_layers import (
@@ -312,16 +313,17 @@ class NSATransformer(nn.Module):
             raise ValueError("NSATransformer: expected either tokens or embeddings, got both or neither; pass one of them")
         c = self.config
         if embeddings is not None:
+            check_tensors(embeddings=embeddings)
             if embeddings.ndim != 3 or embeddings.shape[2] != c.dim or 0 in embeddings.shape:
                 raise ValueError(f"embeddings: expected [B, T, {c.dim}], B and T at least 1, got {tuple(embeddings.shape)}")
             return embeddings.shape[1], embeddings.device
         assert tokens is not None
+        check_tensors(tokens=tokens)
         if tokens.ndim != 2 or tokens.dtype != torch.int64 or 0 in tokens.shape:
             raise ValueError(
                 f"tokens: expected int64 [B, T], got {tokens.dtype} {tuple(tokens.shape)}; B and T are at least 1"
             )
-        # On other devices this check would synchronize with the host.
-        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+        if can_read_values(tokens):
             low, high = map(int, tokens.aminmax())
             if low < 0 or high >= c.vocab_size:
                 raise ValueError(

@@ -123,7 +123,7 @@ def test_uninitialized_memory_is_never_read(variant: str, monkeypatch: pytest.Mo
     assert not any(x.isnan().any() for x in (*results, *grads)) and (results[2] >= -1).all()
 
 
-def change_inputs(**changes: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
+def change_inputs(**changes: Callable[[torch.Tensor], Any]) -> Inputs:
     x = Shape().inputs()
     return x._replace(**{name: change(getattr(x, name)) for name, change in changes.items()})
 
@@ -133,6 +133,13 @@ def drop_last_token(x: torch.Tensor) -> torch.Tensor:
 
 
 MISTAKES = {
+    "an array": (change_inputs(q=lambda x: x.numpy()), "q: expected a tensor, got a ndarray"),
+    "lists": (change_inputs(k_sel=torch.Tensor.tolist), "k_sel: expected a tensor, got a list"),
+    "a number": (change_inputs(gates=lambda x: 1.0), "gates: expected a tensor, got a float"),
+    "a sparse tensor": (
+        change_inputs(v_win=torch.Tensor.to_sparse),
+        "v_win: expected a dense tensor, got the layout torch.sp",
+    ),
     "three dimensions": (change_inputs(q=lambda x: x[0]), "3, 4 and 4 dimensions"),
     "heads that do not divide": (change_inputs(q=lambda x: x[:, :, :5]), "5 query heads do not divide into 2"),
     "no groups": (change_inputs(k_cmp=lambda x: x[:, :, :0]), "6 query heads do not divide into 0"),
@@ -222,6 +229,10 @@ def test_each_function_checks_its_own_inputs() -> None:
         "k_cmp: expected shape": lambda: attention.compressed_attention(x.q, x.k_sel, x.v_sel, NSA),
         "k_cmp: expected shape (1, 9": lambda: attention.select_blocks(x.q, x.k_sel, lse, NSA),
         "lse: expected shape (1, 21, 6), got (1, 20, 6)": lambda: attention.select_blocks(x.q, x.k_cmp, lse[:, 1:], NSA),
+        "lse: expected a tensor, got a NoneType": lambda: attention.select_blocks(x.q, x.k_cmp, None, NSA),
+        "blocks: expected a tensor, got a list": lambda: selected(*sel, blocks.tolist(), NSA),
+        "v: expected a tensor, got a list": lambda: attention.dense_attention(x.q, x.k_sel, x.v_sel.tolist()),
+        "x: expected a tensor, got a ndarray": lambda: compress(x.k_sel.numpy(), NSA),
         "k: expected shape": lambda: selected(x.q, x.k_cmp, x.v_cmp, blocks, NSA),
         "blocks: expected shape (1, 21, 2, 3)": lambda: selected(*sel, blocks[..., 1:], NSA),
         "blocks: expected int32, got torch.int64": lambda: selected(*sel, blocks.long(), NSA),
@@ -619,6 +630,10 @@ def test_torch_func_transforms_run_on_the_reference() -> None:
 
     twice = torch.stack([x.q, 2 * x.q])
     assert torch.allclose(torch.func.vmap(run)(twice), torch.stack([run(q) for q in twice]), rtol=1e-12)
+    out, lse = attention.compressed_attention(x.q, x.k_cmp, x.v_cmp, NSA, backend="reference")
+    blocks = attention.select_blocks(x.q, x.k_cmp, lse, NSA, backend="reference")
+    given = torch.func.vmap(lambda b: attention.nsa_attention(*x, NSA, blocks=b, backend="reference"))(blocks[None])
+    torch.testing.assert_close(given[0], run(x.q))
     q = x.q.detach().requires_grad_()
     (expected,) = torch.autograd.grad(run(q).sum(), q)
     torch.testing.assert_close(torch.func.grad(lambda q: run(q).sum())(x.q), expected)

@@ -85,6 +85,11 @@ def test_arguments_without_a_meaning_are_refused() -> None:
             sparse(tokens, labels=tokens, num_items_in_batch=n_labels)
     with pytest.raises(ValueError, match="use_cache = 'false': expected True, False or None"):
         sparse(tokens, use_cache="false")
+    for name in ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels"):
+        with pytest.raises(ValueError, match=f"^{name}: expected a tensor, got a list"):
+            sparse(**{"input_ids": tokens, name: tokens.tolist()})
+    with pytest.raises(ValueError, match="input_ids: expected a tensor, got a ndarray"):
+        sparse.model(tokens.numpy())
 
 
 @pytest.mark.slow

@@ -59,6 +59,19 @@ def test_the_loss_includes_the_selection_loss() -> None:
         assert model(tokens, labels=tokens).get("aux_loss") is None
 
 
+def test_shifted_labels_give_the_loss_of_labels() -> None:
+    """With and without `labels`, also as views that are not contiguous."""
+    model, tokens = convert(), make_tokens()
+    shifted = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+    view = shifted.T.contiguous().T
+    for is_training in (True, False):
+        model.train(is_training)
+        expected = model(tokens, labels=tokens).loss
+        for arguments in ({"shift_labels": shifted}, {"shift_labels": view}, {"shift_labels": view, "labels": tokens}):
+            torch.testing.assert_close(model(tokens, **arguments).loss, expected)
+            torch.testing.assert_close(model(tokens, return_dict=False, **arguments)[0], expected)
+
+
 def test_the_selection_loss_trains_only_the_indexer() -> None:
     model, tokens = convert(), make_tokens()
     output = model(tokens, labels=tokens)

@@ -213,8 +213,11 @@ def test_packed_documents_equal_single_documents(model: hf.NSALabForCausalLM) ->
             {"input_ids": torch.ones(1, 0, dtype=torch.int64)},
             "input_ids: expected .* begin an empty text with the separator",
         ),
-        ({"attention_mask": [[1, 1, 1]]}, r"attention_mask: expected a tensor \[B, T\], got a list"),
-        ({"position_ids": [[0, 1, 2]]}, r"position_ids: expected a tensor \[B, T\], got a list"),
+        ({"input_ids": [[1, 2, 3]]}, "input_ids: expected a tensor, got a list"),
+        ({"input_ids": None, "inputs_embeds": [[[0.5]]]}, "inputs_embeds: expected a tensor, got a list"),
+        ({"labels": [[1, 2, 3]]}, "labels: expected a tensor, got a list"),
+        ({"attention_mask": [[1, 1, 1]]}, "attention_mask: expected a tensor, got a list"),
+        ({"position_ids": [[0, 1, 2]]}, "position_ids: expected a tensor, got a list"),
         (
             {"labels": torch.ones(1, 2, dtype=torch.int64)},
             r"labels: expected int64 \[B, T\], \(1, 3\), got torch.int64 \(1, 2\)",
@@ -341,6 +344,27 @@ def test_unsupported_cache_operations_raise(model: hf.NSALabForCausalLM) -> None
             call()
 
 
+def test_other_kinds_of_caches_are_refused() -> None:
+    """Also in a generation configuration. The cache grows with the text, as "dynamic" requests."""
+    model, tokens = make_model().eval(), sample_bytes(2, 9)
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 255}
+    expected = model.generate(tokens, **options)
+    assert torch.equal(model.generate(tokens, cache_implementation="dynamic", **options), expected)
+    for kind in ("static", "quantized", "offloaded"):
+        with pytest.raises(NotImplementedError, match=f"cache_implementation = '{kind}': expected None or 'dynamic'"):
+            model.generate(tokens, cache_implementation=kind, **options)
+    model.generation_config.cache_implementation = "static"
+    with pytest.raises(NotImplementedError, match="cache_implementation = 'static'"):
+        model.generate(tokens, num_beams=2, **options)
+    model.generation_config.cache_implementation = None
+    for call in (
+        lambda: model.generate(tokens, cache_implementation="paged", **options),
+        lambda: model.generate_batch(tokens.tolist()),
+    ):
+        with pytest.raises(NotImplementedError, match="continuous batching is not supported"):
+            call()
+
+
 def test_tokenizer_encodes_bytes_after_a_separator(tokenizer: hf.NSALabTokenizer, tmp_path: Path) -> None:
     for text in ("h\u00e9llo", "", "\n a  b", "\x00\x7f"):
         ids = tokenizer(text)["input_ids"]
@@ -416,10 +440,13 @@ def test_exported_folder_loads_in_a_fresh_process(run_dir: Path, tmp_path: Path)
     folder = hf.export(run_dir, tmp_path / "exported")
     code = (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES\n"
         f"tokenizer = AutoTokenizer.from_pretrained({str(folder)!r}, trust_remote_code=True)\n"
         f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)\n"
         "out = model.generate(**tokenizer('def ', return_tensors='pt'), max_new_tokens=5, eos_token_id=None)\n"
         "assert out.shape == (1, 10), out.shape\n"
+        # A Trainer with label smoothing shifts the labels only for classes in this list.
+        "assert type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()\n"
     )
     environment = {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hf"), "PATH": "", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
@@ -526,6 +553,9 @@ def test_loss_does_not_depend_on_micro_batches(options: dict) -> None:
     other = model(tokens, shift_labels=shifted).loss
     assert not torch.isclose(other, mean)
     torch.testing.assert_close(model(tokens, labels=labels, shift_labels=shifted).loss, other)
+    views = [x.T.contiguous().T for x in (tokens, labels, shifted)]
+    assert not any(view.is_contiguous() for view in views)
+    torch.testing.assert_close(model(views[0], labels=views[1], shift_labels=views[2]).loss, other)
 
 
 def test_selection_loss_is_part_of_the_training_loss() -> None:

@@ -18,6 +18,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 
 import transformers
 
+from nsa_lab import sparsify
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.inference import hf
 from nsa_lab.model import NSATransformer
@@ -217,6 +218,28 @@ def test_trainer_accumulates_what_one_batch_gives(options: dict, tmp_path: Path)
         split[part] = whole[part] = 0  # its loss samples queries per micro-batch
     torch.testing.assert_close(split, whole, rtol=1e-3, atol=1e-6)
     assert trainer.model_accepts_loss_kwargs
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["whole", "LoRA"])
+@pytest.mark.parametrize("is_converted", [False, True], ids=["own", "converted"])
+def test_label_smoothing_shifts_the_labels(is_converted: bool, adapter: bool, tmp_path: Path) -> None:
+    """A Trainer computes this loss from the logits, by the name of the model's class."""
+    require("accelerate")
+    model: Any = make_model()
+    if is_converted:
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = sparsify(transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **sizes)))
+    if adapter:
+        peft = require("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    batch = collate(make_texts([40, 30]))
+    log_p = model.eval()(**batch).logits[:, :-1].log_softmax(-1)
+    labels = batch["labels"][:, 1:]
+    nll = -log_p.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
+    expected = (0.9 * nll - 0.1 * log_p.mean(-1))[labels != -100].mean()
+    arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, label_smoothing_factor=0.1)
+    trainer = transformers.Trainer(model, arguments)
+    torch.testing.assert_close(trainer.compute_loss(model, batch), expected)
 
 
 def _locate_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter, int]]:

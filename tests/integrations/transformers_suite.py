@@ -12,7 +12,7 @@ from tests.generation.test_utils import GenerationTesterMixin
 from tests.test_modeling_common import ModelTesterMixin, ids_tensor, random_attention_mask
 from tests.test_training_mixin import TrainingTesterMixin
 from transformers import set_seed
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from transformers.testing_utils import torch_device
 
 from nsa_lab.config import ModelConfig, NSAConfig
@@ -20,7 +20,6 @@ from nsa_lab.inference import hf
 
 # Some tests run only for classes that `transformers` lists.
 MODEL_MAPPING_NAMES[hf.NSALabConfig.model_type] = hf.NSALabModel.__name__
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[hf.NSALabConfig.model_type] = hf.NSALabForCausalLM.__name__
 
 
 class NSALabModelTester:

@@ -115,6 +115,16 @@ def test_torch_func_is_refused_with_the_way_out() -> None:
     model, tokens = NSATransformer(tiny_config(), backend="torch", seed=5), sample_tokens(2, 40)
     with pytest.raises(NotImplementedError, match=r"torch\.func.*backend = 'torch'.*use backend='reference'"):
         torch.func.vmap(lambda row: model(row[None])[0])(tokens)
+    model = NSATransformer(tiny_config(), backend="reference", seed=5)
+    torch.testing.assert_close(torch.func.vmap(lambda row: model(row[None])[0])(tokens), model(tokens))
+
+    def compute_loss(weights: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, (row[None],)).logsumexp(-1).sum()
+
+    per_row = torch.func.vmap(torch.func.grad(compute_loss), in_dims=(None, 0))(dict(model.named_parameters()), tokens)
+    compute_loss({}, tokens[1]).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(per_row[name][1], parameter.grad, rtol=1e-4, atol=1e-5)
     by_func = torch.func.grad(lambda x: layers["reference"](x).pow(2).sum())(x)
     x.requires_grad_()
     layers["torch"](x).pow(2).sum().backward()

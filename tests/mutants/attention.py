@@ -469,6 +469,12 @@ MUTANTS = [
         "if x.dtype not in SUPPORTED_DTYPES:",
         "if x.dtype.is_complex:",
     ),
+    Mutant(
+        "checks: values are read inside of vmap",
+        "attention.input_checks",
+        "return torch._C._functorch.maybe_current_level() is None",
+        "return True",
+    ),
     # Decoding and generation.
     Mutant(
         "decoding: a window of w - 1 keys",

@@ -256,8 +256,8 @@ MUTANTS = [
     Mutant(
         "transformers: labels that are already shifted are ignored",
         "inference.hf.causal_lm",
-        "shift_labels=shift_labels,\n",
-        "shift_labels=None if labels is None else shift_labels,\n",
+        "shift_labels=shift_labels.contiguous(),",
+        "shift_labels=None if labels is None else shift_labels.contiguous(),",
     ),
     Mutant(
         "transformers: the selection loss does not train the indexer",

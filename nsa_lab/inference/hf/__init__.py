@@ -21,18 +21,17 @@ from __future__ import annotations
 from nsa_lab.config.optional_deps import require
 
 require("transformers")
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer
 
 from nsa_lab.inference.hf.cache import NSALabCache
 from nsa_lab.inference.hf.causal_lm import NSALabForCausalLM, NSALabOutput
 from nsa_lab.inference.hf.configuration import NSALabConfig
 from nsa_lab.inference.hf.exporting import export
-from nsa_lab.inference.hf.modeling import CACHE_ARGUMENT, NSALabModel
+from nsa_lab.inference.hf.modeling import CACHE_ARGUMENT, NSALabModel, register_causal_lm
 from nsa_lab.inference.hf.tokenizer import NSALabTokenizer
 
-AutoConfig.register(NSALabConfig.model_type, NSALabConfig)
+register_causal_lm(NSALabForCausalLM)
 AutoModel.register(NSALabConfig, NSALabModel)
-AutoModelForCausalLM.register(NSALabConfig, NSALabForCausalLM)
 AutoTokenizer.register(NSALabConfig, slow_tokenizer_class=NSALabTokenizer)
 
 __all__ = [

@@ -43,6 +43,20 @@ class PassesCacheToPeft:
         return inputs
 
 
+def check_cache_implementation(generation_config: Any) -> None:
+    """Raise NotImplementedError if the settings of a call of `generate` request another kind of cache than one that grows.
+
+    The setting is removed from them: `transformers` refuses it next to a cache.
+    """
+    requested = generation_config.cache_implementation
+    if requested not in (None, "dynamic", "dynamic_full"):  # the last: assisted generation, in older versions
+        raise NotImplementedError(
+            f"cache_implementation = {requested!r}: expected None or 'dynamic', because the model has its own cache, which "
+            "grows with the text; omit it"
+        )
+    generation_config.cache_implementation = None
+
+
 class ColumnCache(TransformersCache):
     """Cache of the columns of a batch, padding included. A subclass owns the `Cache` of their tokens."""
 

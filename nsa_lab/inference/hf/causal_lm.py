@@ -14,9 +14,9 @@ from torch.nn.functional import pad
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from nsa_lab.inference.hf.cache import NSALabCache, PassesCacheToPeft
+from nsa_lab.inference.hf.cache import NSALabCache, PassesCacheToPeft, check_cache_implementation
 from nsa_lab.inference.hf.configuration import NSALabConfig
-from nsa_lab.inference.hf.inputs import check_item_count
+from nsa_lab.inference.hf.inputs import check_item_count, check_tensor_arguments
 from nsa_lab.inference.hf.modeling import CACHE_ARGUMENT, Inputs, NSALabModel
 from nsa_lab.model import NSATransformer
 
@@ -48,11 +48,23 @@ class NSALabForCausalLM(PassesCacheToPeft, NSALabModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         """Create the cache of `generate`, which assisted generation needs before the first forward pass."""
+        if generation_config.use_cache is not False:
+            check_cache_implementation(generation_config)
         result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
         names = ("cache", "past_key_values")
         if generation_config.use_cache is not False and all(model_kwargs.get(name) is None for name in names):
             model_kwargs[CACHE_ARGUMENT] = NSALabCache(self.model)
         return result
+
+    def init_continuous_batching(self, *_: Any, **__: Any) -> None:
+        """Raise NotImplementedError for `generate_batch` and `cache_implementation="paged"`.
+
+        Their paged cache has one kind of keys and values per layer. Errors in their thread end in empty texts.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}: continuous batching is not supported, because the model has its own cache; use "
+            "generate without cache_implementation, with padded prompts"
+        )
 
     def _prepare_attention_mask_for_generation(
         self, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
@@ -119,6 +131,7 @@ class NSALabForCausalLM(PassesCacheToPeft, NSALabModel, GenerationMixin):
             NLL over labels; in training, plus the selection loss of an indexer (`aux_loss`) times its weight in the
             configuration.
         num_items_in_batch: number of labels in all micro-batches of an optimizer step, by which the loss is then divided.
+            Without labels it has no effect: every call adds the whole gradient of the selection loss to the logits.
         output_hidden_states: return the inputs of all blocks and the normalized output of the last block.
         logits_to_keep: number of columns at the end (0: all), or an index of columns.
         output_hidden_states, return_dict: None: as in the configuration.
@@ -129,6 +142,7 @@ class NSALabForCausalLM(PassesCacheToPeft, NSALabModel, GenerationMixin):
         """
         # Not a parameter: a Trainer takes every parameter whose name contains "label" for a column of its data.
         shift_labels = others.pop("shift_labels", None)
+        check_tensor_arguments({"labels": labels, "shift_labels": shift_labels})
         check_item_count(num_items_in_batch)
         has_labels = labels is not None or shift_labels is not None
         if isinstance(logits_to_keep, Tensor):
@@ -185,7 +199,7 @@ class NSALabForCausalLM(PassesCacheToPeft, NSALabModel, GenerationMixin):
             logits,
             labels,
             vocab_size=self.config.vocab_size,
-            shift_labels=shift_labels,
+            shift_labels=shift_labels.contiguous(),  # transformers flattens them with `view`
             num_items_in_batch=num_items_in_batch,
         )
         if self._selection_loss is None:

@@ -13,6 +13,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nsa_lab.attention import Span
+from nsa_lab.attention.input_checks import check_tensors
+
+TENSOR_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels")
+
+
+def check_tensor_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError for one of `TENSOR_ARGUMENTS` that was passed to a model and is not a dense tensor."""
+    check_tensors(**{name: arguments[name] for name in TENSOR_ARGUMENTS if arguments.get(name) is not None})
 
 
 def slice_mask(mask: Tensor, n_rows: int, n_columns: int) -> Tensor | None:
@@ -20,8 +28,6 @@ def slice_mask(mask: Tensor, n_rows: int, n_columns: int) -> Tensor | None:
 
     Traced by torch.export or torch.compile, which must not read values, the mask is returned unchecked.
     """
-    if not isinstance(mask, Tensor):
-        raise ValueError(f"attention_mask: expected a tensor [B, T], got a {type(mask).__name__}")
     if mask.ndim != 2 or mask.shape[0] != n_rows or mask.shape[1] < n_columns:
         raise ValueError(
             f"attention_mask: expected [B, T] as input_ids {(n_rows, n_columns)}, or longer by the cached tokens, got "
@@ -74,8 +80,6 @@ def build_layout(
             raise ValueError(f"{other[0]}: not supported alone; separate documents with position_ids= that restart at 0")
         return None
     n_rows, n_columns = inputs.shape[:2]
-    if not isinstance(positions, Tensor):
-        raise ValueError(f"position_ids: expected a tensor [B, T], got a {type(positions).__name__}")
     if positions.ndim != 2 or positions.shape[0] not in (1, n_rows) or positions.shape[1] != n_columns:
         raise ValueError(
             f"position_ids: expected the shape of input_ids, {(n_rows, n_columns)}, got {tuple(positions.shape)}"

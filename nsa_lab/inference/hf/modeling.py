@@ -14,16 +14,23 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nsa_lab.attention import resolve_backend
 from nsa_lab.attention.input_checks import SUPPORTED_DTYPES
 from nsa_lab.config import ConfigError, ModelConfig
 from nsa_lab.inference.hf.cache import GET_CACHE, NSALabCache
 from nsa_lab.inference.hf.configuration import NSALabConfig, SavedWithImport
-from nsa_lab.inference.hf.inputs import PaddingPermutation, build_layout, check_flag, slice_mask
+from nsa_lab.inference.hf.inputs import (
+    PaddingPermutation,
+    build_layout,
+    check_flag,
+    check_tensor_arguments,
+    slice_mask,
+)
 from nsa_lab.model import Block, NSATransformer
 from nsa_lab.model.placement import Placement, find_placement
 from nsa_lab.runs.finite_weights import describe_nonfinite
@@ -69,6 +76,18 @@ def check_finite_weights(model: nn.Module, source: object) -> None:
             raise ConfigError(
                 f"{source}: {problem} in {weight.dtype}; save or export the model again, or load it with another dtype"
             )
+
+
+def register_causal_lm(model_class: Any) -> None:
+    """Register a causal language model and its configuration with the Auto classes, the pipelines and the Trainer.
+
+    With `label_smoothing_factor`, a Trainer computes the loss from the logits. It shifts the labels only if the name of the
+    model's class is in its list; otherwise each position would be trained to predict its own token.
+    """
+    config_class = model_class.config_class
+    AutoConfig.register(config_class.model_type, config_class)
+    AutoModelForCausalLM.register(config_class, model_class)
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config_class.model_type] = model_class.__name__
 
 
 class SavedModel(SavedWithImport):
@@ -227,6 +246,8 @@ class NSALabModel(SavedModel, PreTrainedModel):
     ) -> Outputs:
         """Check the arguments of `forward` and run the model. `output`, `columns`: as in `NSATransformer.forward`."""
         self._check_names(others)
+        names = "input_ids", "inputs_embeds", "attention_mask", "position_ids"
+        check_tensor_arguments(dict(zip(names, inputs, strict=True)))
         for value in (use_cache, self.config.use_cache):
             check_flag("use_cache", value)
         has_cache = cache is not None or bool(
