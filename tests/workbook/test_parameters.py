@@ -20,7 +20,7 @@ seed: int = 0
 count: int = 400
 target: float = 0.5
 lengths: list = [1, 33]
-show: "Optional[bool]" = None
+show: bool = None
 anything: object = None
 """
 
