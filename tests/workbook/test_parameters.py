@@ -86,7 +86,6 @@ def test_every_parameter_of_the_notebooks_has_a_type_that_is_checked() -> None:
         assert found and [p.name for p in found if p.kind not in parameters.KINDS] == [], path.name
 
 
-
 def inject(check: parameters.ParameterCheck, *assignments: str) -> list[str]:
     return check(["# Parameters\n", *(f"{assignment}\n" for assignment in assignments)])
 
