@@ -247,7 +247,7 @@ def test_run_without_a_notebook_has_a_report_of_its_record(changes: dict, tmp_pa
 @pytest.mark.slow
 @unpainted()
 def test_damaged_notebook_is_reported_and_not_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Such a file may have been an executed notebook. The page is that of the record."""
+    """Such a file may have been an executed notebook. The page has the plots of the record."""
     run_dir = write_run(tmp_path)
     expected = write_report(run_dir).read_text(encoding="utf-8")
     notebook = run_dir / "report.ipynb"
