@@ -39,7 +39,7 @@
 # %% tags=["parameters"]
 length: int = 2048  # tokens (characters) of the real text, at most 2,048
 query: int = 1900  # position of the query that the explorer shows, below length
-use_widgets: object = None  # True or False; None: controls only if a Jupyter front end is open
+use_widgets: bool = None  # True or False; None: controls only if a Jupyter front end is open
 
 # %%
 import math

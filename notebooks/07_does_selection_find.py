@@ -46,7 +46,7 @@ steps: int = 300  # optimizer steps of each model; the learning rate decays to 0
 seed: int = 0  # of weights and sequences
 n_sequences: int = 256  # new sequences for each evaluation, with six questions each
 text_bytes: int = 4096  # length of the real text with a fact
-use_widgets: object = None  # True or False; None: controls only if a Jupyter front end is open
+use_widgets: bool = None  # True or False; None: controls only if a Jupyter front end is open
 
 # %%
 import time

@@ -47,7 +47,8 @@ def make_evaluation(number: int, attention: str = "nsa", step: int = 200, **chan
         for depth in DEPTHS
     ]
     octaves = [
-        {"first": first, "last": last, "windows": rng.normal(1, 0.1, 5).tolist()} for first, last in POSITION_RANGES[:2]
+        {"first": first, "last": last, "error": 0.1, "windows": rng.normal(1, 0.1, 5).tolist()}
+        for first, last in POSITION_RANGES[:2]
     ]
     correct = [rng.integers(2, size=4).tolist() for _ in range(2)]
     effects = [
@@ -57,6 +58,7 @@ def make_evaluation(number: int, attention: str = "nsa", step: int = 200, **chan
     part = {"length": 4096, "sequences": 4, "depths": [0.0, 0.2, 0.5, 0.9], "why_not": None, "interventions": effects}
     return {
         "v": 1,
+        "run": "fake",
         "step": step,
         "seed": 0,
         "data_identity": "d" * 64,
@@ -98,7 +100,7 @@ def make_run_factory(outputs: Path) -> Callable[..., Path]:
         settings = make_config(train__seed=seed, **config).model_copy(update={"name": name})
         run_dir = write_run(outputs, settings, spoil, name=f"{name}-{number}")
         if evaluate:
-            evaluation = make_evaluation(number, settings.model.attention)
+            evaluation = make_evaluation(number, settings.model.attention, run=run_dir.name)
             evaluate(evaluation)
             write_evaluation(run_dir, evaluation)
         return run_dir

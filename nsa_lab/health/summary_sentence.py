@@ -9,7 +9,6 @@ from nsa_lab.config import RunConfig
 from nsa_lab.health.verdict import Verdict
 from nsa_lab.runs import directory
 from nsa_lab.runs.evaluation import read_evaluation
-from nsa_lab.runs.event_schema import is_int
 from nsa_lab.runs.history import History, RunFacts, collect_facts
 
 KINDS = {"nsa": "NSA model", "dense": "model with dense attention"}
@@ -50,20 +49,13 @@ def _describe_loss(history: History, facts: RunFacts) -> str | None:
 
 def _describe_facts(evaluation: dict[str, Any] | None) -> str | None:
     """Return the single facts retrieved at the longest length, or None if there are none."""
-    recorded = (evaluation or {}).get("retrieval")
-    cells = [cell for cell in recorded if _is_needle_cell(cell)] if isinstance(recorded, list) else []
+    cells = [cell for cell in (evaluation or {}).get("retrieval", []) if cell["task"] == "needle"]
     if not cells:
         return None
     longest = max(cell["length"] for cell in cells)
     own = [cell for cell in cells if cell["length"] == longest]
     n_right, n_answers = (sum(cell[key] for cell in own) for key in ("right", "answers"))
     return f"retrieves {n_right:,} of {n_answers:,} single facts from {longest:,} bytes"
-
-
-def _is_needle_cell(cell: Any) -> bool:
-    """Return whether this is a complete result of single facts. The file may be damaged."""
-    numbers = [cell.get(key) for key in ("length", "right", "answers")] if isinstance(cell, dict) else [None]
-    return all(map(is_int, numbers)) and cell.get("task") == "needle"
 
 
 def _describe_checks(verdicts: Sequence[Verdict]) -> str:

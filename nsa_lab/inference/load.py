@@ -34,8 +34,8 @@ def load_model(
     dtype: of the weights and of attention. backend: as in `NSATransformer`.
 
     Raises `NoCheckpoint` if there is no checkpoint, its files differ from its manifest, it was trained with another
-    config.yaml, or its weights do not match the model or are not finite; `ConfigError` for an invalid config.yaml, dtype
-    or device; `MissingPackage` without the packages of nsa-lab[train].
+    config.yaml, it is of a step after the last one of the run, or its weights do not match the model or are not finite;
+    `ConfigError` for an invalid config.yaml, dtype or device; `MissingPackage` without the packages of nsa-lab[train].
     """
     device = _check_device_and_dtype(device, dtype)
     require("safetensors")
@@ -50,8 +50,13 @@ def load_model(
         raise NoCheckpoint(f"{folder}: {', '.join(problems)}; {remedy}")
     config = RunConfig.from_yaml(folder.parent.parent / directory.CONFIG)
     _check_config(folder, config)
-    model_config = config.model_at(checkpoint_files.parse_step(folder))
-    model = NSATransformer(model_config, backend=backend, device=device, dtype=dtype, seed=0)
+    step, n_steps = checkpoint_files.parse_step(folder), config.train.steps
+    if step > n_steps:
+        raise NoCheckpoint(
+            f"{folder}: expected a checkpoint of step 0 to {n_steps}, the last step in {directory.CONFIG}, got {step}; use "
+            "another checkpoint of the run"
+        )
+    model = NSATransformer(config.model_at(step), backend=backend, device=device, dtype=dtype, seed=0)
     weights = _read_weights(folder, device)
     if mismatch := checkpoint_files.describe_mismatch(folder, weights, model.state_dict()):
         raise NoCheckpoint(mismatch)

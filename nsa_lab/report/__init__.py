@@ -3,7 +3,7 @@
 Invariants
 * Formulas are MathML, pictures are embedded and have alt text, and code is folded.
 * The verdict comes from the files of the run, never from papermill's status of the notebook.
-* An executed notebook of a run is never replaced by one that is built from its record.
+* An executed notebook of a run, or one that cannot be read, is never replaced by one that is built from its record.
 * Neither the page nor the executed notebook in a run directory contains a path of the machine.
 * A table of box characters keeps its lines, however long. All other output wraps.
 * A failed notebook gives a page of its cells so far, with the error at the top.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import html
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ from nsa_lab.report.record_notebook import IN_HEADER, build_record_notebook, is_
 from nsa_lab.report.sanitize import POLICY, sanitize_html
 from nsa_lab.report.strip_paths import strip_paths, strip_paths_in_place
 from nsa_lab.runs import directory
-from nsa_lab.runs.atomic_io import write_bytes, write_text
+from nsa_lab.runs.atomic_io import read_bounded, warn_once, write_bytes, write_text
 from nsa_lab.runs.history import History, have_different_eval_texts
 from nsa_lab.runs.summary import format_settings
 
@@ -75,14 +76,16 @@ def write_report(run_dir: str | Path, page: str | Path | None = None, *, record_
     """Write `report.html` and `verdict.json` into a run directory, and return the path of the page.
 
     The page shows the run's executed notebook. Without a notebook, or with `record_only`, it shows plots of the run's
-    record, and `report.ipynb` is written with the same content, unless it is an executed notebook. With `page`, only that
-    file is written, without links to other pages, so that it can be shared. The verdict of a recorded run stays as it is.
+    record, and `report.ipynb` is written with the same content, unless it is an executed notebook. A damaged notebook is
+    logged and not used. With `page`, only that file is written, without links to other pages, so that it can be shared. The
+    verdict of a recorded run stays as it is.
 
     Raises `RunDirectoryError` if the folder is not a run directory.
     """
     history = History.read(run_dir)
     notebook = history.run_dir / NOTEBOOK
-    is_executed = notebook.is_file() and not is_record_notebook(nbformat.read(notebook, as_version=4))
+    existing = _read_notebook(notebook)
+    is_executed = existing is not None and not is_record_notebook(existing)
     if page is None:
         if not directory.is_recorded(history.run_dir):
             write_verdict(history)
@@ -91,10 +94,24 @@ def write_report(run_dir: str | Path, page: str | Path | None = None, *, record_
     if is_executed and not record_only:
         return export_notebook(notebook, page, run_dir=history.run_dir)
     content = build_record_notebook(history)
-    if page is None and not is_executed:
+    if page is None and not is_executed and (existing is not None or not os.path.lexists(notebook)):
         write_text(notebook, nbformat.writes(strip_paths(content)) + "\n")
     links = {} if page else _build_links(history, PAGE)
     return _write_page(content, Path(page or history.run_dir / PAGE), [history], title=history.run, links=links)
+
+
+def _read_notebook(path: Path) -> NotebookNode | None:
+    """Return a notebook; None if it is missing or damaged, which is logged."""
+    if not os.path.lexists(path):
+        return None
+    try:
+        notebook = nbformat.reads(read_bounded(path).decode(), as_version=4)
+        nbformat.validate(notebook)
+    except (*directory.READ_ERRORS, AttributeError, nbformat.ValidationError) as error:
+        reason = directory.describe_read_error(error)
+        warn_once(f"{path}: not a notebook ({reason}); not used and not replaced; restore or delete it")
+        return None
+    return notebook
 
 
 def export_notebook(notebook: str | Path, page: str | Path | None = None, *, run_dir: str | Path | None = None) -> Path:

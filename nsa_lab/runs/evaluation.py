@@ -8,7 +8,8 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from nsa_lab.runs.atomic_io import read_json, write_json
+from nsa_lab.runs import directory
+from nsa_lab.runs.atomic_io import read_json, warn_once, write_json
 
 # Names of the retrieval tasks in `nsa_lab.evaluate`, for the command line, which does not import torch to check them.
 TASK_NAMES = ("needle", "multi_key", "multi_query")
@@ -58,7 +59,8 @@ class PartialEvaluation:
     def __init__(self, run_dir: Path, request: dict[str, Any], file: str = UNFINISHED) -> None:
         self._path, self._request = run_dir / file, request
         stored = read_json(self._path)
-        self._results: dict[str, Any] = stored["found"] if stored.get("asked") == request else {}
+        found = stored.get("found") if stored.get("asked") == request else None
+        self._results: dict[str, Any] = found if isinstance(found, dict) else {}
         self.resumed_names = frozenset(self._results)
 
     def get_or_compute(self, name: str, compute: Callable[[], Any]) -> Any:
@@ -80,18 +82,42 @@ def write_evaluation(run_dir: Path, evaluation: dict[str, Any]) -> Path:
 
 
 def read_evaluation(run_dir: Path) -> dict[str, Any] | None:
-    """Return the run's evaluation; None if it is missing, damaged or of another format version."""
-    return _read_record(run_dir / EVALUATION)
+    """Return the run's evaluation; None if it is missing, damaged, or of another run or format version.
+
+    A file that is ignored is logged with the reason.
+    """
+    return _read_record(run_dir, EVALUATION)
 
 
 def read_ruler(run_dir: Path) -> dict[str, Any] | None:
     """Return the run's results of RULER's tasks; None as in `read_evaluation`."""
-    return _read_record(run_dir / RULER)
+    return _read_record(run_dir, RULER)
 
 
-def _read_record(path: Path) -> dict[str, Any] | None:
+def _read_record(run_dir: Path, name: str) -> dict[str, Any] | None:
+    path = run_dir / name
     record = read_json(path)
-    return record if record.get("v") == VERSION else None
+    if not record:
+        return None
+    if problem := _find_problem(record, name) or _find_other_run(record, run_dir):
+        warn_once(f"{path}: ignored ({problem}); restore the file, or run nsa-lab evaluate again")
+        return None
+    return record
+
+
+def _find_problem(record: dict[str, Any], name: str) -> str | None:
+    if record.get("v") != VERSION:
+        return f"v: expected version {VERSION} of the format, got {record.get('v')!r:.40}"
+    # Imported here, because every command imports this module for its names of tasks.
+    from nsa_lab.runs.evaluation_schema import EvaluationRecord, RulerRecord, find_problem
+
+    return find_problem(record, RulerRecord if name == RULER else EvaluationRecord)
+
+
+def _find_other_run(record: dict[str, Any], run_dir: Path) -> str | None:
+    """Return whose record this is, if it is of another run than the folder's status. A packaged model has no status."""
+    run = directory.read_status(run_dir).get("run", record["run"])
+    return None if record["run"] == run else f"it is of another run: {record['run']!r:.100}"
 
 
 def get_depth_counts(cell: dict[str, Any]) -> tuple[int, int] | None:

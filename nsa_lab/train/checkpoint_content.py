@@ -22,9 +22,10 @@ from torch import Tensor
 from nsa_lab.model.indexer import is_indexer_weight
 from nsa_lab.runs.atomic_io import parse_unique_json, read_bounded
 from nsa_lab.runs.checkpoint_files import MODEL, OPTIMIZER, PROBE, RANDOM, STATE, parse_step
-from nsa_lab.runs.event_schema import is_finite
+from nsa_lab.runs.event_schema import is_finite, is_int
 from nsa_lab.runs.finite_weights import describe_nonfinite, find_nonfinite_weights
-from nsa_lab.train.checkpoint_state import MOMENTS, WEIGHTS
+from nsa_lab.train.checkpoint_state import WEIGHTS
+from nsa_lab.train.muon import is_muon_weight
 
 MAX_STATE_BYTES = 1 << 24
 # Errors of reading a file of unexpected content.
@@ -38,7 +39,7 @@ _STATE_TYPES: dict[str, type] = {
     **dict.fromkeys(("step", "threads", "ranks"), int),
 }
 _WEIGHT_TYPE = "F32"  # of the weights that are trained, at every precision
-_MOMENT_NAMES = ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"})  # of AdamW and Muon
+_ADAMW_MOMENTS, _MUON_MOMENTS = {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}
 _NONNEGATIVE = ("exp_avg_sq", "step")
 _FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 
@@ -69,13 +70,18 @@ def _find_shard_problems(checkpoint: Path) -> list[str]:
         return []
     from nsa_lab.model import sharded_files
 
-    names: dict[str, set[str]] = {WEIGHTS: set(), MOMENTS: set()}
+    weights, moments = set[str](), dict[str, set[str]]()
     try:
         for key, tensor in sharded_files.iterate_tensors(checkpoint):
-            _check_values(key, tensor)
             part, _, name = key.partition(".")
-            names[part].add(name if part == WEIGHTS else name.rpartition(".")[0])
-        _check_moment_names(checkpoint, names[MOMENTS], names[WEIGHTS])
+            if part == WEIGHTS:
+                _check_values(key, tensor)
+                weights.add(name)
+            else:
+                _check_moment(checkpoint, key, tensor)
+                weight, _, kind = name.rpartition(".")
+                moments.setdefault(weight, set()).add(kind)
+        _check_moment_names(checkpoint, moments, weights)
     except ContentError as error:
         return [str(error)]
     except (sharded_files.ShardError, *READ_ERRORS) as error:
@@ -95,6 +101,9 @@ def _check_state(path: Path) -> None:
         raise ContentError(f"guard.losses: expected a list of numbers, got {losses!r:.40}")
     if state["step"] != parse_step(path.parent):
         raise ContentError(f"it is of step {state['step']}")
+    n_steps = state["trajectory"].get("train.steps")
+    if is_int(n_steps) and state["step"] > n_steps:
+        raise ContentError(f"step: expected at most the {n_steps} steps of the run, got {state['step']}")
     if "source" not in state["code"]:
         raise ContentError("code.source is missing")
 
@@ -126,32 +135,46 @@ def _check_optimizer(path: Path) -> None:
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     _check_rng(_get_mapping(content, "rng"))
     shapes = {name: shape for name, (_, shape) in _read_header(path.with_name(MODEL)).items()}
-    n_steps, all_moments = parse_step(path.parent), _get_mapping(content, "moments")
-    _check_moment_names(path.parent, set(all_moments), shapes)
+    all_moments = _get_mapping(content, "moments")
+    kinds = {name: set(_get_mapping(all_moments, name)) for name in all_moments}
+    _check_moment_names(path.parent, kinds, shapes)
     for name, moments in all_moments.items():
-        for key, moment in _get_mapping(all_moments, name).items():
+        for key, moment in moments.items():
             # Names that the weights do not have are those of another model, which `describe_mismatch` explains.
             shape = [] if key == "step" else shapes.get(name)
             if not isinstance(moment, Tensor) or (shape is not None and list(moment.shape) != shape):
                 raise ContentError(f"{name}.{key}: expected a moment of shape {shape}, got {moment!r:.60}")
-            _check_values(f"{name}.{key}", moment)
-            if key == "step" and moment > n_steps:
-                raise ContentError(f"{name}.step: expected at most {n_steps} steps, got {float(moment):g}")
-        if set(moments) not in _MOMENT_NAMES:
-            raise ContentError(f"{name}: expected the moments of AdamW or Muon, got {', '.join(moments) or 'none'}")
+            _check_moment(path.parent, f"{name}.{key}", moment)
 
 
-def _check_moment_names(checkpoint: Path, names: Set[str], weights: Iterable[str]) -> None:
-    """Raise `ContentError` unless all trained weights have moments. At step 0, the optimizer may have none yet.
+def _check_moment_names(checkpoint: Path, kinds: Mapping[str, Set[str]], weights: Iterable[str]) -> None:
+    """Raise `ContentError` unless all trained weights have the moments of the run's optimizer. At step 0, the optimizer may
+    have none yet.
 
-    A resumed run would give new moments to a weight without them.
+    A resumed run would give new moments to a weight without them. `kinds`: names of the moments of each weight.
     """
-    trainable = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["trajectory"].get("train.trainable", "all")
+    trajectory = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["trajectory"]
+    has_muon, trainable = trajectory.get("train.optimizer") == "muon", trajectory.get("train.trainable", "all")
     trained = {name for name in weights if trainable == "all" or is_indexer_weight(name)}
-    missing = sorted(trained - names)
-    if missing and (names or parse_step(checkpoint)):
+    missing = sorted(trained - kinds.keys())
+    if missing and (kinds or parse_step(checkpoint)):
         numbers = f"expected those of {len(trained)} trained weights, got none of {len(missing)}"
         raise ContentError(f"moments: {numbers}, for example {missing[0]}")
+    for name, own in kinds.items():
+        expected = _MUON_MOMENTS if has_muon and is_muon_weight(name) else _ADAMW_MOMENTS
+        if own != expected:
+            numbers = f"expected {', '.join(sorted(expected))}, got {', '.join(sorted(map(str, own))) or 'none'}"
+            raise ContentError(f"moments of {name}: {numbers}")
+
+
+def _check_moment(checkpoint: Path, name: str, moment: Tensor) -> None:
+    """Raise `ContentError` for a value that training never has, also for another number of steps than the checkpoint's.
+
+    Each step updates every trained weight.
+    """
+    _check_values(name, moment)
+    if name.endswith(".step") and moment != parse_step(checkpoint):
+        raise ContentError(f"{name}: expected {parse_step(checkpoint)} steps, got {float(moment):g}")
 
 
 def _check_values(name: str, tensor: Tensor) -> None:

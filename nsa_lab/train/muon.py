@@ -51,6 +51,11 @@ def find_muon_matrices(model: nn.Module) -> dict[Tensor, list[int]]:
     return {weight: rows for weight, rows in matrix_rows.items() if weight.requires_grad}
 
 
+def is_muon_weight(name: str) -> bool:
+    """Return whether `find_muon_matrices` returns the weight `name` of a model, if it is trained."""
+    return name.endswith(("attention.qkv.weight", "attention.out.weight", "mlp.up.weight", "mlp.down.weight"))
+
+
 def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Approximate U V^T of matrices U S V^T [n, rows, columns]; `dtype` is the compute dtype.
 

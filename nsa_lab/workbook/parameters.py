@@ -24,7 +24,6 @@ from nsa_lab.config.errors import VALUE_REPR
 from nsa_lab.workbook.notebook import Stop
 
 INJECTED_HEADER = "# Parameters"  # first line of the cell that papermill adds
-OPTIONAL = "Optional["
 
 # Text of an annotation: types of its values, their description, and papermill's option for a value.
 KINDS: dict[str, tuple[tuple[type, ...], str, str]] = {
@@ -55,11 +54,14 @@ class NotebookParameter:
 
     @property
     def kind(self) -> str:
-        return self.annotation.removeprefix(OPTIONAL).rstrip("]").partition("[")[0]
+        return self.annotation.partition("[")[0]
 
     def find_problem(self, value: Any) -> str | None:
-        """Return why `value` has the wrong type, and the right form; None if it is right or the annotation says nothing."""
-        if self.kind not in KINDS or (value is None and self.annotation.startswith(OPTIONAL)):
+        """Return why `value` has the wrong type, and the right form; None if it is right or the annotation says nothing.
+
+        None is right if it is the default. papermill does not read the annotation `bool | None`.
+        """
+        if self.kind not in KINDS or (value is None and self.default is None):
             return None
         types, description, option = KINDS[self.kind]
         has_type = isinstance(value, types) and (bool in types or not isinstance(value, bool))

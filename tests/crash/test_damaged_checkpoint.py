@@ -20,6 +20,7 @@ import torch
 from looping import looped
 from safetensors.torch import load_file, save_file
 
+from nsa_lab import load_model
 from nsa_lab.config import RunConfig
 from nsa_lab.runs import directory, events, lifecycle
 from nsa_lab.runs.checkpoint_files import (
@@ -31,10 +32,12 @@ from nsa_lab.runs.checkpoint_files import (
     format_manifest,
     read_manifest_entry,
 )
+from nsa_lab.runs.model_files import NoCheckpoint
 from nsa_lab.train import checkpoint_content
 from nsa_lab.train.attempt import run
 from nsa_lab.train.checkpoint import CheckpointStore
 from nsa_lab.train.checkpoint_convert import convert_checkpoint
+from nsa_lab.train.muon import is_muon_weight
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +193,21 @@ def edit_moments(change: Callable[[dict[str, Any], dict[str, Any]], object]) -> 
     return edit
 
 
+def use_muon(every: dict[str, Any], _: object) -> None:
+    """Replace the moments of the matrices by those of Muon."""
+    for name in filter(is_muon_weight, every):
+        every[name] = {"momentum_buffer": every[name]["exp_avg"]}
+
+
+def edit_trajectory(folder: Path, **changes: Any) -> None:
+    trajectory = json.loads((folder / STATE).read_text())["trajectory"]
+    edit_state(trajectory={**trajectory, **{f"train.{key}": value for key, value in changes.items()}})(folder)
+
+
+def shorten_run(folder: Path) -> None:
+    edit_trajectory(folder, steps=5)
+
+
 def spoil_probe(folder: Path) -> None:
     save_file({"logits": load_file(folder / "probe.safetensors")["logits"] * math.nan}, folder / "probe.safetensors")
 
@@ -225,13 +243,17 @@ SIGNED: dict[str, tuple[Callable[[Path], None], str]] = {
     "second moment of infinity": (set_moment("exp_avg_sq", math.inf), "exp_avg_sq: 1 of "),
     "negative second moment": (set_moment("exp_avg_sq", -1.0), "are negative"),
     "negative count of steps": (set_moment("step", -6.0), "step: 1 of 1 values are negative"),
-    "more steps than were trained": (set_moment("step", 7.0), "step: expected at most 6 steps, got 7"),
+    "more steps than were trained": (set_moment("step", 7.0), "step: expected 6 steps, got 7"),
+    "fewer steps of one weight": (set_moment("step", 1.0), "step: expected 6 steps, got 1"),
+    "half a step": (edit_moments(lambda every, _: [own["step"].fill_(5.5) for own in every.values()]), "6 steps, got 5.5"),
+    "a run of fewer steps": (shorten_run, "step: expected at most the 5 steps of the run, got 6"),
+    "moments of Muon": (edit_moments(use_muon), "expected exp_avg, exp_avg_sq, step, got momentum_buffer"),
     "no moments": (edit_moments(lambda every, _: every.clear()), "trained weights, got none of "),
     "no moments of one weight": (
         edit_moments(lambda every, _: every.popitem()),
         "trained weights, got none of 1, for example",
     ),
-    "no second moment": (edit_moments(lambda _, first: first.pop("exp_avg_sq")), "expected the moments of AdamW or Muon"),
+    "no second moment": (edit_moments(lambda _, first: first.pop("exp_avg_sq")), "step, got exp_avg, step"),
     "one moment for all weights": (
         edit_moments(lambda _, first: first.update(exp_avg=torch.zeros(()))),
         "exp_avg: expected a moment of shape [",
@@ -264,13 +286,39 @@ def test_frozen_weights_need_no_moments(trained_run: Path, tmp_path: Path) -> No
     checkpoint = shutil.copytree(trained_run, tmp_path / "run") / "checkpoints/step-00000006"
     edit_moments(lambda every, _: every.clear())(checkpoint)
     assert checkpoint_content.find_problems(checkpoint)
-    trajectory = json.loads((checkpoint / STATE).read_text())["trajectory"]
-    edit_state(trajectory={**trajectory, "train.trainable": "indexer"})(checkpoint)
+    edit_trajectory(checkpoint, trainable="indexer")
     assert not checkpoint_content.find_problems(checkpoint), "the model has no indexer"
 
 
 @pytest.mark.slow
-def test_sharded_values_that_are_missing_or_not_finite_are_found(trained_run: Path, tmp_path: Path) -> None:
+def test_moments_are_those_of_the_optimizer(trained_run: Path, tmp_path: Path) -> None:
+    """Muon has AdamW's moments of vectors and embeddings only."""
+    checkpoint = shutil.copytree(trained_run, tmp_path / "run") / "checkpoints/step-00000006"
+    edit_trajectory(checkpoint, optimizer="muon")
+    (problem,) = checkpoint_content.find_problems(checkpoint)
+    assert "weight: expected momentum_buffer, got exp_avg, exp_avg_sq, step" in problem
+    edit_moments(use_muon)(checkpoint)
+    assert not checkpoint_content.find_problems(checkpoint)
+
+
+@pytest.mark.slow
+def test_checkpoint_after_the_last_step_of_its_run_is_not_loaded(finished_run: Path) -> None:
+    newest = finished_run / "checkpoints/step-00000008"
+    shutil.copytree(finished_run / "checkpoints/step-00000006", newest)
+    edit_state(step=8)(newest)
+    manifest = json.loads((newest / MANIFEST).read_text())
+    (newest / MANIFEST).write_text(json.dumps({**manifest, "step": 8}))
+    sign(newest)
+    with pytest.raises(NoCheckpoint, match=r"step-00000008: expected a checkpoint of step 0 to 6, .*, got 8; use another"):
+        load_model(finished_run)
+    expected = weights(finished_run, 6)
+    assert run(finished_run) == 0 and weights(finished_run, 6) == expected
+    (guard,) = [event for event in events.read_events(finished_run) if event["kind"] == "guard"]
+    assert guard["action"] == "quarantined" and guard["checkpoint_step"] == 8
+
+
+@pytest.mark.slow
+def test_sharded_values_that_training_never_has_are_found(trained_run: Path, tmp_path: Path) -> None:
     source = trained_run / "checkpoints/step-00000006"
     assert checkpoint_content.find_problems(convert_checkpoint(source, tmp_path / "whole", "sharded")) == []
     for number, (spoil, words) in enumerate(
@@ -278,6 +326,8 @@ def test_sharded_values_that_are_missing_or_not_finite_are_found(trained_run: Pa
             (set_weight(math.nan), "weights."),
             (set_moment("exp_avg", math.inf), "moments."),
             (edit_moments(lambda every, _: every.popitem()), "moments: expected those of "),
+            (set_moment("step", 5.0), "moments."),
+            (edit_moments(use_muon), "moments of "),
         )
     ):
         run_dir = shutil.copytree(trained_run, tmp_path / f"copy {number}")
@@ -285,7 +335,8 @@ def test_sharded_values_that_are_missing_or_not_finite_are_found(trained_run: Pa
         sign(run_dir / "checkpoints/step-00000006")
         sharded = convert_checkpoint(run_dir / "checkpoints/step-00000006", tmp_path / f"sharded {number}", "sharded")
         (problem,) = checkpoint_content.find_problems(sharded)
-        assert problem.startswith(words) and ("values are NaN or infinite" in problem or "got none of 1," in problem)
+        reasons = ("values are NaN or infinite", "got none of 1,", ".step: expected 6 steps, got 5", "got momentum_buffer")
+        assert problem.startswith(words) and any(reason in problem for reason in reasons)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_evaluation import POSITION_RANGES, WINDOWS, make_run_factory
+from fake_evaluation import POSITION_RANGES, WINDOWS, make_evaluation, make_run_factory
 from fake_run import Event, make_config, write_run
 from looping import looped
 
@@ -80,11 +80,12 @@ def write_ruler(run: Path, step: int = 200, **found: list[int]) -> Path:
     """Write ruler.json with two references per question at length 4096."""
     results = [
         {"task": task, "length": 4096, "questions": len(own), "references": 2, "found": own}
-        | {"score": round(100 * sum(own) / (2 * len(own)), 2)}
+        | {"score": round(100 * sum(own) / (2 * len(own)), 2), "low": 0.0, "high": 100.0}
         for task, own in found.items()
     ]
     skipped = [{"task": "cwe", "length": 4096, "why": "too short"}]
-    record = {"v": 1, "step": step, "seed": 0, "dtype": "float32", "results": results, "not_asked": skipped}
+    record = {"v": 1, "run": run.name, "step": step, "seed": 0, "dtype": "float32", "device": "cpu", "attention": "nsa"}
+    record |= {"data_identity": "d" * 64, "tokenizer": "byte", "code": {}, "results": results, "not_asked": skipped}
     (run / "ruler.json").write_text(json.dumps(record))
     return run
 
@@ -455,11 +456,13 @@ def test_incomplete_records_give_gaps(make_run: Make, tmp_path: Path) -> None:
         return [{key: value for key, value in event.items() if key not in ("dt_s", "tokens_per_s")} for event in remaining]
 
     bare = write_run(tmp_path / "outputs", make_config(train__seed=0).model_copy(update={"name": "bare"}), spoil)
-    write_evaluation(bare, {"v": 1, "step": 200})
+    skipped = {"retrieval": [], "not_asked": [], "texts": {}, "selection": []}
+    write_evaluation(bare, make_evaluation(9, run=bare.name, **skipped))
     comparison = compare(bare, make_dense(make_run, 0))
     cost = comparison.costs[0]
     assert (cost.runs[0].parameters, cost.runs[0].seconds, cost.seconds_share) == (None, None, None)
-    assert comparison.texts == [] and "| bare | 0 | – | 819,200 | – | – | – | – | – |" in format_markdown(comparison)
+    assert [text.text for text in comparison.texts] == ["held-out text"]
+    assert "| bare | 0 | – | 819,200 | – | – | – | – | – |" in format_markdown(comparison)
     notes = "\n".join(comparison.not_compared)
     assert f"needle at 260: not requested ({bare.name})" in notes and f"{bare.name} has no losses on it" in notes
 
@@ -565,6 +568,8 @@ def test_held_out_text_under_other_conditions_is_not_compared(
 ) -> None:
     def edit(evaluation: dict[str, Any]) -> None:
         evaluation["positions"].update(changes.get("positions", {}))
+        for octave in evaluation["positions"]["octaves"]:
+            del octave["windows"][evaluation["positions"]["windows"] :]
         evaluation.update({key: value for key, value in changes.items() if key != "positions"})
 
     nsa, dense = make_run("one", 0), make_dense(make_run, 0, edit)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_evaluation import make_evaluation
 from fake_run import write_checkpoint, write_run
 from looping import looped
 from safetensors.torch import load_file, save
@@ -233,10 +234,10 @@ def test_runs_that_cannot_be_packaged_are_rejected_without_output(tmp_path: Path
     run_dir, to = write_run_with_weights(tmp_path, 0, "fake"), tmp_path / "models" / "m"
     with pytest.raises(ConfigError, match=r"no evaluation.json of step 200; run nsa-lab evaluate fake-"):
         ship(run_dir, to, ABOUT)
-    write_json(run_dir / EVALUATION, {"v": 1, "step": 100})
+    write_json(run_dir / EVALUATION, make_evaluation(0, step=100, run=run_dir.name))
     with pytest.raises(ConfigError, match=r"no evaluation.json of step 200"):
         ship(run_dir, to, ABOUT)
-    write_json(run_dir / EVALUATION, {"v": 1, "step": 200})
+    write_json(run_dir / EVALUATION, make_evaluation(0, step=200, run=run_dir.name))
     monkeypatch.setattr("nsa_lab.inference.package.MAX_WEIGHT_BYTES", 1000)
     with pytest.raises(ConfigError, match="expected at most 1,000 bytes of bfloat16 weights"):
         ship(run_dir, to, ABOUT)

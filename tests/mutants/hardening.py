@@ -274,8 +274,14 @@ MUTANTS = [
     Mutant(
         "content: weights without moments start with new ones",
         "train.checkpoint_content",
-        "missing = sorted(trained - names)",
-        "missing = sorted(trained) if not names else []",
+        "missing = sorted(trained - kinds.keys())",
+        "missing = sorted(trained) if not kinds else []",
+    ),
+    Mutant(
+        "content: Muon has moments of its own for every weight",
+        "train.checkpoint_content",
+        "if has_muon and is_muon_weight(name)",
+        "if has_muon",
     ),
     Mutant(
         "content: moments of frozen weights are expected",

@@ -214,7 +214,7 @@ MUTANTS = [
     Mutant(
         "load: the rotary base of the stage is ignored",
         "inference.load",
-        "config.model_at(checkpoint_files.parse_step(folder))",
+        "config.model_at(step)",
         "config.model",
     ),
     Mutant(

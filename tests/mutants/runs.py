@@ -72,6 +72,18 @@ MUTANTS = [
         "changed_keys",
     ),
     Mutant(
+        "evaluation: a folder without a status has none",
+        "runs.evaluation",
+        '.get("run", record["run"])',
+        '.get("run")',
+    ),
+    Mutant(
+        "evaluation: lists may have any length",
+        "runs.evaluation_schema",
+        "if len(values) != n_expected:",
+        "if not values:",
+    ),
+    Mutant(
         "evaluation: Wilson interval centered on the proportion",
         "runs.evaluation",
         "proportion + spread / 2, Z",

@@ -279,7 +279,12 @@ OTHERS = {
     ],
     "workbook.evaluated_runs": ["tests/workbook/test_evaluated_runs.py"],
     "health.paired_difference": ["tests/health/test_paired_difference.py"],
-    "runs.evaluation": ["tests/health/test_comparison.py", "tests/inference/test_model_package.py"],
+    "runs.evaluation": [
+        "tests/evaluate/test_evaluation_files.py",
+        "tests/health/test_comparison.py",
+        "tests/inference/test_model_package.py",
+    ],
+    "runs.evaluation_schema": ["tests/evaluate/test_evaluation_files.py"],
     "health.conversion_checks": ["tests/health/test_conversion_checks.py"],
     "health.model_runs": ["tests/health/test_comparison.py"],
     "health.paired_text_loss": ["tests/health/test_comparison.py"],

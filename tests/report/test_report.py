@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import sys
 from html.parser import HTMLParser
@@ -23,6 +24,7 @@ from nsa_lab.report import export_notebook, write_comparison, write_index, write
 from nsa_lab.report.formulas import Formulas, to_mathml
 from nsa_lab.report.sanitize import sanitize_html
 from nsa_lab.runs import directory, resolve
+from nsa_lab.runs.atomic_io import warn_once
 from nsa_lab.runs.history import History
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
@@ -240,6 +242,25 @@ def test_run_without_a_notebook_has_a_report_of_its_record(changes: dict, tmp_pa
     # The panels of the header, then RUN_PLOTS, BRANCH_PLOTS and the benefit of the selection.
     assert len(page.pictures) == (3 if changes else 2 + 2 + 4 + 1)
     assert len(text) < 5_000_000
+
+
+@pytest.mark.slow
+@unpainted()
+def test_damaged_notebook_is_reported_and_not_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Such a file may have been an executed notebook. The page has the plots of the record."""
+    run_dir = write_run(tmp_path)
+    expected = write_report(run_dir).read_text(encoding="utf-8")
+    notebook = run_dir / "report.ipynb"
+    whole = notebook.read_text(encoding="utf-8")
+    for number, damaged in enumerate(('{"cells": 5}', whole[:500], json.dumps({**json.loads(whole), "cells": [{}]}))):
+        notebook.write_text(damaged)
+        caplog.clear()
+        warn_once.cache_clear()
+        assert write_report(run_dir, record_only=number > 0).read_text(encoding="utf-8") == expected
+        assert notebook.read_text() == damaged and f"{notebook}: not a notebook (" in caplog.text
+    notebook.unlink()
+    write_report(run_dir)
+    assert notebook.read_text(encoding="utf-8") == whole
 
 
 def test_run_without_events_has_a_report(tmp_path: Path) -> None:

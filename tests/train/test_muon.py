@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nsa_lab.config import RunConfig
 from nsa_lab.model import MLP, DenseAttention, SparseAttention, get_rotary_table
 from nsa_lab.train.build import build_model
-from nsa_lab.train.muon import Muon, find_muon_matrices, orthogonalize
+from nsa_lab.train.muon import Muon, find_muon_matrices, is_muon_weight, orthogonalize
 from nsa_lab.train.step import make_optimizer
 
 Tiny = Callable[..., RunConfig]
@@ -170,6 +170,7 @@ def test_muon_updates_projections_and_no_gate_norm_embedding_or_indexer(make_tin
     name_of = {p: name for name, p in model.named_parameters()}
     taken, decayed, spared = make_optimizer(model, config.train).param_groups
     assert {name_of[p] for p in taken["params"]} == {f"blocks.{block}.{name}" for block in range(2) for name in OURS}
+    assert {name_of[p] for p in taken["params"]} == {*filter(is_muon_weight, name_of.values())}
     assert taken["weight_decay"] == decayed["weight_decay"] == 0.3 and spared["weight_decay"] == 0.0
     rest = [*decayed["params"], *spared["params"]]
     assert all(p.ndim >= 2 for p in decayed["params"]) and all(p.ndim == 1 for p in spared["params"])

@@ -9,6 +9,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbformat.v4 import new_code_cell, new_notebook
 from papermill.exceptions import PapermillExecutionError
 
+from nsa_lab.runs import resolve
 from nsa_lab.workbook import load_ipython_extension, parameters
 from nsa_lab.workbook.notebook import Stop
 
@@ -19,7 +20,7 @@ seed: int = 0
 count: int = 400
 target: float = 0.5
 lengths: list = [1, 33]
-show: "Optional[bool]" = None
+show: bool = None
 anything: object = None
 """
 
@@ -75,6 +76,14 @@ def check() -> parameters.ParameterCheck:
     check = parameters.ParameterCheck()
     assert check(CELL.splitlines(keepends=True)) == CELL.splitlines(keepends=True)
     return check
+
+
+def test_every_parameter_of_the_notebooks_has_a_type_that_is_checked() -> None:
+    for path in sorted((resolve.get_root() / "notebooks").glob("*.ipynb")):
+        cells = nbformat.read(path, as_version=4).cells
+        (cell,) = [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])]
+        found = parameters.parse_parameters(cell.source)
+        assert found and [p.name for p in found if p.kind not in parameters.KINDS] == [], path.name
 
 
 def inject(check: parameters.ParameterCheck, *assignments: str) -> list[str]:

@@ -1,0 +1,212 @@
+"""Schema of `evaluation.json` and `ruler.json`: the fields that readers use, with their types and bounds.
+
+Invariants
+* A file that matches can be read without further checks: no reader divides by zero or meets lists of other lengths.
+* Unknown fields, which a newer version may write, are valid. A field with a default is missing in files of older versions.
+* Losses may be infinite or NaN, if the model diverged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
+
+from nsa_lab.config.errors import VALUE_REPR
+from nsa_lab.runs.event_schema import MAX_INT
+
+Count = Annotated[int, Field(ge=0, le=MAX_INT)]
+Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Score = Annotated[float, Field(ge=0, le=100)]
+# A pair is a list in JSON.
+PositionEdges = Annotated[tuple[Count, Positive], Strict(False)]
+TextRow = Annotated[tuple[Positive, float], Strict(False)]
+
+
+# Replacements in the reasons that pydantic gives.
+_SHORT_WORDS = (
+    ("Input should be", "expected"),
+    ("greater than or equal to", "at least"),
+    ("less than or equal to", "at most"),
+    ("List should have", "expected"),
+)
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _SkippedTask(_Part):
+    task: str
+    length: Positive
+    why: str
+
+
+class _Record(_Part):
+    run: str
+    step: Count
+    seed: int
+    data_identity: str
+    code: dict[str, str | bool | None]
+    device: str
+    dtype: str
+    attention: str
+    not_asked: list[_SkippedTask]
+
+
+class _RetrievalCell(_Part):
+    task: str
+    length: Positive
+    depth: Fraction
+    sequences: Positive
+    answers: Positive
+    right: Count
+    right_at_depth: Count = 0
+    written: Count
+    written_right: Count
+
+    @model_validator(mode="after")
+    def _check_counts(self) -> Self:
+        _check_at_most("right", self.right, "answers", self.answers)
+        _check_at_most("right_at_depth", self.right_at_depth, "sequences", self.sequences)
+        _check_at_most("written_right", self.written_right, "written", self.written)
+        return self
+
+
+class _PositionRange(_Part):
+    first: Count
+    last: Positive
+    loss: float
+    error: float
+    windows: list[float] | None = None
+
+
+class _Positions(_Part):
+    length: Positive
+    windows: Positive
+    octaves: Annotated[list[_PositionRange], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        for position_range in self.octaves:
+            if position_range.windows is not None:
+                _check_length("octaves.windows", position_range.windows, self.windows)
+        return self
+
+
+class _Documents(_Part):
+    documents: Count
+    rows: Positive
+    length: Positive
+    tokens: Count
+    alone: float
+    across: float
+    first_alone: float
+    first_across: float
+    difference: float
+    error: float
+
+
+class _Text(_Part):
+    identity: str
+    documents: Count
+    tokens: Count
+    length: Positive
+    loss: float
+    rows: Annotated[list[TextRow], Field(min_length=1)]
+    octaves: Annotated[list[PositionEdges], Field(min_length=1)]
+    windows: list[list[float]]
+    window_documents: list[Count]
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        _check_length("window_documents", self.window_documents, len(self.windows))
+        for window in self.windows:
+            _check_length("windows", window, len(self.octaves))
+        return self
+
+
+class _Intervention(_Part):
+    name: str
+    accuracy: Fraction
+    d_loss: float
+    right: list[Fraction] = []
+
+
+class _Selection(_Part):
+    length: Positive
+    sequences: Count
+    depths: list[Fraction] = []
+    why_not: str | None
+    interventions: list[_Intervention]
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        for intervention in self.interventions:
+            _check_length("interventions.right", intervention.right, len(self.depths))
+        return self
+
+
+class EvaluationRecord(_Record):
+    """Content of `evaluation.json`."""
+
+    recall: dict[str, Any]
+    retrieval: list[_RetrievalCell]
+    positions: _Positions
+    documents: _Documents | None = None
+    texts: dict[str, _Text] = {}
+    selection: list[_Selection]
+
+
+class _RulerResult(_Part):
+    task: str
+    length: Positive
+    questions: Positive
+    references: Positive
+    found: list[Count]
+    score: Score
+    low: Score
+    high: Score
+
+    @model_validator(mode="after")
+    def _check_found(self) -> Self:
+        _check_length("found", self.found, self.questions)
+        _check_at_most("found", max(self.found), "references", self.references)
+        return self
+
+
+class RulerRecord(_Record):
+    """Content of `ruler.json`."""
+
+    tokenizer: str
+    results: list[_RulerResult]
+
+
+def find_problem(record: Mapping[str, Any], kind: type[_Record]) -> str | None:
+    """Return the first field of a record with a wrong type or value, and the reason; None if all are valid."""
+    try:
+        kind.model_validate(record)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        place = ".".join(map(str, problem["loc"]))
+        if problem["type"] == "missing":
+            return f"{place}: missing"
+        if problem["type"] == "value_error":
+            return f"{place}.{problem['msg'].removeprefix('Value error, ')}"
+        reason = problem["msg"].partition(" or instance of")[0]
+        for long, short in _SHORT_WORDS:
+            reason = reason.replace(long, short)
+        return f"{place}: {reason}, got {VALUE_REPR.repr(problem['input'])}"
+    return None
+
+
+def _check_at_most(name: str, count: int, total_name: str, total: int) -> None:
+    if count > total:
+        raise ValueError(f"{name}: expected at most the {total:,} {total_name}, got {count:,}")
+
+
+def _check_length(name: str, values: list[Any], n_expected: int) -> None:
+    if len(values) != n_expected:
+        raise ValueError(f"{name}: expected {n_expected:,} values, got {len(values):,}")
