@@ -225,8 +225,8 @@ def write_run(
     with open(run_dir / directory.EVENTS, "w", encoding="utf-8") as file:
         for index, event in enumerate(events):
             tokens = config.train.tokens_until(event["step"])
-            # At least the time of the steps: one or two events every ten steps of 0.5 s.
-            envelope = {"v": 1, "t": 1000.0 + 4 * index, "run": run_dir.name, "tokens": tokens}
+            # About the time of the steps: two events every ten steps of 0.5 s.
+            envelope = {"v": 1, "t": 1000.0 + 2 * index, "run": run_dir.name, "tokens": tokens}
             file.write(json.dumps({**envelope, **event}) + "\n")
     directory.write_status(
         run_dir, run=run_dir.name, **{"status": directory.DONE, "reason": "all steps done", **(status or {})}

@@ -324,6 +324,7 @@ CONSEQUENCES = {
     "loss fell": {"loss kept", "generalises", "loss course", "learned structure"},
     "no leak": {"generalises", "training loss"},
     "gradients": {"consistent numbers"},
+    "heartbeats": {"consistent numbers"},  # every event of `write_run` takes two seconds
     "training loss": {"no leak"},
     "gates moved": {"consistent numbers"},
     "record format": {"every step once", "statistics"},
