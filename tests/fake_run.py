@@ -60,9 +60,10 @@ def make_layers(value: float, spread: float = SPREAD) -> list[float]:
 
 
 def make_step_event(step: int, config: RunConfig, attempt: int = 1) -> Event:
+    noise = 1e-3 * math.sin(step * step)  # as measured numbers have
     bpb = 2.0 + 6.0 * math.exp(-step / 40)
     train = config.train
-    dt_s = 0.5 + step * 1e-9
+    dt_s = 0.5 * (1 + 0.05 * noise)
     event = {
         "kind": "step",
         "attempt": attempt,
@@ -70,17 +71,16 @@ def make_step_event(step: int, config: RunConfig, attempt: int = 1) -> Event:
         "loss": bpb * math.log(2),
         "bpb": bpb,
         "lr": compute_lr(step, config),
-        "grad_norm": 0.8 + step * 1e-6,
+        "grad_norm": 0.8 + noise,
         "dt_s": dt_s,
-        "data_s": 0.005 + step * 1e-9,
+        "data_s": 0.005 * (1 + noise),
         "tokens_per_s": train.stage_at(step).tokens_per_step / dt_s,
         "mem_peak_bytes": 2 * 10**9,
     }
     if step % train.stats_every == 0:
-        event |= {"grad_norm_layers": make_layers(0.2 + step * 1e-6)}
+        event |= {"grad_norm_layers": make_layers(0.2 + noise)}
     if step % train.stats_every == 0 and config.model.attention == "nsa":
         drift = step / train.steps / 10
-        wobble = step * 1e-6
         event |= {
             "gate_share_cmp": make_layers(0.30 + drift),
             "gate_share_sel": make_layers(0.35, 0.0),
@@ -88,13 +88,13 @@ def make_step_event(step: int, config: RunConfig, attempt: int = 1) -> Event:
             "gate_entropy": make_layers(1.0 - drift),
             "gate_saturation": make_layers(0.01),
             "gate_update": make_layers(0.02),
-            "sel_reuse": make_layers(0.93 - wobble),
-            "sel_distance": make_layers(8.5 + wobble),
-            "sel_sink_share": make_layers(0.15 + wobble),
-            "sel_window_overlap": make_layers(0.3 + wobble),
-            "norm_cmp": make_layers(0.4 + wobble),
-            "norm_sel": make_layers(0.5 + wobble),
-            "norm_win": make_layers(0.6 + wobble),
+            "sel_reuse": make_layers(0.93 - noise),
+            "sel_distance": make_layers(8.5 + noise),
+            "sel_sink_share": make_layers(0.15 + noise),
+            "sel_window_overlap": make_layers(0.3 + noise),
+            "norm_cmp": make_layers(0.4 + noise),
+            "norm_sel": make_layers(0.5 + noise),
+            "norm_win": make_layers(0.6 + noise),
         }
         restrict_to_branches(event, config.model.branches)
     return event

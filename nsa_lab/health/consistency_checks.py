@@ -17,33 +17,35 @@ from nsa_lab.config import BRANCHES
 from nsa_lab.health.log_integrity import find_longest_constant, find_readings_with_selection
 from nsa_lab.health.verdict import LIMITS, Limits, Verdict
 from nsa_lab.runs import directory
-from nsa_lab.runs.event_columns import NUMBERS
-from nsa_lab.runs.event_schema import EndEvent, is_number
+from nsa_lab.runs.event_columns import NUMBER, NUMBERS
+from nsa_lab.runs.event_schema import EndEvent, get_fields, is_number
 from nsa_lab.runs.event_table import Events
 from nsa_lab.runs.history import History, find_stages
 
 ROUNDING = 1e-3
 RATE_ERROR = 0.01
-# Bounds of the median of step time / time between events (0.9 to 1.0 measured).
-LEAST_TIME_RATIO, LARGEST_TIME_RATIO, MIN_INTERVALS = 0.05, 3.0, 5
+# Bounds of the median of step time / time between events (1.0 measured).
+LEAST_TIME_RATIO, LARGEST_TIME_RATIO, MIN_INTERVALS = 0.2, 3.0, 5
 N_INTERVALS, CLOCK_S = (10, 100), 1.0  # intervals that are compared together, and the resolution of clocks
-# Fields that are measured in every reading.
-VARYING_FIELDS = (
-    *("first_loss", "marked_loss", "selection_loss", "teacher_kl", "grad_norm"),
-    *("dt_s", "data_s", "tokens_per_s", "grad_norm_layers"),
-    *("sel_distance", "sel_reuse", "sel_sink_share"),
-    *(f"norm_{branch}" for branch in BRANCHES),
+# Bytes of a weight, and of a checkpoint per parameter (8 to 12 measured: weights and two moments) with other bytes.
+WEIGHT_BYTES, CHECKPOINT_BYTES, OTHER_BYTES = (0.5, 8.0), (2.0, 24.0), 1 << 24
+CHECKPOINT_RATIO = 1.5  # largest difference of a checkpoint's size from the median (1.000 measured)
+LARGEST_ENTROPY = 8.0  # of a byte
+# Numbers of a reading that may repeat: formulas, peaks and counts. Other checks judge the gates.
+REPEATING_FIELDS = ("lr", "mem_peak_bytes", "sel_keys", "sel_keys_most")
+# The others are measured again in every reading.
+VARYING_FIELDS = tuple(
+    name
+    for name, field in get_fields("step").items()
+    if field.form in (NUMBER, NUMBERS) and name not in get_fields("") and not name.startswith(("gate_", *REPEATING_FIELDS))
 )
-
-
-# Checked for equal values in a row by `loss_checks.check_training_loss` too.
-LOSS_FIELDS = ("loss", "bpb")
 # Statistics of real numbers that no two layers share.
 DISTINCT_STATISTICS = (
     *("grad_norm_layers", "gate_entropy", "gate_update", "sel_sink_share"),
     *(f"norm_{branch}" for branch in BRANCHES),
 )
 MIN_EQUAL_READINGS = 5
+MIN_ORDERED = 3, 10  # layers and readings
 
 
 class Problem(NamedTuple):
@@ -146,12 +148,16 @@ def _check_rate(history: History) -> Problem | None:
 def _check_step_time(history: History) -> Problem | None:
     """The time of the steps between two readings is about the time between these events.
 
-    Evaluations, saves and statistics make it longer, so the lower limit of the ratio is loose.
+    Evaluations, saves and statistics make it longer, so intervals with them do not count.
     """
     steps, attempts = history.steps.ints("step"), history.steps.ints("attempt")
     elapsed = np.diff(history.steps.numbers("t"))
     ratio = np.diff(steps) * history.steps.numbers("dt_s")[1:] / np.where(elapsed > 0, elapsed, np.nan)
-    ratio = ratio[(np.diff(attempts) == 0) & np.isfinite(ratio)]
+    statistics = history.steps.select(history.steps.has("grad_norm_layers"))
+    others = (history.events_of_kind("eval", "checkpoint", "reach", "conversion", "compile"), statistics)
+    busy = np.sort(np.concatenate([events.ints("step") for events in others]))
+    is_plain = np.searchsorted(busy, steps[:-1], "left") == np.searchsorted(busy, steps[1:], "right")
+    ratio = ratio[(np.diff(attempts) == 0) & is_plain & np.isfinite(ratio)]
     if len(ratio) < MIN_INTERVALS or LEAST_TIME_RATIO < np.median(ratio) < LARGEST_TIME_RATIO:
         return None
     return Problem(steps[-1:], f"the steps take {np.median(ratio):.3g} times the time between their events,")
@@ -234,22 +240,48 @@ def _check_durations(history: History) -> Problem | None:
     return Problem(events.ints("step")[is_wrong], "an evaluation or a save takes longer than its attempt")
 
 
-def _check_checkpoint_sizes(history: History) -> Problem | None:
-    """All checkpoints of a run have the same tensors, and at least two bytes per parameter."""
+def _check_sizes(history: History) -> Problem | None:
+    """Weights, checkpoints and memory have the size of the parameters. All checkpoints of a run have the same tensors."""
     saved = history.events_of_kind("checkpoint")
+    count = float(max((event.get("params") or 0 for event in history.first_events), default=0))
+    share = count / max((event.get("ranks") or 1 for event in history.first_events), default=1)
+    weighed = history.steps.select(history.steps.has("weight_bytes"))
+    values = [value if isinstance(value, dict) else {} for value in weighed.values("weight_bytes")]
+    weights = np.array([sum(size for size in value.values() if is_number(size)) if value else np.nan for value in values])
     sizes = saved.numbers("bytes")
-    n_parameters = max((event.get("params") or 0 for event in history.first_events), default=0)
-    least = max(2.0 * n_parameters, 0.5 * float(np.median(sizes))) if len(sizes) else 0.0
-    return Problem(saved.ints("step")[sizes < least], f"a checkpoint is smaller than {least:,.0f} bytes")
+    usual = float(np.nanmedian(sizes)) if np.isfinite(sizes).any() else 0.0
+    most = CHECKPOINT_BYTES[1] * count + OTHER_BYTES if count else math.inf
+    subjects = (
+        ("the weights", weighed, weights, WEIGHT_BYTES[0] * share, WEIGHT_BYTES[1] * count if count else math.inf),
+        ("the peak memory", history.steps, history.steps.numbers("mem_peak_bytes"), WEIGHT_BYTES[0] * share, math.inf),
+        ("a checkpoint", saved, sizes, CHECKPOINT_BYTES[0] * count, most),
+        ("a checkpoint", saved, sizes, usual / CHECKPOINT_RATIO, usual * CHECKPOINT_RATIO),
+    )
+    for name, events, own, low, high in subjects:
+        is_wrong = (own < low) | (own > high)
+        if is_wrong.any():
+            bounds = f"at least {low:,.0f}" if math.isinf(high) else f"{low:,.0f} to {high:,.0f}"
+            text = f"{name}: {own[is_wrong][0]:,.0f} bytes, expected {bounds} ({count:,.0f} parameters),"
+            return Problem(events.ints("step")[is_wrong], text)
+    return None
 
 
 def _check_fields_differ(history: History) -> Problem | None:
     """No two measured fields have the same values in all readings: one of them is a copy."""
-    names = [*LOSS_FIELDS, *VARYING_FIELDS, *(f"gate_share_{branch}" for branch in BRANCHES), "gate_entropy", "gate_update"]
+    names = [*VARYING_FIELDS, *(f"gate_share_{branch}" for branch in BRANCHES), "gate_entropy", "gate_update"]
     forms = history.steps.list_fields()
+    series = [
+        (name, *(history.layer_series(name) if forms[name] == NUMBERS else history.series(name)))
+        for name in names
+        if name in forms
+    ]
+    evaluations = history.evaluations
+    series += [
+        (f"{name} of evaluations", evaluations.ints("step"), evaluations.numbers(name))
+        for name in ("loss", "bpb", "first_loss")
+    ]
     seen: dict[bytes, str] = {}
-    for name in (name for name in names if name in forms):
-        steps, values = history.layer_series(name) if forms[name] == NUMBERS else history.series(name)
+    for name, steps, values in series:
         if len(values) < MIN_EQUAL_READINGS or not np.isfinite(values).all() or not values.any(axis=0).all():
             continue  # a disabled branch has zeros
         if not np.ptp(values):
@@ -260,14 +292,32 @@ def _check_fields_differ(history: History) -> Problem | None:
 
 
 def _check_work(history: History) -> Problem | None:
-    """A query reads at most all keys of its sequence."""
+    """A query reads at most all keys of its sequence, and no sequence is longer than those of training."""
     longest = max(stage.seq_len for stage in history.config.train.plan)
+    measured = history.events_of_kind("reach", "conversion")
+    is_wrong = measured.numbers("length") > longest
+    if is_wrong.any():
+        text = f"a sequence of {measured.numbers('length')[is_wrong][0]:,.0f} tokens, trained: {longest:,},"
+        return Problem(measured.ints("step")[is_wrong], text)
     for event in history.first_events:
         reads = event.get("reads_per_token")
         for name, value in reads.items() if isinstance(reads, dict) else ():
             if value is not None and is_number(value) and value > longest:
                 text = f"reads_per_token: {value:,.0f} of {name}, longer than a sequence of {longest:,} tokens,"
                 return Problem(np.array([event["step"]]), text)
+    return None
+
+
+def _check_entropies(history: History) -> Problem | None:
+    """The entropy of bytes is at most 8 bits, and not higher if the previous byte is known."""
+    references = {event.get("name"): event for event in history.events_of_kind("reference")}
+    highest = LARGEST_ENTROPY
+    for name in ("order-0 entropy", "order-1 entropy"):
+        bits = references.get(name, {}).get("bpb")
+        if bits is not None and bits > highest + ROUNDING:
+            text = f"{name}: {bits:.3f} bits per byte, expected at most {highest:.3f},"
+            return Problem(np.array([references[name]["step"]]), text)
+        highest = highest if bits is None else bits
     return None
 
 
@@ -285,18 +335,21 @@ RELATIONS: tuple[Callable[[History], Problem | None], ...] = (
     _check_window_losses,
     _check_selected_keys,
     _check_durations,
-    _check_checkpoint_sizes,
+    _check_sizes,
     _check_fields_differ,
     _check_work,
+    _check_entropies,
 )
 
 
 def check_repeated_values(history: History, limits: Limits) -> Verdict:
-    """Check that no measured value is bitwise equal in many readings in a row.
+    """Check that no measured value is bitwise equal in many readings in a row, or on a straight line: numbers have noise.
 
-    The training loss, gates and selection statistics have other checks.
+    Gates have other checks.
     """
     longest = (0, "", 0, limits.equal_losses)
+    # A model learns of uniform noise only that it is uniform, and its loss hardly changes from then on.
+    find_problems = (_find_few_values, _find_line)[: 1 if history.config.data.source == "synthetic" else 2]
     for name, steps, values, limit in _iterate_varying(history, limits):
         if not len(values):
             continue
@@ -304,8 +357,10 @@ def check_repeated_values(history: History, limits: Limits) -> Verdict:
         if streak >= limit:
             text = f"{name} is bitwise equal in {streak} readings in a row, up to step {steps[end]:,}"
             return Verdict("repeated values", False, streak, limit, text)
-        if problem := _find_few_values(name, steps, values, limits):
-            return Verdict("repeated values", False, *problem)
+        for find_problem in find_problems if values.ndim == 1 else ():
+            is_used = np.isfinite(values) & (values != 0)  # a batch may have no waits, and a branch may be disabled
+            if problem := find_problem(name, steps[is_used], values[is_used], limits):
+                return Verdict("repeated values", False, *problem)
         longest = max(longest, (streak, name, int(steps[end]), limit))
     if not longest[0]:
         return Verdict("repeated values", None, None, limits.equal_losses, "no readings yet")
@@ -315,12 +370,9 @@ def check_repeated_values(history: History, limits: Limits) -> Verdict:
 def _find_few_values(name: str, steps: np.ndarray, values: np.ndarray, limits: Limits) -> tuple[float, float, str] | None:
     """Return value, limit and text of readings [n] that take turns among few values, or repeat an earlier part of the run.
 
-    None if there are none. Zeros may repeat: a batch without waits, or a disabled branch.
+    None if there are none.
     """
-    if values.ndim > 1:
-        return None
-    is_used = np.isfinite(values) & (values != 0)
-    steps, values, size = steps[is_used], values[is_used], limits.distinct_readings
+    size = limits.distinct_readings
     if len(values) < size:
         return None
     windows = np.sort(np.lib.stride_tricks.sliding_window_view(values, size)[:: size // 4], axis=1)
@@ -336,14 +388,36 @@ def _find_few_values(name: str, steps: np.ndarray, values: np.ndarray, limits: L
     return float(share), limits.repeated_share, f"{name} has the value of an earlier reading in {share:.0%} of the readings"
 
 
+def _find_line(name: str, steps: np.ndarray, values: np.ndarray, limits: Limits) -> tuple[float, float, str] | None:
+    """Return value, limit and text of readings [n] in a row on a line, or almost constant; None if there are none."""
+    size = limits.line_readings
+    if len(values) < size:
+        return None
+    places, windows = (
+        np.lib.stride_tricks.sliding_window_view(own.astype(np.float64), size)[:: size // 4] for own in (steps, values)
+    )
+    places = places - places.mean(axis=1, keepdims=True)
+    slopes = (windows * places).sum(axis=1) / np.maximum((places**2).sum(axis=1), 1e-12)
+    deviations = windows - windows.mean(axis=1, keepdims=True) - slopes[:, None] * places
+    spreads = deviations.std(axis=1) / np.median(np.abs(windows), axis=1)
+    least = int(spreads.argmin())
+    if spreads[least] >= limits.line_spread:
+        return None
+    text = f"{name} has no noise in {size} readings in a row, up to step {steps[least * (size // 4) + size - 1]:,}: "
+    text += f"they deviate from a line by {spreads[least]:.1g} of their value, expected at least {limits.line_spread:g}"
+    return float(spreads[least]), limits.line_spread, text
+
+
 def _iterate_varying(history: History, limits: Limits) -> Iterator[tuple[str, np.ndarray, np.ndarray, int]]:
     """Yield name, steps, values [n, ...] and the limit of the streak of everything that varies."""
     forms = history.steps.list_fields()
-    for name in (name for name in (*LOSS_FIELDS, *VARYING_FIELDS) if name in forms):
+    for name in (name for name in VARYING_FIELDS if name in forms):
         if forms[name] == NUMBERS:
             steps, values = history.layer_series(name)
             if name.startswith("sel_"):  # otherwise all blocks are selected, and these are constant
                 is_used = find_readings_with_selection(history, steps)
+                if name == "sel_window_overlap":  # a window may be as long as the text
+                    is_used &= (values != 1).any(axis=1)
                 steps, values = steps[is_used], values[is_used]
             for layer in range(values.shape[1]):
                 yield f"{name} of layer {layer}", steps, values[:, layer], limits.equal_losses
@@ -351,7 +425,7 @@ def _iterate_varying(history: History, limits: Limits) -> Iterator[tuple[str, np
             yield name, *history.series(name), limits.equal_losses
     steps = history.evaluations.ints("step")
     is_trained = steps > 0
-    for name in ("loss", "bpb"):
+    for name in ("loss", "bpb", "first_loss", "seconds"):
         values = history.evaluations.numbers(name)
         yield f"validation {name}", steps[is_trained], values[is_trained], limits.equal_evaluations
     benefits = history.current_events("reach")
@@ -363,7 +437,10 @@ def _iterate_varying(history: History, limits: Limits) -> Iterator[tuple[str, np
 
 
 def check_layers_differ(history: History, limits: Limits) -> Verdict:
-    """Check that no two layers are identical in every statistic: the same layer, or the same numbers, recorded twice."""
+    """Check that no two layers are identical in every statistic, and that layers keep their order.
+
+    Otherwise it is the same layer, or the same numbers, recorded twice, or the layers are mixed up.
+    """
     n_layers = history.config.model.n_layers
     series = [history.layer_series(name)[1] for name, form in history.steps.list_fields().items() if form == NUMBERS]
     readings = [values for values in series if values.shape[1] == n_layers and len(values)]
@@ -376,7 +453,7 @@ def check_layers_differ(history: History, limits: Limits) -> Verdict:
         if np.allclose(columns[:, first], columns[:, second], rtol=limits.layers_equal, atol=0, equal_nan=True):
             text = f"layers {min(first, second)} and {max(first, second)} are equal in all {len(columns):,} statistics"
             return Verdict("layers differ", False, 1, 0, text)
-    if problem := _find_equal_statistic(history, n_layers, limits):
+    if problem := _find_equal_statistic(history, n_layers, limits) or _find_random_order(history, n_layers, limits):
         return Verdict("layers differ", False, 1, 0, problem)
     return Verdict("layers differ", True, 0, 0, f"{n_layers} layers, no two with equal statistics")
 
@@ -393,6 +470,22 @@ def _find_equal_statistic(history: History, n_layers: int, limits: Limits) -> st
             if layer and share.max() > 0.5:
                 return f"{name} of layers {share.argmax()} and {layer} is equal in {share.max():.0%} of the readings"
     return None
+
+
+def _find_random_order(history: History, n_layers: int, limits: Limits) -> str | None:
+    """Return a text on layers whose order by their statistics changes from reading to reading; None if it does not."""
+    least_layers, least_readings = MIN_ORDERED
+    correlations = []
+    for name in DISTINCT_STATISTICS:
+        _, values = history.layer_series(name)
+        if len(values) < least_readings or values.shape[1] != n_layers or n_layers < least_layers:
+            continue
+        ranks = values.argsort(axis=1, kind="stable").argsort(axis=1) - (n_layers - 1) / 2
+        correlations.append(np.median((ranks[1:] * ranks[:-1]).sum(axis=1)) / (ranks[0] ** 2).sum())
+    if not correlations or np.mean(correlations) >= limits.layers_order:
+        return None
+    text = "the order of the layers changes from reading to reading: the correlation of their ranks is"
+    return f"{text} {np.mean(correlations):.2f}, expected at least {limits.layers_order:g}"
 
 
 def check_status_agrees(history: History, limits: Limits) -> Verdict:

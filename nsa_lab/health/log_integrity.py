@@ -14,7 +14,8 @@ import numpy as np
 from nsa_lab.config import ModelConfig
 from nsa_lab.health.due_steps import DueSteps
 from nsa_lab.health.verdict import Limits, Verdict, join_lines
-from nsa_lab.runs.event_schema import GuardEvent
+from nsa_lab.runs.event_columns import NUMBER
+from nsa_lab.runs.event_schema import FIRST_KINDS, SUPERSEDED_KINDS, GuardEvent
 from nsa_lab.runs.history import Attempt, History, find_stages
 
 
@@ -32,7 +33,7 @@ def list_layer_statistics(model: ModelConfig) -> list[str]:
 
 
 def check_one_run(history: History, limits: Limits) -> Verdict:
-    """Check that status and events name the same run."""
+    """Check that status, events, config.yaml and environment.json belong to the same run."""
     event_runs = sorted({str(run) for run in history.events.values("run") if run is not None})
     status_run = history.status.get("run")
     if len(event_runs) > 1:
@@ -41,16 +42,40 @@ def check_one_run(history: History, limits: Limits) -> Verdict:
         )
     if not event_runs or status_run is None:
         return Verdict("one run", None, None, 1, "no events yet" if status_run else "no status")
-    started = {event["attempt"] for event in history.first_events}
-    if status_run == event_runs[0] and (lost := sorted({*history.events.ints("attempt").tolist()} - started)):
-        text = f"status and events belong to {status_run}, but the first event of attempt {lost[0]} is missing"
-        return Verdict("one run", None, len(event_runs), 1, text)
-    text = (
-        f"status and events belong to {status_run}"
-        if status_run == event_runs[0]
-        else f"the status belongs to {status_run}, the events to {event_runs[0]}"
-    )
-    return Verdict("one run", status_run == event_runs[0], len({status_run, *event_runs}), 1, text)
+    if status_run != event_runs[0]:
+        return Verdict("one run", False, 2, 1, f"the status belongs to {status_run}, the events to {event_runs[0]}")
+    if problem := _find_foreign_file(history):
+        return Verdict("one run", False, 2, 1, problem)
+    started, text = {event["attempt"] for event in history.first_events}, f"status and events belong to {status_run}"
+    if lost := sorted({*history.events.ints("attempt").tolist()} - started):
+        return Verdict("one run", None, 1, 1, f"{text}, but the first event of attempt {lost[0]} is missing")
+    last = history.first_events[-1]
+    config, recorded = history.config_of_attempt(last["attempt"]), last.get("config_hash")
+    # Two runs of an unfinished version recorded hashes that no later version computes.
+    if config and recorded not in (None, config.hash()):
+        text += f", but config.yaml may not: its hash is {config.hash()}, that of the last attempt {recorded}"
+        return Verdict("one run", None, 1, 1, f"{text}; restore the file that was trained")
+    return Verdict("one run", True, 1, 1, text)
+
+
+def _find_foreign_file(history: History) -> str | None:
+    """Return a text on config.yaml, environment.json or status.json of another run; None if there is none."""
+    n_steps, n_layers = history.config.train.steps, history.config.model.n_layers
+    for event in history.first_events:
+        if event.get("steps") not in (None, n_steps):
+            return f"attempt {event['attempt']} trains {event['steps']:,} steps, but config.yaml has {n_steps:,}"
+        if event["kind"] == "start" and event.get("from_step"):
+            return f"attempt {event['attempt']} starts the run, but at step {event['from_step']:,}"
+    if history.status.get("steps") not in (None, n_steps):
+        return f"status.json has {history.status['steps']} steps, but config.yaml has {n_steps:,}"
+    for name in list_layer_statistics(history.config.model):
+        _, values = history.layer_series(name)
+        if len(values) and values.shape[1] != n_layers:
+            return f"{name} has {values.shape[1]} layers, but config.yaml has {n_layers}"
+    created, recorded = history.environment.get("config_hash"), history.first_events[:1].values("config_hash")
+    if created and recorded and created != recorded[0]:
+        return f"environment.json belongs to configuration {created}, the first event to {recorded[0]}"
+    return None
 
 
 def check_record_format(history: History, limits: Limits) -> Verdict:
@@ -93,7 +118,7 @@ def _find_explained_lines(history: History) -> set[int]:
 
 
 def check_clock(history: History, limits: Limits) -> Verdict:
-    """Check that the time increases from event to event, over all attempts."""
+    """Check that time, attempts, and the steps of an attempt increase from event to event."""
     times, steps = history.events.numbers("t"), history.events.ints("step")
     times, steps = times[np.isfinite(times)], steps[np.isfinite(times)]
     if len(times) < 2:
@@ -102,8 +127,36 @@ def check_clock(history: History, limits: Limits) -> Verdict:
     worst = int(setbacks.argmax())
     back = float(setbacks[worst])
     ok = back <= limits.clock_back_s
+    if ok and (problem := _find_disorder(history)):
+        return Verdict("clock", False, 1, 0, problem)
     text = "increases from event to event" if ok else f"goes back by {back:,.0f} s at step {steps[worst]:,}"
     return Verdict("clock", ok, back, limits.clock_back_s, text)
+
+
+# A guard may be about an earlier step.
+COMPLETED_KINDS = tuple(sorted(SUPERSEDED_KINDS - {"guard"}))
+
+
+def _find_disorder(history: History) -> str | None:
+    """Return a text on events in an impossible order; None if there are none.
+
+    An attempt ends before the next one starts, and trains its steps in order. A heartbeat, which a thread writes, may be
+    ahead of an event of another kind.
+    """
+    own = history.events.of_kind(*COMPLETED_KINDS, "heartbeat", *FIRST_KINDS)
+    attempts, steps = own.ints("attempt"), own.ints("step")
+    if (is_back := np.diff(attempts) < 0).any():
+        index = int(is_back.argmax()) + 1
+        text = f"attempt {attempts[index]} records step {steps[index]:,} after the start of attempt {attempts[index - 1]}"
+        return f"{text}: two trainers at once, or lines that were moved"
+    for kind in (*COMPLETED_KINDS, "heartbeat"):
+        own = history.events.of_kind(kind)
+        attempts, steps = own.ints("attempt"), own.ints("step")
+        if (is_back := (np.diff(steps) < 0) & (np.diff(attempts) == 0)).any():
+            index = int(is_back.argmax()) + 1
+            text = f"the {kind} events of attempt {attempts[index]} go back from step {steps[index - 1]:,}"
+            return f"{text} to {steps[index]:,}"
+    return None
 
 
 def check_heartbeats(history: History, limits: Limits) -> Verdict:
@@ -158,7 +211,7 @@ def check_evaluations(history: History, limits: Limits) -> Verdict:
 
 
 def check_statistics(history: History, limits: Limits) -> Verdict:
-    """Check that every reading of layer statistics that was due is complete and not a copy of earlier readings."""
+    """Check that every reading that was due is complete: its statistics, which are no copies, and its other numbers."""
     due = DueSteps(history, ("statistics",))
     is_complete = np.ones(len(history.steps), dtype=bool)
     for name in list_layer_statistics(history.config.model):
@@ -166,7 +219,25 @@ def check_statistics(history: History, limits: Limits) -> Verdict:
     complete = history.steps.ints("step")[is_complete]
     verdict = _check_complete(history, "statistics", due, complete, "readings of the layers")
     repeated = _find_repeated_readings(history, limits.equal_readings) if verdict.ok else None
-    return verdict if repeated is None else replace(verdict, ok=False, text=repeated)
+    problem = repeated or (_find_stopped_number(history, limits) if verdict.ok is not False else None)
+    return verdict if problem is None else replace(verdict, ok=False, text=problem)
+
+
+def _find_stopped_number(history: History, limits: Limits) -> str | None:
+    """Return a text on a number that most readings of a stage had until it was no longer recorded; None without one."""
+    forms, all_steps = history.steps.list_fields(), history.steps.ints("step")
+    stages, size = find_stages(all_steps, history.config.train), limits.missing_readings
+    for name in (name for name, form in forms.items() if form == NUMBER):
+        for stage in np.unique(stages):
+            steps, has = all_steps[stages == stage], history.steps.has(name)[stages == stage]
+            recorded = np.flatnonzero(has)
+            counts = np.diff(np.append(recorded, len(has))) - 1  # of the readings without it after each one with it
+            before = np.arange(1, len(recorded) + 1)
+            is_stop = (counts >= size) & (before >= size) & (2 * before > recorded - recorded[:1] + 1)
+            if is_stop.any():
+                first, count = int(recorded[is_stop.argmax()]) + 1, int(counts[is_stop.argmax()])
+                return f"{name} is missing in {count} readings in a row, the first at step {steps[first]:,}"
+    return None
 
 
 def _has_list(history: History, name: str) -> np.ndarray:

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from nsa_lab.config.errors import shorten
 from nsa_lab.health.due_steps import DueSteps
-from nsa_lab.health.log_integrity import format_recovered, require_known_settings, split_by_attempt
+from nsa_lab.health.log_integrity import COMPLETED_KINDS, format_recovered, require_known_settings, split_by_attempt
 from nsa_lab.health.verdict import Limits, Verdict, join_lines, list_names
 from nsa_lab.runs.checkpoint_files import (
     WEIGHT_FILES,
@@ -33,13 +34,15 @@ def compute_expected_log_steps(history: History) -> DueSteps:
 
 
 def check_steps_counted_once(history: History, limits: Limits) -> Verdict:
-    """Check that no step is missing or duplicated and that token counts match the steps, over all attempts."""
+    """Check that no step is missing or duplicated and that all token counts match the steps, over all attempts."""
     events = history.current_events("step")
     logged = events.ints("step")
     n_missing, missing = compute_expected_log_steps(history).find_missing(logged)
     distinct, counts = np.unique(logged, return_counts=True)
     duplicated = distinct[counts > 1]
-    miscounted = logged[events.numbers("tokens") != _count_tokens(history, logged)]
+    counted = history.current_events(*COMPLETED_KINDS)
+    steps = counted.ints("step")
+    miscounted = np.unique(steps[counted.numbers("tokens") != _count_tokens(history, steps)])
     attempts = _describe_attempts(history.attempts())
     if not events and not n_missing:
         return Verdict("every step once", None, 0, 0, "no steps logged yet")
@@ -48,9 +51,9 @@ def check_steps_counted_once(history: History, limits: Limits) -> Verdict:
         ("duplicated", len(duplicated), duplicated),
         ("with wrong token counts", len(miscounted), miscounted),
     )
-    for problem, count, steps in problems:
+    for problem, count, wrong in problems:
         if count:
-            listed = ", ".join(f"{step:,}" for step in steps[:5]) + (" …" if count > 5 else "")
+            listed = ", ".join(f"{step:,}" for step in wrong[:5]) + (" …" if count > 5 else "")
             return Verdict("every step once", False, count, 0, f"steps {problem}: {listed}; {attempts}")
     return require_known_settings(
         history, Verdict("every step once", True, 0, 0, f"none missing, none duplicated; {attempts}")
@@ -98,10 +101,23 @@ def check_checkpoints(history: History, limits: Limits) -> Verdict:
     if n_missing:
         text = f"none saved at step {missing[0]:,} ({n_missing} missing)"
         return Verdict("checkpoints", False, len(saved), len(due), text)
+    if problem := _find_wrong_folder(history):
+        return Verdict("checkpoints", False, len(saved), len(due), problem)
     if not saved:
         return require_known_settings(history, Verdict("checkpoints", None, 0, len(due), "none due yet"))
     suffix = format_recovered([*recovered, *quarantined], _describe_failed_save)
     return _check_files(history, saved, recorded, len(due), suffix)
+
+
+def _find_wrong_folder(history: History) -> str | None:
+    """Return a text on a save in the folder of another step, or that removed itself; None if there is none."""
+    for event in history.events_of_kind("checkpoint"):
+        name = get_checkpoint_path(Path(), event["step"]).name
+        if event.get("path") is not None and Path(event["path"]).name != name:
+            return f"step {event['step']:,} was saved as {shorten(event['path'])}, expected {name}"
+        if name in list_names(event.get("pruned")):
+            return f"the save of step {event['step']:,} removed itself"
+    return None
 
 
 def _describe_failed_save(problem: Any) -> str:

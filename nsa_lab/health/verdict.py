@@ -46,7 +46,10 @@ class Limits:
     distinct_readings: int = 20  # readings in a row of which most must differ, so that values that take turns are found
     distinct_share: float = 0.5  # minimum fraction of distinct values among them (1 measured)
     repeated_share: float = 0.10  # maximum fraction of readings of a run with the value of an earlier one (0.003 measured)
-    time_ratio: float = 3.0  # maximum step time in a few readings / time between their events (0.99 measured)
+    line_readings: int = 8  # readings in a row that must not be on a straight line
+    line_spread: float = 1e-5  # minimum standard deviation of them from a line / their value (2e-4 measured)
+    time_ratio: float = 1.5  # maximum step time in a few readings / time between their events (0.99 measured)
+    missing_readings: int = 20  # readings in a row without a number that most readings before had (8 measured)
     gradient_norm: float = 1e3  # multiple of max(train.grad_clip, 1); above it the clipped gradient is mostly noise
     equal_evaluations: int = 3  # the same for evaluations and ablations, which are few
     gradient_range: float = 100.0  # maximum largest / smallest median of three gradient norms (27 measured)
@@ -68,6 +71,7 @@ class Limits:
     heartbeats: float = 0.5  # minimum fraction of the heartbeats expected in the duration of the last attempt
     clock_back_s: float = 60.0  # tolerance for clocks of two hosts, or a corrected clock
     layers_equal: float = 1e-6  # relative difference of two layers in every statistic that counts as none
+    layers_order: float = 0.3  # minimum correlation of the ranks of layers in one reading and the next (0.8 measured)
     gate_min_change: float = 0.002  # minimum change of a layer's branch shares and entropy (0.0096 in half a run measured)
     gate_even: float = 0.05  # a layer is unspecialized if its branch shares never differ from 1/3 by more than this
     gate_pinned: float = 1e-4  # an entropy this close to ln 3 in every reading means a gate of zeros

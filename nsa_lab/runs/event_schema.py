@@ -63,6 +63,10 @@ def _fraction(description: str) -> Field:
     return Field(description, "fraction", low=0, high=1, rounding=1e-3)
 
 
+def _divergence(description: str, unit: str) -> Field:
+    return Field(description, unit, low=0, rounding=1e-2)
+
+
 class Event(TypedDict):
     """Fields of every event."""
 
@@ -189,9 +193,9 @@ class StepEvent(Event):
         Annotated[Number, Field("loss of the first tokens of documents or sequences", "nats per token", low=0)]
     ]
     marked_loss: NotRequired[Annotated[Number, Field("loss of the answers to planted questions", "nats per token", low=0)]]
-    selection_loss: NotRequired[Annotated[Number, Field("selection loss of the indexer, mean over layers", "nats")]]
+    selection_loss: NotRequired[Annotated[Number, _divergence("selection loss of the indexer, mean over layers", "nats")]]
     teacher_kl: NotRequired[
-        Annotated[Number, Field("KL divergence of the model's predictions from the teacher's", "nats per token")]
+        Annotated[Number, _divergence("KL divergence of the model's predictions from the teacher's", "nats per token")]
     ]
     lr: Annotated[Number, Field("learning rate", low=0)]
     grad_norm: Annotated[Number, Field("gradient norm before clipping", low=0)]

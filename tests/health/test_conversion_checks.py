@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def examine(
             if event["kind"] == "start" and indexer:
                 event["indexer"] = indexer
             if event["kind"] == "step":
-                event["selection_loss"] = selection_loss(event["step"])
+                event["selection_loss"] = selection_loss(event["step"]) * (1 + 5e-5 * math.sin(event["step"] ** 2))
         events[:] = [event for event in events if event["kind"] != "reach"]
         evaluations = [event for event in events if event["kind"] == "eval"]
         for event in evaluations:

@@ -41,7 +41,8 @@ def load_thinned() -> History:
             events = [e for e in history.events if e["kind"] != "step" or e["step"] == 1 or e["step"] % EVERY == 0]
             # Pretend that both attempts used this configuration.
             edited = [e | ({"config_hash": config.hash()} if "config_hash" in e else {}) for e in events]
-            return edit_history(replace(history, config=config), lambda _, edited=edited: edited)
+            environment = history.environment | {"config_hash": config.hash()}
+            return edit_history(replace(history, config=config, environment=environment), lambda _, edited=edited: edited)
     raise AssertionError(f"outputs/ holds no NSA run of {STEPS} steps with statistics every {EVERY}")
 
 
@@ -216,7 +217,7 @@ IMPOSSIBLE = {"consistent numbers"}
 EDITS: list[tuple[str, Edit, str, str, set[str]]] = [
     ("no gradient from half on", set_values(0.5, grad_norm=0.0), "gradients", "the first 25,500", IMPOSSIBLE),
     ("no gradient in any layer", set_values(grad_norm_layers=0.0), "gradients", "layer 0 at step 500", set()),
-    ("a gradient norm of a million", set_values(grad_norm=1e6), "gradients", "1e+06", set()),
+    ("a gradient norm of a million", set_values(grad_norm=1e6), "gradients", "1e+06", {"repeated values"}),
     ("a gradient norm of a million, once", set_values(0.49, 0.5, grad_norm=1e6), "gradients", "step 25,000", set()),
     (
         "all branches zero",
@@ -323,7 +324,7 @@ EDITS: list[tuple[str, Edit, str, str, set[str]]] = [
         set_values(grad_norm=-1.0),
         "finite numbers",
         "grad_norm is -1 at step 1,",
-        {"consistent numbers", "gradients"},
+        {"consistent numbers", "gradients", "repeated values"},
     ),
     (
         "a share above 1",

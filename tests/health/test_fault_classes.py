@@ -18,6 +18,7 @@ import pytest
 from fake_run import Event, edit_history
 from looping import looped
 
+from nsa_lab.config import RunConfig
 from nsa_lab.health import examine
 from nsa_lab.health.headline_questions import answer_questions
 from nsa_lab.runs import directory, resolve
@@ -80,12 +81,12 @@ def scale(
     return change(kind, edit_event, first, last)
 
 
-def copy_field(source: str, target: str) -> Edit:
+def copy_field(source: str, target: str, kind: str = "step") -> Edit:
     def edit_event(event: Event) -> None:
         if source in event and target in event:
             event[target] = copy.deepcopy(event[source])
 
-    return change("step", edit_event)
+    return change(kind, edit_event)
 
 
 def set_fields(kind: str, first: float = -1.0, last: float = 1.0, **values: Any) -> Edit:
@@ -98,7 +99,7 @@ def set_statistic(value: float, name: str, first: float = 0.1, last: float = 0.9
     def edit_event(event: Event) -> None:
         if name in event:
             event[name] = [
-                value + index * 1e-7 + event["step"] * 1e-10 if layer in (None, index) else old
+                value * (1 - 1e-4 * abs(math.sin(event["step"] ** 2))) + index * 1e-7 if layer in (None, index) else old
                 for index, old in enumerate(event[name])
             ]
 
@@ -269,6 +270,80 @@ def fade(name: str, layer: int) -> Edit:
     return edit
 
 
+def hold(name: str) -> Edit:
+    """Return an edit that holds a number almost constant in the middle of the run."""
+
+    def edit(events: list[Event]) -> None:
+        rng, own = random.Random(0), [event for event in select(events, "step", 0.3, 0.7) if name in event]
+        value = own[0][name]
+        for event in own:
+            event[name] = value * (1 + 1e-6 * rng.uniform(-1, 1))
+
+    return edit
+
+
+def draw_line(kind: str, first: float, last: float) -> Edit:
+    def edit(events: list[Event]) -> None:
+        end = max(event["step"] for event in events)
+        own = list(select(events, kind, first, last))
+        start, fall = own[0]["bpb"], own[0]["bpb"] - own[-1]["bpb"] + 0.02
+        place = own[0]["step"] / end
+        set_bits(lambda old, at: start - fall * (at - place) / (last - place), kind, first, last)(events)
+
+    return edit
+
+
+def shuffle_layers(events: list[Event]) -> None:
+    rng = random.Random(0)
+    for event in (event for event in events if "grad_norm_layers" in event):
+        order = rng.sample(range(12), 12)
+        for name in [name for name, value in event.items() if isinstance(value, list) and len(value) == 12]:
+            event[name] = [event[name][layer] for layer in order]
+
+
+def shrink(event: Event) -> None:
+    """Reduce the parameters or the weights of an event."""
+    event |= {"params": 12_345} if "params" in event else {"weight_bytes": {"float32": 1000}}
+
+
+def slow_by(factor: float) -> Callable[[Event], None]:
+    """Return an edit of an event by which its steps take `factor` times their time; the clock is unchanged."""
+
+    def edit_event(event: Event) -> None:
+        event["tokens_per_s"] /= factor
+        for name in ("dt_s", "data_s", "data_s_p50", "data_s_p95"):
+            event[name] *= factor
+
+    return edit_event
+
+
+def exchange_steps(events: list[Event]) -> None:
+    places = [index for index, event in enumerate(events) if event["kind"] == "step"]
+    first, second = places[200:202]
+    events[first], events[second] = events[second] | {"t": events[first]["t"]}, events[first] | {"t": events[second]["t"]}
+
+
+def reverse_heartbeats(events: list[Event]) -> None:
+    own = [event for event in events if event["kind"] == "heartbeat"]
+    places = [(event["step"], event["tokens"]) for event in own]
+    for event, (step, tokens) in zip(own, reversed(places), strict=True):
+        event["step"], event["tokens"] = step, tokens
+
+
+def add_late_steps(events: list[Event]) -> None:
+    """Add steps of the first attempt after the start of the second one."""
+    place = next(index for index, event in enumerate(events) if event["kind"] == "resume") + 2
+    late = [event for event in events if event["kind"] == "step" and event["step"] > 10_000][:20]
+    events[place:place] = [event | {"attempt": 1, "t": events[place]["t"]} for event in late]
+
+
+def drop_answers(event: Event) -> None:
+    event |= {"loss": event["bpb"] * math.log(2)}
+    event.pop("marked_loss", None)
+
+
+CHECKPOINT_SIZE = "consistent numbers", "a checkpoint: 1,739,629,928 bytes, expected 579,876,635 to"
+CHECKPOINT_FOLDER = "checkpoints", "step 7,000 was saved as checkpoints/step-00000001, expected step-00007000"
 # Class, record, edit, the check that must fail, part of its text.
 EDITS: list[tuple[str, str, Edit, str, str]] = [
     ("equal speeds", RECENT, freeze("step", "tokens_per_s", "dt_s"), "repeated values", "is bitwise equal in"),
@@ -426,7 +501,7 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
     ),
     ("gradients of an earlier part", RESUMED, repeat_readings, "repeated values", "has the value of an earlier reading"),
     ("a clock that stands still", RESUMED, set_clock_speed(0.0), "consistent numbers", "10 intervals take less time than"),
-    ("a slow clock", RESUMED, set_clock_speed(0.25), "consistent numbers", "100 intervals take less time than their steps"),
+    ("a slow clock", RESUMED, set_clock_speed(0.25), "consistent numbers", "10 intervals take less time than their steps"),
     (
         "a leak at the last evaluation of a short stage",
         STAGED,
@@ -484,10 +559,45 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
         RECENT,
         set_fields("checkpoint", 0.9, bytes=1000),
         "consistent numbers",
-        "checkpoint is smaller",
+        "a checkpoint: 1,000 bytes",
     ),
     ("a long evaluation", RECENT, set_fields("eval", 0.5, seconds=1e5), "consistent numbers", "takes longer than"),
     ("noise", RECENT, add_entropies(1.0, 0.95), "learned structure", "or the text is noise"),
+    ("nearly equal gradients", RESUMED, hold("grad_norm"), "repeated values", "grad_norm has no noise in 8"),
+    ("nearly equal selection losses", RECENT, hold("selection_loss"), "repeated values", "selection_loss has no noise"),
+    ("validation on a line", RESUMED, draw_line("eval", 0.0, 1.0), "repeated values", "validation loss has no noise"),
+    ("training on a line", RECENT, draw_line("step", 0.4, 0.8), "repeated values", "loss has no noise in 8 readings"),
+    ("equal overlaps", RECENT, freeze("step", "sel_window_overlap"), "repeated values", "sel_window_overlap of layer 0"),
+    ("equal waits", RECENT, freeze("step", "data_s_p50", "data_s_p95"), "repeated values", "data_s_p50"),
+    ("equal durations", RECENT, freeze("eval", "seconds", first=-1, last=1), "repeated values", "validation seconds"),
+    ("layers in random order", RESUMED, shuffle_layers, "layers differ", "changes from reading to reading"),
+    ("another configuration", RECENT, set_fields("start", config_hash="0" * 16), "one run", "environment.json belongs to"),
+    ("more steps", RECENT, set_fields("start", steps=99_999), "one run", "trains 99,999 steps, but config.yaml has 10,500"),
+    ("a start at half", RECENT, set_fields("start", from_step=5_000), "one run", "starts the run, but at step 5,000"),
+    ("a small model", RECENT, change("start", shrink), "consistent numbers", "the weights: 316,044,288 bytes, expected"),
+    ("small weights", STAGED, change("step", shrink), "consistent numbers", "the weights: 1,000 bytes, expected"),
+    ("a small peak", RECENT, set_fields("step", mem_peak_bytes=10**6), "consistent numbers", "the peak memory: 1,000,000"),
+    ("a large checkpoint", RECENT, scale(2, "bytes", kind="checkpoint", first=0.9, last=1.0), *CHECKPOINT_SIZE),
+    ("long questions", RECENT, set_fields("reach", length=10**6), "consistent numbers", "a sequence of 1,000,000 tokens"),
+    (
+        "impossible entropies",
+        RECENT,
+        add_entropies(3.5, 4.9),
+        "consistent numbers",
+        "4.900 bits per byte, expected at most",
+    ),
+    ("entropy above 8 bits", RECENT, add_entropies(11.0, 3.5), "consistent numbers", "11.000 bits per byte, expected at"),
+    ("validation that is a copy", RECENT, copy_field("loss", "first_loss", "eval"), "consistent numbers", "of evaluations"),
+    ("negative selection losses", RECENT, scale(-1, "selection_loss"), "finite numbers", "selection_loss is -"),
+    ("tokens of evaluations", RESUMED, set_fields("eval", tokens=0), "every step once", "wrong token counts: 1,000"),
+    ("too long steps", RECENT, change("step", slow_by(2.5)), "consistent numbers", "10 intervals take less time than"),
+    ("too short steps", RECENT, change("step", slow_by(1 / 15)), "consistent numbers", "the steps take 0.0667 times"),
+    ("exchanged lines", RECENT, exchange_steps, "clock", "go back from step 4,020 to 4,000"),
+    ("heartbeats that go back", RESUMED, reverse_heartbeats, "clock", "the heartbeat events of attempt 1 go back"),
+    ("two trainers", RESUMED, add_late_steps, "clock", "attempt 1 records step 10,020 after the start of attempt 2"),
+    ("another folder", RECENT, set_fields("checkpoint", 0.5, 0.7, path="checkpoints/step-00000001"), *CHECKPOINT_FOLDER),
+    ("a save that goes", RECENT, set_fields("checkpoint", pruned=["step-00003500"]), "checkpoints", "3,500 removed itself"),
+    ("answers that stop", STAGED, change("step", drop_answers, 0.5), "statistics", "marked_loss is missing in 22 readings"),
 ]
 
 
@@ -524,6 +634,29 @@ def test_other_ends_in_status_fail(records: dict[str, History]) -> None:
         assert "status agrees" in failed, different
 
 
+def test_files_of_another_run_fail(records: dict[str, History]) -> None:
+    history = records[RECENT]
+
+    def change_config(section: str, **values: Any) -> RunConfig:
+        sections = history.config.to_dict()
+        return RunConfig.from_dict(sections | {section: sections[section] | values})
+
+    for different, text in (
+        ({"status": {**history.status, "steps": 99_999}}, "status.json has 99999 steps"),
+        ({"environment": records[RESUMED].environment}, "environment.json belongs to configuration"),
+        ({"config": change_config("model", n_layers=12)}, "has 4 layers, but config.yaml has 12"),
+    ):
+        verdict = next(v for v in examine(replace(history, **different)).verdicts if v.name == "one run")
+        assert verdict.ok is False and text in verdict.text, verdict.text
+    # Nothing else in the record depends on the seed, and two runs of an unfinished version recorded other hashes.
+    verdict = next(
+        verdict
+        for verdict in examine(replace(history, config=change_config("train", seed=99))).verdicts
+        if verdict.name == "one run"
+    )
+    assert verdict.ok is None and "but config.yaml may not" in verdict.text
+
+
 def test_selection_that_answers_need_is_not_failed_by_one_layer(records: dict[str, History]) -> None:
     """The run retrieves everything with its own blocks and nothing with random ones; one layer selects the nearest."""
     for edit in (lambda events: None, set_statistic(1.0, "sel_distance", 0.0, 1.0, layer=1)):
@@ -541,6 +674,7 @@ EXPLAINED = {
     ("generalises", "failed", "warning"): "slightly above the limit",
     ("throughput", "failed", "warning"): "a slow run has the same model",
     ("gates alive", "failed", "warning"): "slightly outside the limits",
+    ("one run", "passed", "unknown"): "two runs of an unfinished version recorded hashes that no later one computes",
     ("gates alive", "failed", "passed"): "branches that the configuration disables do not count",
     ("gates alive", "failed", None): "a single branch has no gate",
     ("gates moved", "failed", None): "a single branch has no gate",

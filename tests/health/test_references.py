@@ -115,7 +115,7 @@ def test_advice_for_a_diverged_run_ends_with_resuming(tmp_path: Path) -> None:
     assert divergence is not None
     assert "30.000 at step 60, 90.000 at step 70" in divergence.observations[0]
     assert divergence.observations[1].endswith("its peak, train.lr, is 0.5.")
-    assert divergence.observations[2].startswith("The gradient norm grew from 0.8 at step 1 to 64.8 at step 70")
+    assert divergence.observations[2].startswith("The gradient norm grew from 0.799 at step 20 to 64.8 at step 70")
     assert divergence.action.startswith("Likely cause: the learning rate.") and divergence.action.endswith(
         f"nsa-lab run {tmp_path.name}/fake-1/config.yaml -p train.lr=0.001"
     ), "there is no preset of this name, so the run's own file is used"
