@@ -427,7 +427,12 @@ MUTANTS = [
         "if problem := find_problem(record):",
         "if problem := None:",
     ),
-    Mutant("health: the status of another run", "health.log_integrity", "status_run == event_runs[0], len", "True, len"),
+    Mutant(
+        "health: the status of another run",
+        "health.log_integrity",
+        "if status_run != event_runs[0]:",
+        "if status_run is None:",
+    ),
     Mutant("health: a clock that goes back", "health.log_integrity", "ok = back <= limits.clock_back_s", "ok = back >= 0"),
     Mutant(
         "health: a run without heartbeats passes",
