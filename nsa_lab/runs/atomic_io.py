@@ -16,6 +16,7 @@ import threading
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from nsa_lab.config.errors import UsageError
 from nsa_lab.runs.text_output import make_printable
 
 logger = logging.getLogger("nsa_lab.runs")
@@ -29,21 +30,28 @@ def warn_once(text: str) -> None:
     logger.warning("%s", make_printable(text))
 
 
+class UnreadableFile(UsageError, OSError):
+    """A file that is not read, because it is too large or of another kind. `strerror` is the message."""
+
+    def __str__(self) -> str:
+        return self.strerror
+
+
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Raises OSError for any other, such as a FIFO, whose reader would wait forever."""
+    """Open a regular file for reading. Raises `UnreadableFile` for a FIFO, whose reader would wait forever, or a folder."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, f"{path}: expected a regular file; replace it", None)
+        raise UnreadableFile(errno.EINVAL, f"{path}: expected a regular file; replace it")
     return os.fdopen(descriptor, "rb")
 
 
 def read_bounded(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """Return the content of a regular file. Raises OSError if it is larger than `max_bytes`."""
+    """Return the content of a regular file. Raises `UnreadableFile` if it is larger than `max_bytes`."""
     with open_regular(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise OSError(errno.EFBIG, f"{path}: expected at most {max_bytes:,} bytes, got more; replace it")
+        raise UnreadableFile(errno.EFBIG, f"{path}: expected at most {max_bytes:,} bytes, got more; replace it")
     return data
 
 

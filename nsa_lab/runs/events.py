@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from nsa_lab.runs.atomic_io import open_regular, warn_once
+from nsa_lab.runs.atomic_io import UnreadableFile, open_regular, warn_once
 from nsa_lab.runs.directory import EVENTS, RUNNING, read_status
 from nsa_lab.runs.event_builder import EventsBuilder, make_events
 from nsa_lab.runs.event_schema import FIRST_KINDS, SUPERSEDED_KINDS, EvalEvent, StepEvent
@@ -213,8 +214,9 @@ def _read_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes, bool]
                 number += 1
                 yield number, line, True
             if len(rest) > MAX_LINE:
-                raise OSError(
-                    f"{path}: line {number + 1:,} is longer than {MAX_LINE:,} bytes; this is not a record of events"
+                raise UnreadableFile(
+                    errno.EFBIG,
+                    f"{path}: line {number + 1:,} is longer than {MAX_LINE:,} bytes; this is not a record of events",
                 )
     if rest:
         yield number + 1, rest, False

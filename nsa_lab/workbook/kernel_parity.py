@@ -32,7 +32,7 @@ from nsa_lab.attention import (
     window_attention,
 )
 from nsa_lab.bench.attention_parity import GRADIENT_FACTOR, OUTPUT_FACTOR, compute_error_and_limit, compute_plain
-from nsa_lab.config import NSAConfig
+from nsa_lab.config import ConfigError, NSAConfig
 from nsa_lab.workbook.examples import make_random_example
 
 # Largest allowed difference of an output from float64. Outputs are of size about 1.
@@ -138,7 +138,9 @@ def compare_backends(
     groups: int = 2,
     head_dim: int = 64,
 ) -> Iterator[Comparison]:
-    """Yield a comparison for each part, usable backend, length and dtype."""
+    """Yield a comparison for each part, usable backend, length and dtype. Raises `ConfigError` for uneven groups."""
+    if heads < 1 or heads % groups:
+        raise ConfigError(f"heads = {heads}: expected a positive multiple of the {groups} groups, for example {2 * groups}")
     for dtype in dtypes:
         backends, _ = find_usable_backends(device, dtype, nsa)
         for length in lengths:

@@ -119,3 +119,12 @@ def test_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "access", lambda path, mode: path == files[0])
     with pytest.raises(DataError, match=r"b\.txt, .* and 2 more"):
         find_files(str(tmp_path))
+
+
+def test_files_of_other_kinds_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_text(tmp_path / "one.txt")
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "zero.txt").symlink_to("/dev/zero")
+    with caplog.at_level(logging.WARNING):
+        assert [file.name for file in find_files(str(tmp_path))] == ["one.txt"]
+    assert "pipe.txt (not a regular file), " in caplog.text and "zero.txt (not a regular file)" in caplog.text

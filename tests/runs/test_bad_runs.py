@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from nsa_lab import cli
 from nsa_lab.cli import status_table
-from nsa_lab.config import ConfigError
+from nsa_lab.config import ConfigError, UsageError
 from nsa_lab.health.references import find_references
 from nsa_lab.health.verdict_file import write_verdict
 from nsa_lab.report.index import write_index
@@ -62,6 +62,11 @@ def put_fifo(name: str) -> Break:
     return put
 
 
+def make_folder(run_dir: Path) -> None:
+    (run_dir / directory.EVENTS).unlink()
+    (run_dir / directory.EVENTS).mkdir()
+
+
 def put_markup(run_dir: Path) -> None:
     path = run_dir / directory.STATUS
     path.write_text(
@@ -94,6 +99,7 @@ BREAKS: dict[str, tuple[Break, str]] = {
     "long status": (set_long_status, "DONE"),
     "wrong verdict": (write_wrong_verdict, "not checked yet"),
     "fifo events": (put_fifo(directory.EVENTS), "expected a regular file"),
+    "folder of events": (make_folder, "expected a regular file"),
     "fifo status": (put_fifo(directory.STATUS), "DONE"),
     "fifo verdict": (put_fifo(directory.VERDICT), "not checked yet"),
     "fifo config": (put_fifo(directory.CONFIG), "not a run directory"),
@@ -184,6 +190,9 @@ def test_unreadable_record_is_a_usage_error(tmp_path: Path) -> None:
     put_fifo(directory.EVENTS)(run_dir)
     with pytest.raises(directory.RunDirectoryError, match="expected a regular file"):
         History.read(run_dir)
+    make_folder(run_dir)
+    with pytest.raises(UsageError, match=r"events\.jsonl: expected a regular file; replace it"):
+        events.read_events(run_dir)
     write_merge_bomb(run_dir)
     with pytest.raises(ConfigError, match="merges"):
         History.read(run_dir)

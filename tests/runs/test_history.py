@@ -219,9 +219,8 @@ def test_partial_results_of_another_request_are_dropped(tmp_path: Path) -> None:
 
 def test_run_view(tmp_path: Path) -> None:
     view = live_view.RunView(write_run(tmp_path))
-    view.update(
-        [{**make_start_event(1, 0), "t": 1.0}, *({**make_step_event(n, view.config), "t": 2.0} for n in range(10, 101, 10))]
-    )
+    events_of_steps = [{**make_step_event(n, view.config), "dt_s": 0.5, "t": 2.0} for n in range(10, 101, 10)]
+    view.update([{**make_start_event(1, 0), "t": 1.0}, *events_of_steps])
     assert view.eta_s == pytest.approx(100 * 0.5)
     view.update([{**make_step_event(120, view.config), "t": 3.0, "gate_share_cmp": [0.0, 0.3, 0.9]}])
     assert "40%" in view.format_numbers()["gates"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from nsa_lab import figures
 from nsa_lab.attention import torch_backend
 from nsa_lab.bench.attention_parity import compute_error_and_limit
-from nsa_lab.config import NSAConfig
+from nsa_lab.config import ConfigError, NSAConfig
 from nsa_lab.figures.style import get_title, render_png
 from nsa_lab.workbook import kernel_parity
 from nsa_lab.workbook.kernel_parity import Comparison, ErrorCheck
@@ -199,3 +199,8 @@ def test_plot_of_allowed_errors() -> None:
     assert sorted(bar.get_width() > 1 for bar in axes.patches) == [False, False, True, True]
     assert [line.get_xdata()[0] for line in axes.lines] == [1]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["torch", "triton", "1: limit"]
+
+
+def test_heads_that_do_not_fill_the_groups_are_refused() -> None:
+    with pytest.raises(ConfigError, match="heads = 3: expected a positive multiple of the 2 groups, for example 4"):
+        next(kernel_parity.compare_backends([40], [torch.float64], NSA, heads=3, groups=2, head_dim=32))

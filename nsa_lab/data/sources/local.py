@@ -139,8 +139,10 @@ def walk_folder(folder: Path) -> tuple[list[Path], list[str]]:
                 left_out.append(f"{path} (a link to nothing)")
             elif path.is_dir():
                 (links if entry.is_symlink() else folders).append(path)
-            else:
+            elif path.is_file():
                 files.append(path)
+            else:
+                left_out.append(f"{path} (not a regular file)")
     return files, left_out
 
 
