@@ -72,7 +72,7 @@ def test_run_without_steps_gives_a_header(tmp_path: Path) -> None:
     text = io.StringIO()
     assert write_csv(History.read(write_run(tmp_path, spoil=lambda events: events[:1])), text) == 0
     assert text.getvalue() == "step,tokens,attempt,t\n"
-    assert math.isclose(float(read_rows(History.read(write_run(tmp_path / "b")))[1]["data_s"]), 0.005, rel_tol=1e-6)
+    assert math.isclose(float(read_rows(History.read(write_run(tmp_path / "b")))[1]["data_s"]), 0.005, rel_tol=1e-3)
 
 
 @pytest.mark.slow

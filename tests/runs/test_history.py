@@ -214,7 +214,7 @@ def test_run_view(tmp_path: Path) -> None:
     view.update(
         [{**make_start_event(1, 0), "t": 1.0}, *({**make_step_event(n, view.config), "t": 2.0} for n in range(10, 101, 10))]
     )
-    assert view.eta_s == pytest.approx(100 * 0.5)
+    assert view.eta_s == pytest.approx(100 * 0.5, rel=1e-4)
     view.update([{**make_step_event(120, view.config), "t": 3.0, "gate_share_cmp": [0.0, 0.3, 0.9]}])
     assert "40%" in view.format_numbers()["gates"]
     view.update([{**make_step_event(120, view.config), "t": 3.0, "gate_share_cmp": [None, 0.3, "x"]}])
