@@ -39,11 +39,14 @@ def _make_events(step: int, config: fake_run.RunConfig, rng: random.Random) -> l
         event["sel_reuse"] = fake_run.make_layers(0.93) if "sel_reuse" in event else []
         event = {name: value for name, value in event.items() if value != []}
         event["bpb"] += rng.gauss(0, 0.01)
+        dt_s = 0.5 + rng.gauss(0, 1e-3)
+        event |= {"dt_s": dt_s, "tokens_per_s": train.stage_at(step).tokens_per_step / dt_s}
         event |= {"loss": event["bpb"] * math.log(2), "grad_norm": 0.8 + rng.random() / 10}
         if "grad_norm_layers" in event:
             event["grad_norm_layers"] = fake_run.make_layers(0.2)
         for name in [name for name, value in event.items() if isinstance(value, list) and name != "gate_update"]:
-            event[name] = [value + rng.gauss(0, 1e-4) for value in event[name]]
+            noise = rng.gauss(0, 1e-4)  # of all layers, which keep their order
+            event[name] = [value + noise for value in event[name]]
         events.append(event)
     if step % 20 == 0:
         beat = {"phase": "step", "phase_age_s": 0.1, "rss_bytes": 10**9 + step % 1000, "gpu_util": None}

@@ -263,7 +263,7 @@ MUTANTS = [
         for function in (
             *("_check_gate_shares", "_check_gate_entropy", "_check_training_bits", "_check_validation_bits", "_check_rate"),
             *("_check_waits", "_check_peak_memory", "_check_gradient_sum", "_check_window_losses", "_check_selected_keys"),
-            *("_check_fields_differ", "_check_work"),
+            *("_check_fields_differ", "_check_work", "_check_step_time", "_check_sizes", "_check_entropies"),
         )
     ),
     Mutant("health: repeated values pass", "health.consistency_checks", "if streak >= limit:", "if streak > 10**6:"),
@@ -278,6 +278,13 @@ MUTANTS = [
         "health.consistency_checks",
         "if np.allclose(columns[:, first], columns[:, second], rtol",
         "if False and np.allclose(columns[:, first], columns[:, second], rtol",
+    ),
+    Mutant("health: almost constant readings pass", "health.consistency_checks", "if spreads[least] >=", "if 1 >="),
+    Mutant(
+        "health: layers in random order pass",
+        "health.consistency_checks",
+        "np.mean(correlations) >= limits.layers_order",
+        "True",
     ),
     Mutant("health: another end passes", "health.consistency_checks", "status[key] != value\n", "False\n"),
     Mutant(
@@ -427,11 +434,13 @@ MUTANTS = [
         "if problem := find_problem(record):",
         "if problem := None:",
     ),
+    Mutant("health: the status of another run", "health.log_integrity", "if status_run != event_runs[0]:", "if False:"),
+    Mutant("health: another configuration", "health.log_integrity", "created != recorded[0]", "False"),
     Mutant(
-        "health: the status of another run",
+        "health: a start of a stage without a number is a stop",
         "health.log_integrity",
-        "if status_run != event_runs[0]:",
-        "if status_run is None:",
+        "(counts >= size) & (before >= size)",
+        "(counts >= 2)",
     ),
     Mutant("health: a clock that goes back", "health.log_integrity", "ok = back <= limits.clock_back_s", "ok = back >= 0"),
     Mutant(

@@ -229,6 +229,7 @@ OTHERS = {
     "health.log_integrity": [
         "tests/health/test_attempts.py",
         "tests/health/test_verdicts.py",
+        "tests/health/test_fault_classes.py",
         "tests/health/test_edited_records.py",
     ],
     "health.matched_pair": ["tests/health/test_verdicts.py", "tests/health/test_paired_difference.py"],
