@@ -95,7 +95,7 @@ def make_run_factory(outputs: Path) -> Callable[..., Path]:
         def spoil(events: list[Event]) -> None:
             for event in events:
                 if event["kind"] == "step":
-                    event["dt_s"] += number / 100
+                    event["dt_s"] = 0.5 + number / 100
 
         settings = make_config(train__seed=seed, **config).model_copy(update={"name": name})
         run_dir = write_run(outputs, settings, spoil, name=f"{name}-{number}")

@@ -23,6 +23,7 @@ from fake_run import (
     make_eval_event,
     make_reach_event,
     make_step_event,
+    set_constant_times,
     write_checkpoint,
     write_run,
 )
@@ -1343,8 +1344,13 @@ def test_memory_compares_the_maxima_of_both_halves(tmp_path: Path) -> None:
 
 def test_data_wait_is_weighted_by_steps(tmp_path: Path) -> None:
     """Only the first step waits long, for the first text. All other readings cover ten steps."""
-    verdict = get_verdict(list_verdicts(write_run(tmp_path, spoil=set_at(1, dt_s=5.0, data_s=4.5))), "data wait")
-    assert verdict.ok is True and verdict.value == pytest.approx((4.5 + 199 * 0.005) / (5.0 + 199 * 0.5), rel=1e-4)
+
+    def wait_once(events: list[Event]) -> None:
+        set_constant_times(events)
+        set_at(1, dt_s=5.0, data_s=4.5)(events)
+
+    verdict = get_verdict(list_verdicts(write_run(tmp_path, spoil=wait_once)), "data wait")
+    assert verdict.ok is True and verdict.value == pytest.approx((4.5 + 199 * 0.005) / (5.0 + 199 * 0.5))
 
 
 def test_nan_loss_fails_the_gap_check(pair: Any) -> None:

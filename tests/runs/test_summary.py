@@ -73,9 +73,7 @@ def test_first_step_of_a_stage_is_excluded_from_step_time(tmp_path: Path) -> Non
 
     def spoil(events: list[fake_run.Event]) -> None:
         at = next(i for i, event in enumerate(events) if event["kind"] == "step" and event["step"] == 110)
-        for event in events:
-            if event["kind"] == "step":
-                event["dt_s"] = 0.5
+        fake_run.set_constant_times(events)
         events.insert(at, {**events[at], "step": 101, "dt_s": 60.0})
 
     steps, seconds = compute_cumulative_step_time(make_staged_history(tmp_path, spoil))
