@@ -114,6 +114,7 @@ DAMAGED = cases(
     "with_no_valid_checkpoint_left_the_run_halts_and_is_not_started_over",
     "signed_but_bad_files_cost_one_checkpoint",
     "frozen_weights_need_no_moments",
+    "moments_are_those_of_the_optimizer",
     "odd_files_among_the_checkpoints_block_no_save",
     "checkpoints_that_are_a_file_halt_the_run_with_a_line",
     "many_files_of_a_manifest_start_few_threads",
