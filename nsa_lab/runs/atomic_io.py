@@ -34,7 +34,7 @@ class UnreadableFile(UsageError, OSError):
     """A file that is not read, because it is too large or of another kind. `strerror` is the message."""
 
     def __str__(self) -> str:
-        return self.strerror
+        return str(self.strerror)
 
 
 def open_regular(path: Path) -> BinaryIO:
