@@ -45,7 +45,7 @@ def _make_events(step: int, config: fake_run.RunConfig, rng: random.Random) -> l
         if "grad_norm_layers" in event:
             event["grad_norm_layers"] = fake_run.make_layers(0.2)
         for name in [name for name, value in event.items() if isinstance(value, list) and name != "gate_update"]:
-            # Of all layers, which keep their order. Gate shares add up to 1.
+            # The same for all layers, so their order stays. Gate shares add up to 1.
             noise = rng.gauss(0, 1e-4 if name.startswith("gate_") else 1e-3 * event[name][0])
             event[name] = [value + noise for value in event[name]]
         events.append(event)
