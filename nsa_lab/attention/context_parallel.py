@@ -2,8 +2,8 @@
 
 A text of T tokens is cut into 2 N chunks for N ranks. Rank r holds chunks r and 2 N - 1 - r (zigzag), so every rank has
 about the same number of past keys to score. Queries stay on their rank. Keys and values of all tokens are gathered, because
-the selected branch may read any of them. What a token's key needs of the token before it (convolution) is exchanged for the
-first token of every chunk (`start_gather_previous`).
+the selected branch may read any of them; everything that is computed from keys alone (convolution, RoPE, compression) is
+computed from the gathered keys on every rank, so nothing needs the activations of a neighbour.
 
 A shard is computed in pieces, each with an ordinary `Span`: the end of a document that begins before the chunk is a
 `Span.chunk`; the documents that begin within the chunk are a `Span.packed`, the last of them possibly cut. All backends
@@ -88,15 +88,11 @@ class ContextShard:
 
     def list_ranges(self, rank: int) -> tuple[slice, ...]:
         """Return `ranges` of any rank."""
-        first, second = self._list_chunks(rank)
-        return (slice(first.start, second.stop),) if first.stop == second.start else (first, second)
-
-    def _list_chunks(self, rank: int) -> tuple[slice, slice]:
         n_chunks, n_tokens = 2 * self.size, self.text.n_queries
         first, second = (
             slice(chunk * n_tokens // n_chunks, (chunk + 1) * n_tokens // n_chunks) for chunk in (rank, n_chunks - 1 - rank)
         )
-        return first, second
+        return (slice(first.start, second.stop),) if first.stop == second.start else (first, second)
 
     @property
     def n_queries(self) -> int:
@@ -126,7 +122,7 @@ class ContextShard:
     def place(self, x: Tensor) -> Tensor:
         """Return x [B, n_queries, ...] in the rows of the text, [B, T, ...], with zeros in the rows of other ranks."""
         placed = x.new_zeros(x.shape[0], self.text.n_queries, *x.shape[2:])
-        for part, rows in zip(self.ranges, self.split(x), strict=True):
+        for part, rows in zip(self.ranges, torch.split(x, [_count_rows([p]) for p in self.ranges], dim=1), strict=True):
             placed[:, part] = rows
         return placed
 
@@ -155,34 +151,6 @@ class ContextShard:
     def gather(self, x: Tensor) -> Tensor:
         """Return x [B, n_queries, ...] of all ranks in the order of the text, [B, T, ...]. Collective over the group."""
         return self.start_gather(x).wait()
-
-    def split(self, x: Tensor, dim: int = 1) -> Sequence[Tensor]:
-        """Return the rows of each of `ranges` in x [..., n_queries, ...]; `dim`: the axis of this rank's tokens."""
-        return cast("Any", torch.split(x, [_count_rows([part]) for part in self.ranges], dim))
-
-    def start_gather_previous(self, *tensors: Tensor) -> PendingRows:
-        """Start to gather the last row of every chunk, for tensors [B, n_queries, ...] of all ranks, [B, 2 N, numbers].
-
-        `take_previous` returns the rows before the chunks of this rank. Collective over the group.
-        """
-        ends = _count_rows([self._list_chunks(self.rank)[0]]), self.n_queries
-        rows = [slice(end - 1, end) for end in ends]
-        last_rows = [torch.cat([part.flatten(2) for part in slice_keys(x, rows)], dim=1) for x in tensors]
-        return self._chunks.start_gather(torch.cat(last_rows, dim=2))
-
-    def take_previous(self, pending: PendingRows) -> Tensor:
-        """Return the row before each of `ranges`, [B, ranges, numbers], zeros before the text. Differentiable. Call once.
-
-        `pending`: the result of `start_gather_previous`.
-        """
-        last_rows = pending.wait()
-        previous = torch.cat([torch.zeros_like(last_rows[:, :1]), last_rows[:, :-1]], dim=1)
-        return self._chunks.take(previous)[:, : len(self.ranges)]
-
-    @cached_property
-    def _chunks(self) -> ContextShard:
-        """Shard of a text that has one token for every chunk of this one."""
-        return ContextShard(Span.full(2 * self.size), self.rank, self.size, self.group)
 
     @cached_property
     def _most_rows(self) -> int:

@@ -261,11 +261,11 @@ class _Operator:
     def __init__(self, model: ModelConfig, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
         self.model, self.tokens = model, tokens
         inputs = RandomInputs(device, dtype, seed=0)
-        # Keys and values of every branch and group side by side, the compressed branch first.
-        self._widths = [model.n_kv_groups * model.d_k, model.n_kv_groups * model.d_v] * 3
+        # Keys, then values of every branch and group, as a projection returns them.
+        widths = 3 * model.n_kv_groups * model.d_k, 3 * model.n_kv_groups * model.d_v
         self._inputs = [
             inputs.normal(1, tokens, model.n_heads, model.d_k),
-            inputs.normal(1, tokens, 1, sum(self._widths)).flatten(2),
+            inputs.normal(1, tokens, 1, sum(widths)).flatten(2),
             inputs.gates(1, tokens, model.n_heads, 3),
             inputs.normal(1, tokens, model.n_heads, model.d_v),
         ]
@@ -287,15 +287,13 @@ class _Operator:
         *inputs, d_out = self.take_inputs(shard)
         leaves = [x.detach().requires_grad_() for x in inputs]
         q, keys, gates = leaves
-        # All others arrive while keys and values of the compressed branch are compressed, as in a layer.
-        pending = [shard.start_gather(x) for x in keys.split([sum(self._widths[:2]), sum(self._widths[2:])], dim=2)]
-        k_cmp, v_cmp = (compress(x, nsa) for x in self._split(pending[0].wait(), self._widths[:2]))
-        k_sel, v_sel, k_win, v_win = self._split(pending[1].wait(), self._widths[2:])
+        text = shard.gather(keys).split([c.n_kv_groups * c.d_k] * 3 + [c.n_kv_groups * c.d_v] * 3, dim=2)
+        k_cmp, k_sel, k_win, v_cmp, v_sel, v_win = (x.unflatten(2, (c.n_kv_groups, -1)) for x in text)
         compressed_rows = [piece.compressed_rows(shard.text, nsa) for piece in pieces]
         key_rows = [piece.key_rows for piece in pieces]
         tensors = zip(
             split_queries(q, pieces),
-            *(slice_keys(x, compressed_rows) for x in (k_cmp, v_cmp)),
+            *(slice_keys(compress(x, nsa), compressed_rows) for x in (k_cmp, v_cmp)),
             *(slice_keys(x, key_rows) for x in (k_sel, v_sel, k_win, v_win)),
             split_queries(gates, pieces),
             strict=True,
@@ -307,10 +305,6 @@ class _Operator:
             outs.append(nsa_attention(own_q, *branches, own_gates, nsa, span=piece.span))
         out = torch.cat(outs, dim=1)
         return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
-
-    def _split(self, text: Tensor, widths: list[int]) -> list[Tensor]:
-        """Return keys or values [1, T, G, .] of text [1, T, sum of widths]."""
-        return [x.unflatten(2, (self.model.n_kv_groups, -1)) for x in text.split(widths, dim=2)]
 
     def communicate(self, world: World, group: Any) -> None:
         """Gather the keys and scatter a gradient, without attention."""

@@ -1,15 +1,14 @@
 """Layers whose text is shared by several ranks: each computes its own queries over the keys of all (`ContextShard`).
 
-Each rank convolves and rotates the keys of its tokens. Two all-gathers per layer follow: first of index keys, or of keys
-and values of the compressed branch; then of all other keys and values, which arrive while the first select blocks or are
-compressed. Every rank compresses all gathered keys: this is linear in the length of the text and cheap next
-to attention. Before a convolution, a small all-gather exchanges the last row of every chunk. The backward pass has an
-all-to-all for each all-gather.
+Per layer there is one all-gather of the projected keys, values and index keys, before the convolution of keys, RoPE and
+compression. Every rank repeats these on the whole text: they are linear in its length and cheap next to attention, and the
+tokens at the ends of a chunk then need nothing from their neighbours. The backward pass has one all-to-all. The gates and
+RoPE of queries overlap with both.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,8 +19,8 @@ from nsa_lab.attention.compile_utils import disable_compile
 from nsa_lab.attention.context_parallel import ContextShard, PendingRows, slice_keys, split_queries
 from nsa_lab.attention.layout import Layout
 from nsa_lab.attention.selection_loss import HeldRows, select_held_rows
-from nsa_lab.config import BRANCHES, ModelConfig
-from nsa_lab.model.layers import Rotary, ShortConvolution, convolve_keys, rotate
+from nsa_lab.config import BRANCHES
+from nsa_lab.model.layers import Rotary, convolve_keys, rotate
 from nsa_lab.model.ngrams import NgramEmbedding
 
 if TYPE_CHECKING:
@@ -75,134 +74,53 @@ def attend_shard(
     c, indexer = layer.config, layer.indexer
     q, k = qk.split([c.n_heads, values.shape[2]], dim=2)
     index_q, index_k = indexer.split(indexer.qk(x.detach())) if indexer is not None else (None, None)
-    n_sampled = c.selection_queries if layer.training and c.has_selection_loss else 0
-    keys = (k,) if index_k is None else (k, index_k)
-    own_rotary, pending_rows, held = _start_exchange(shard, rotary, keys if layer.convolution else (), n_sampled)
-    # While the last rows of the chunks are on their way.
-    if indexer is not None and index_q is not None:
-        index_q = indexer.rotate_queries(index_q, own_rotary)
-    # The same steps as in `SparseAttention.project` and `Indexer.forward`.
-    starts = layouts[0].is_document_start if layouts else None
-    layout, selection_layout = (layouts[0], layouts[-1]) if layouts else (None, None)
-    chunks = _split_into_chunks(shard, keys, pending_rows, own_rotary, starts)
-    k = torch.cat([_convolve_and_rotate(layer.convolution, chunk, len(c.kv_sets)) for chunk in chunks], dim=1)
-    if indexer is not None:
-        index_parts = [
-            indexer.prepare_keys(chunk.keys[1], chunk.rotary, chunk.is_document_start, chunk.previous_keys[1])
-            for chunk in chunks
-        ]
-        index_k = torch.cat(index_parts, dim=1)
-    sets = _pair_by_set(k, values, c.n_kv_groups)
-    first = None if index_k is None else index_k.flatten(2)
-    if first is None and c.kv_sets[0] == ("cmp",) and len(sets) > 1:
-        first = torch.cat(sets.pop(0), dim=2)
-    pending_first, pending_sets = _start_gathers(shard, first, torch.cat([x for pair in sets for x in pair], dim=2))
-    # While the first keys are on their way.
+    rows = [part.flatten(2) for part in (k, values, index_k) if part is not None]
+    trains = layer.training and c.has_selection_loss
+    own_rotary, pending, held = _start_gather(shard, rotary, torch.cat(rows, dim=2), c.selection_queries if trains else 0)
+    # While the keys are on their way.
     gates = layer.compute_gates(x)
     gates = None if gates is None else gates.to(q.dtype)
     q = rotate(q, own_rotary)
-    learns_densely = layer.training and layer.trains_densely and "sel" in c.branches
-    scoring_q, scoring_k = q, None
-    by_branch: dict[str, KeysAndValues] = dict.fromkeys(BRANCHES, (None, None))
-    # While the other keys and values are on their way.
-    if indexer is not None and index_q is not None and pending_first is not None:
-        index_k = _finish_gather(pending_first).unflatten(2, (-1, c.index_width))
-        compressed = indexer.compress(index_k, rotary, None, selection_layout)
-        scoring_q, scoring_k = index_q, compressed.expand(-1, -1, c.n_kv_groups, -1)
-        if not learns_densely:
-            blocks = _select_blocks(layer, scoring_q, scoring_k, shard)
-    elif pending_first is not None:
-        ((k, v),) = _finish_sets(pending_first, c)
-        by_branch["cmp"] = _compress(layer, k, v, layout)
-    for names, (k, v) in zip(c.kv_sets[-len(sets) :], _finish_sets(pending_sets, c), strict=True):
-        by_branch.update(dict.fromkeys(names, (k, v)))
-        if "cmp" in names:
-            by_branch["cmp"] = _compress(layer, k, v, layout)
-    k_sel, v_sel = by_branch["sel"]
-    if blocks is None and scoring_k is None:
-        scoring_k, _ = by_branch["cmp"]
-        if c.scores == "mean_key" and k_sel is not None:
-            scoring_k = compress(k_sel, layer.selection_nsa, layout=selection_layout)
+    if indexer is not None and index_q is not None:
+        index_q = indexer.rotate_queries(index_q, own_rotary)
+    k, values, *index_rows = _finish_gather(pending).split([part.shape[2] for part in rows], dim=2)
+    k, values = k.unflatten(2, (-1, c.d_k)), values.unflatten(2, (-1, c.d_v))
+    # The same steps as in `SparseAttention.project` and `Indexer.forward`, for the keys of the whole text.
+    starts = layouts[0].is_document_start if layouts else None
+    if layer.convolution:
+        by_set = k.unflatten(2, (len(c.kv_sets), c.n_kv_groups))
+        k = convolve_keys(layer.convolution, by_set, starts, None).flatten(2, 3)
+    keys = rotate(k, rotary)
+    if indexer is not None and index_rows:
+        index_k = indexer.prepare_keys(index_rows[0].unflatten(2, (-1, c.index_width)), rotary, starts)
+    by_branch, scoring_k = _compress_keys(layer, keys, values, index_k, rotary, layouts, needs_scoring=blocks is None)
+    scoring_q = q if index_q is None else index_q
+    k_sel, v_sel = by_branch[1]
     loss = None
     if held is not None and scoring_k is not None and k_sel is not None:
+        layout = layouts[-1] if layouts else None
         nsa, backend = layer.selection_nsa, layer.backends or "auto"
-        loss = selection_loss(
-            scoring_q, scoring_k, k_sel, nsa, attention_q=q, layout=selection_layout, held=held, backend=backend
-        )
-    if learns_densely and k_sel is not None and v_sel is not None:
+        loss = selection_loss(scoring_q, scoring_k, k_sel, nsa, attention_q=q, layout=layout, held=held, backend=backend)
+    if layer.training and layer.trains_densely and k_sel is not None and v_sel is not None:
         return _attend_dense_pieces(q, k_sel, v_sel, shard), loss, q.new_empty(0, dtype=torch.int32)
-    if c.scores == "mean_key" and scoring_k is not None:
-        blocks = _select_blocks(layer, q, scoring_k, shard)
+    if scoring_k is not None and c.scores != "compressed":
+        blocks = _select_blocks(layer, scoring_q, scoring_k, shard)
     out = _attend_pieces(layer, q, by_branch, gates, shard, blocks)
     return out, loss, blocks if c.indexer_every > 1 else None
 
 
-class Chunk(NamedTuple):
-    """Adjacent tokens of a rank, of which several kinds of keys are convolved and rotated."""
-
-    keys: tuple[Tensor, ...]
-    """[B, n, heads, D] of every kind."""
-    previous_keys: tuple[Tensor | None, ...]
-    """[B, 1, heads, D] of the token before; None without a convolution."""
-    rotary: Rotary
-    is_document_start: Tensor | None
-    """bool [n], as in `Layout`; None without a convolution."""
-
-
 # Each batch has other pieces. Traced, their bounds would be constants, and every batch would be compiled again.
 @disable_compile
-def _start_exchange(
-    shard: ContextShard, rotary: Rotary, keys: tuple[Tensor, ...], n_queries: int | None = 0
-) -> tuple[Rotary, PendingRows | None, HeldRows | None]:
-    """Return the RoPE tables of this rank's tokens, the last rows of chunks that are being gathered, and sampled queries.
+def _start_gather(
+    shard: ContextShard, rotary: Rotary, x: Tensor, n_queries: int | None = 0
+) -> tuple[Rotary, PendingRows, HeldRows | None]:
+    """Return the RoPE tables of this rank's tokens, the rows that are being gathered, and the sampled queries of this rank.
 
-    `keys`: the kinds of keys [B, n_queries, heads, D] that are convolved. `n_queries`: as in `selection_loss`; 0: no
-    queries are sampled.
+    `n_queries`: as in `selection_loss`; 0: no queries are sampled.
     """
-    pending = shard.start_gather_previous(*keys) if keys else None
-    held = None if n_queries == 0 else select_held_rows(shard, n_queries, rotary[0].device)
+    pending = shard.start_gather(x)
+    held = None if n_queries == 0 else select_held_rows(shard, n_queries, x.device)
     return (shard.take(rotary[0], dim=0), shard.take(rotary[1], dim=0)), pending, held
-
-
-@disable_compile
-def _split_into_chunks(
-    shard: ContextShard,
-    keys: tuple[Tensor, ...],
-    pending: PendingRows | None,
-    rotary: Rotary,
-    is_document_start: Tensor | None,
-) -> list[Chunk]:
-    """Return the keys of this rank by chunk; all at once if none are convolved. `is_document_start`: of the text."""
-    if pending is None:
-        return [Chunk(keys, (None,) * len(keys), rotary, None)]
-    n_chunks = len(shard.ranges)
-    starts = [None] * n_chunks if is_document_start is None else shard.split(shard.take(is_document_start, dim=0), dim=0)
-    by_kind = shard.take_previous(pending).split([x.shape[2] * x.shape[3] for x in keys], dim=2)
-    previous = [x.unflatten(2, like.shape[2:]).split(1, dim=1) for x, like in zip(by_kind, keys, strict=True)]
-    tables = zip(*(shard.split(table, dim=0) for table in rotary), strict=True)
-    rows = zip(*map(shard.split, keys), strict=True)
-    return [Chunk(*chunk) for chunk in zip(rows, zip(*previous, strict=True), tables, starts, strict=True)]
-
-
-def _convolve_and_rotate(convolution: ShortConvolution | None, chunk: Chunk, n_sets: int) -> Tensor:
-    """Return the keys of heads of a chunk, its first kind, [B, n, sets G, d_k]."""
-    k, previous = chunk.keys[0], chunk.previous_keys[0]
-    if convolution is not None:
-        previous = None if previous is None else previous.unflatten(2, (n_sets, -1))
-        k = convolve_keys(convolution, k.unflatten(2, (n_sets, -1)), chunk.is_document_start, previous).flatten(2, 3)
-    return rotate(k, chunk.rotary)
-
-
-def _pair_by_set(k: Tensor, v: Tensor, n_groups: int) -> list[tuple[Tensor, Tensor]]:
-    """Return keys [B, n, G d_k] and values [B, n, G d_v] of each set, for k and v [B, n, sets G, .]."""
-    pairs = zip(k.split(n_groups, dim=2), v.split(n_groups, dim=2), strict=True)
-    return [(keys.flatten(2), values.flatten(2)) for keys, values in pairs]
-
-
-@disable_compile
-def _start_gathers(shard: ContextShard, first: Tensor | None, others: Tensor) -> tuple[PendingRows | None, PendingRows]:
-    """Start to gather `first`, then `others`, which arrive while the first are used."""
-    return None if first is None else shard.start_gather(first), shard.start_gather(others)
 
 
 @disable_compile
@@ -210,22 +128,46 @@ def _finish_gather(pending: PendingRows) -> Tensor:
     return pending.wait()
 
 
-@disable_compile
-def _finish_sets(pending: PendingRows, config: ModelConfig) -> list[tuple[Tensor, Tensor]]:
-    """Return keys [B, T, G, d_k] and values [B, T, G, d_v] of the whole text, of every set that was gathered."""
-    joined, widths = pending.wait(), [config.n_kv_groups * config.d_k, config.n_kv_groups * config.d_v]
-    n_sets = joined.shape[2] // sum(widths)
-    parts = [x.unflatten(2, (config.n_kv_groups, -1)) for x in joined.split(widths * n_sets, dim=2)]
-    return list(zip(parts[::2], parts[1::2], strict=True))
-
-
 KeysAndValues = tuple[Tensor | None, Tensor | None]
 """Of a branch; None if it does not exist."""
 
 
-def _compress(layer: SparseAttention, k: Tensor, v: Tensor, layout: Layout | None) -> tuple[Tensor, Tensor]:
-    nsa = layer.config.nsa
-    return compress(k, nsa, layer.phi_k, layout=layout), compress(v, nsa, layer.phi_v, layout=layout)
+def _compress_keys(
+    layer: SparseAttention,
+    keys: Tensor,
+    values: Tensor,
+    index_k: Tensor | None,
+    rotary: Rotary,
+    layouts: tuple[Layout, ...] | None,
+    *,
+    needs_scoring: bool,
+) -> tuple[tuple[KeysAndValues, ...], Tensor | None]:
+    """Return keys and values of the branches cmp, sel and win, and compressed keys that score the blocks.
+
+    `keys` [B, T, sets G, d_k], `values`, `index_k`: of the whole text, rotated. No keys score the blocks if none are
+    selected, or if an earlier layer has selected them.
+    """
+    c = layer.config
+    layout, selection_layout = (layouts[0], layouts[-1]) if layouts else (None, None)
+    sets = (x.split(c.n_kv_groups, dim=2) for x in (keys, values))
+    by_branch = {name: pair for names, *pair in zip(c.kv_sets, *sets, strict=True) for name in names}
+    if "cmp" in by_branch:
+        own_keys, own_values = by_branch["cmp"]
+        by_branch["cmp"] = [
+            compress(own_keys, c.nsa, layer.phi_k, layout=layout),
+            compress(own_values, c.nsa, layer.phi_v, layout=layout),
+        ]
+    branches = tuple((by_branch[name][0], by_branch[name][1]) if name in by_branch else (None, None) for name in BRANCHES)
+    (k_cmp, _), (k_sel, _), _ = branches
+    scoring_k = None
+    if layer.indexer is not None and index_k is not None:
+        compressed = layer.indexer.compress(index_k, rotary, None, selection_layout)
+        scoring_k = compressed.expand(-1, -1, c.n_kv_groups, -1)
+    elif needs_scoring and c.scores == "compressed":
+        scoring_k = k_cmp
+    elif needs_scoring and c.scores == "mean_key" and k_sel is not None:
+        scoring_k = compress(k_sel, layer.selection_nsa, layout=selection_layout)
+    return branches, scoring_k
 
 
 @disable_compile
@@ -244,7 +186,7 @@ def _select_blocks(layer: SparseAttention, q: Tensor, k: Tensor, shard: ContextS
 def _attend_pieces(
     layer: SparseAttention,
     q: Tensor,
-    by_branch: dict[str, KeysAndValues],
+    by_branch: tuple[KeysAndValues, ...],
     gates: Tensor | None,
     shard: ContextShard,
     blocks: Tensor | None,
@@ -252,7 +194,7 @@ def _attend_pieces(
     nsa, backend, pieces = layer.config.nsa, layer.backends or "auto", shard.pieces
     compressed_rows = [piece.compressed_rows(shard.text, nsa) for piece in pieces]
     key_rows = [piece.key_rows for piece in pieces]
-    compressed, selected, window = (by_branch[name] for name in BRANCHES)
+    compressed, selected, window = by_branch
     inputs = zip(
         split_queries(q, pieces),
         *(slice_keys(x, compressed_rows) for x in compressed),
@@ -280,14 +222,15 @@ def attend_dense_shard(
     """Return causal attention of this rank's tokens, [B, T, H, d_v]; arguments as in `attend_shard`. Collective."""
     c = layer.config
     q, k = qk.split([c.n_heads, values.shape[2]], dim=2)
-    own_rotary, pending_rows, _ = _start_exchange(shard, rotary, (k,) if layer.convolution else ())
-    starts = layouts[0].is_document_start if layouts else None
-    chunks = _split_into_chunks(shard, (k,), pending_rows, own_rotary, starts)
-    k = torch.cat([_convolve_and_rotate(layer.convolution, chunk, 1) for chunk in chunks], dim=1)
-    _, pending = _start_gathers(shard, None, torch.cat([k.flatten(2), values.flatten(2)], dim=2))
+    rows = k.flatten(2), values.flatten(2)
+    own_rotary, pending, _ = _start_gather(shard, rotary, torch.cat(rows, dim=2))
     q = rotate(q, own_rotary)
-    ((k, v),) = _finish_sets(pending, c)
-    return _attend_dense_pieces(q, k, v, shard, layer.backends["dense"].backend)
+    k, values = _finish_gather(pending).split([part.shape[2] for part in rows], dim=2)
+    k, values = k.unflatten(2, (-1, c.d_k)), values.unflatten(2, (-1, c.d_v))
+    if layer.convolution:
+        starts = layouts[0].is_document_start if layouts else None
+        k = convolve_keys(layer.convolution, k.unsqueeze(2), starts, None).squeeze(2)
+    return _attend_dense_pieces(q, rotate(k, rotary), values, shard, layer.backends["dense"].backend)
 
 
 @disable_compile

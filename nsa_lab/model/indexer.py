@@ -106,13 +106,10 @@ class Indexer(nn.Module):
         """Return `IndexerOutput.q` of queries from `split`."""
         return rotate(q, subsample_rotary(rotary, self.rotary_width))
 
-    def prepare_keys(
-        self, k: Tensor, rotary: Rotary, is_document_start: Tensor | None = None, previous_k: Tensor | None = None
-    ) -> Tensor:
-        """Return `IndexerOutput.k` of keys from `split`. `previous_k` [B, 1, index groups, D]: as in `convolve_keys`."""
+    def prepare_keys(self, k: Tensor, rotary: Rotary, is_document_start: Tensor | None = None) -> Tensor:
+        """Return `IndexerOutput.k` of keys from `split`, of all tokens of a text."""
         if self.convolution:
-            previous_k = None if previous_k is None else previous_k.unsqueeze(2)
-            k = convolve_keys(self.convolution, k.unsqueeze(2), is_document_start, previous_k).squeeze(2)
+            k = convolve_keys(self.convolution, k.unsqueeze(2), is_document_start, None).squeeze(2)
         return self._apply_steps(self.steps_before_pool, k, rotary)
 
     def compress(self, k: Tensor, rotary: Rotary, span: Span | None = None, layout: Layout | None = None) -> Tensor:

@@ -21,7 +21,6 @@ from context_checks import (
     run_ranks,
     run_threads,
 )
-from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from nsa_lab.attention import Span, context_parallel
@@ -75,8 +74,8 @@ def test_communication_overlaps_with_what_is_computed_before_its_end(monkeypatch
     """In the forward pass, and in the backward pass of the same computation."""
     log: list[str] = []
 
-    def load(name: str) -> Callable[..., Tensor]:
-        def run(x: Tensor, *_: object) -> Tensor:
+    def load(name: str) -> Callable[..., torch.Tensor]:
+        def run(x: torch.Tensor, *_: object) -> torch.Tensor:
             log.append(name)
             return torch.cat([x, x]) if name == "all_gather" else x
 
@@ -90,21 +89,6 @@ def test_communication_overlaps_with_what_is_computed_before_its_end(monkeypatch
     (pending.wait().sum() + computed.sum()).backward()
     assert log == ["all_gather", "wait", "all_to_all", "computation", "wait"]
     assert own.grad is not None and bool((own.grad == 4).all())
-
-
-@pytest.mark.parametrize(("n_tokens", "n_ranks"), [(7, 1), (6, 3), (83, 4)])
-def test_the_row_before_each_chunk_is_exchanged(monkeypatch: pytest.MonkeyPatch, n_tokens: int, n_ranks: int) -> None:
-    monkeypatch.setattr(context_parallel, "_load_collective", COLLECTIVES.get)
-    first, second = (torch.rand(2, n_tokens, heads, 3) for heads in (1, 2))
-    before = torch.cat([torch.zeros(2, 1, 9), torch.cat([first.flatten(2), second.flatten(2)], dim=2)], dim=1)
-
-    def take_previous(group: Any, rank: int) -> Tensor:
-        shard = ContextShard(Span.full(n_tokens), rank, n_ranks, group)
-        return shard.take_previous(shard.start_gather_previous(shard.take(first), shard.take(second)))
-
-    for rank, previous in enumerate(run_threads(n_ranks, take_previous)):
-        starts = [part.start for part in ContextShard(Span.full(n_tokens), rank, n_ranks).ranges]
-        assert torch.equal(previous, before[:, starts])
 
 
 def test_one_rank_computes_the_whole_text() -> None:

@@ -745,12 +745,6 @@ MUTANTS = [
         "total[:, part] = grad",
     ),
     Mutant(
-        "context parallel: the last row of the chunk itself in place of the row before",
-        "attention.context_parallel",
-        "torch.zeros_like(last_rows[:, :1]), last_rows[:, :-1]]",
-        "last_rows]",
-    ),
-    Mutant(
         "context parallel: a row of the second chunk is one of the first",
         "attention.context_parallel",
         "(row, first_row + row - part.start)",

@@ -113,8 +113,8 @@ MUTANTS = [
     Mutant(
         "context parallel: index keys without the token before",
         "model.indexer",
-        "if self.convolution:\n            previous_k = None",
-        "if False:\n            previous_k = None",
+        "if self.convolution:\n            k = convolve_keys",
+        "if False:\n            k = convolve_keys",
     ),
     Mutant(
         "context parallel: queries at the first positions of the text",
@@ -125,8 +125,8 @@ MUTANTS = [
     Mutant(
         "context parallel: keys mix with the document before",
         "model.context_parallel",
-        "chunk.is_document_start, previous).flatten(2, 3)",
-        "None, previous).flatten(2, 3)",
+        "convolve_keys(layer.convolution, by_set, starts, None)",
+        "convolve_keys(layer.convolution, by_set, None, None)",
     ),
     Mutant(
         "context parallel: n-grams of a chunk begin with the text",
@@ -143,14 +143,14 @@ MUTANTS = [
     Mutant(
         "context parallel: the indexer learns from sparse attention",
         "model.context_parallel",
-        "learns_densely = layer.training and",
-        "learns_densely = False and",
+        "if layer.training and layer.trains_densely and",
+        "if False and",
     ),
     Mutant(
-        "context parallel: index keys at the end of a chunk are not those of the next one",
+        "context parallel: keys of dense attention mix with the document before",
         "model.context_parallel",
-        "chunk.is_document_start, chunk.previous_keys[1])",
-        "chunk.is_document_start)",
+        "convolve_keys(layer.convolution, k.unsqueeze(2), starts, None)",
+        "convolve_keys(layer.convolution, k.unsqueeze(2), None, None)",
     ),
     Mutant(
         "indexer: starts with every group's last head",
