@@ -51,10 +51,12 @@ def check_one_run(history: History, limits: Limits) -> Verdict:
         return Verdict("one run", None, 1, 1, f"{text}, but the first event of attempt {lost[0]} is missing")
     last = history.first_events[-1]
     config, recorded = history.config_of_attempt(last["attempt"]), last.get("config_hash")
-    # Two runs of an unfinished version recorded hashes that no later version computes.
     if config and recorded not in (None, config.hash()):
-        text += f", but config.yaml may not: its hash is {config.hash()}, that of the last attempt {recorded}"
-        return Verdict("one run", None, 1, 1, f"{text}; restore the file that was trained")
+        # Every version computes the hashes of earlier ones, but not those of code that was changed and not committed.
+        is_modified = bool((last.get("code") or {}).get("dirty"))
+        text += f", but config.yaml {'may' if is_modified else 'does'} not: its hash is {config.hash()}, that of the last "
+        text += f"attempt {recorded}; restore the file that was trained"
+        return Verdict("one run", None if is_modified else False, 1 if is_modified else 2, 1, text)
     return Verdict("one run", True, 1, 1, text)
 
 
@@ -140,8 +142,8 @@ COMPLETED_KINDS = tuple(sorted(SUPERSEDED_KINDS - {"guard"}))
 def _find_disorder(history: History) -> str | None:
     """Return a text on events in an impossible order; None if there are none.
 
-    An attempt ends before the next one starts, and trains its steps in order. A heartbeat, which a thread writes, may be
-    ahead of an event of another kind.
+    An attempt ends before the next one starts, trains its steps in order, and evaluates, measures and saves each of them
+    once. A heartbeat, which a thread writes, may be ahead of an event of another kind, and repeats a long step.
     """
     own = history.events.of_kind(*COMPLETED_KINDS, "heartbeat", *FIRST_KINDS)
     attempts, steps = own.ints("attempt"), own.ints("step")
@@ -152,10 +154,14 @@ def _find_disorder(history: History) -> str | None:
     for kind in (*COMPLETED_KINDS, "heartbeat"):
         own = history.events.of_kind(kind)
         attempts, steps = own.ints("attempt"), own.ints("step")
-        if (is_back := (np.diff(steps) < 0) & (np.diff(attempts) == 0)).any():
+        change = np.where(np.diff(attempts) == 0, np.diff(steps), 1)
+        if (is_back := change < 0).any():
             index = int(is_back.argmax()) + 1
             text = f"the {kind} events of attempt {attempts[index]} go back from step {steps[index - 1]:,}"
             return f"{text} to {steps[index]:,}"
+        if kind in COMPLETED_KINDS and (is_repeated := change == 0).any():
+            index = int(is_repeated.argmax()) + 1
+            return f"attempt {attempts[index]} has two {kind} events of step {steps[index]:,}"
     return None
 
 

@@ -19,7 +19,9 @@ from nsa_lab.runs.checkpoint_files import (
     find_problems,
     get_checkpoint_dir,
     get_checkpoint_path,
+    is_checkpoint_name,
     list_steps,
+    parse_step,
 )
 from nsa_lab.runs.directory import READ_ERRORS, describe_read_error
 from nsa_lab.runs.finite_weights import describe_nonfinite, find_nonfinite_weights
@@ -101,7 +103,7 @@ def check_checkpoints(history: History, limits: Limits) -> Verdict:
     if n_missing:
         text = f"none saved at step {missing[0]:,} ({n_missing} missing)"
         return Verdict("checkpoints", False, len(saved), len(due), text)
-    if problem := _find_wrong_folder(history):
+    if problem := _find_wrong_folder(history) or _find_wrong_removal(history):
         return Verdict("checkpoints", False, len(saved), len(due), problem)
     if not saved:
         return require_known_settings(history, Verdict("checkpoints", None, 0, len(due), "none due yet"))
@@ -110,13 +112,38 @@ def check_checkpoints(history: History, limits: Limits) -> Verdict:
 
 
 def _find_wrong_folder(history: History) -> str | None:
-    """Return a text on a save in the folder of another step, or that removed itself; None if there is none."""
+    """Return a text on a save in the folder of another step; None if there is none."""
     for event in history.events_of_kind("checkpoint"):
         name = get_checkpoint_path(Path(), event["step"]).name
         if event.get("path") is not None and Path(event["path"]).name != name:
             return f"step {event['step']:,} was saved as {shorten(event['path'])}, expected {name}"
-        if name in list_names(event.get("pruned")):
-            return f"the save of step {event['step']:,} removed itself"
+    return None
+
+
+def _find_wrong_removal(history: History) -> str | None:
+    """Return a text on a removed checkpoint that `train.keep_last` or `train.keep_every` keeps; None if there is none.
+
+    A checkpoint whose save was not recorded, because the trainer was killed, exists if an attempt resumed from it.
+    """
+    existing: set[int] = set()
+    for event in history.events.of_kind("checkpoint", "guard", "resume"):
+        if event["kind"] == "guard":
+            existing.discard(event.get("checkpoint_step", -1))
+            continue
+        existing.add(event["step"] if event["kind"] == "checkpoint" else event.get("from_step") or 0)
+        config = history.config_of_attempt(event["attempt"])
+        for name in list_names(event.get("pruned")):
+            if not is_checkpoint_name(name):
+                return f"the save of step {event['step']:,} removed {shorten(name)}, which is no checkpoint"
+            removed = parse_step(Path(name))
+            newer = sum(step > removed for step in existing)
+            if config and newer < config.train.keep_last:
+                text = f"the save of step {event['step']:,} removed step {removed:,} with {newer} newer checkpoints"
+                return f"{text}, expected at least train.keep_last = {config.train.keep_last}"
+            if config and config.train.keep_every and removed % config.train.keep_every == 0:
+                text = f"the save of step {event['step']:,} removed step {removed:,}"
+                return f"{text}, which train.keep_every = {config.train.keep_every:,} keeps"
+            existing.discard(removed)
     return None
 
 

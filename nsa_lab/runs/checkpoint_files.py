@@ -72,14 +72,18 @@ def parse_step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix(PREFIX))
 
 
+def is_checkpoint_name(name: str) -> bool:
+    """Return whether `name` is the name of the folder of a checkpoint."""
+    return bool(_STEP_NAME.fullmatch(name)) and name == get_checkpoint_path(Path(), parse_step(Path(name))).name
+
+
 def list_steps(folder: Path) -> list[int]:
     """Return the steps of the checkpoints in a run's `checkpoints/` folder, ascending.
 
     Contents are not checked (see `find_problems`). Entries named `step-...` that are not a folder with exactly the name of
     a checkpoint are ignored.
     """
-    candidates = [path for path in folder.glob(f"{PREFIX}*") if path.is_dir() and _STEP_NAME.fullmatch(path.name)]
-    return sorted(parse_step(path) for path in candidates if path == get_checkpoint_path(folder, parse_step(path)))
+    return sorted(parse_step(path) for path in folder.glob(f"{PREFIX}*") if is_checkpoint_name(path.name) and path.is_dir())
 
 
 def format_manifest(step: int, files: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any] | None = None) -> str:

@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
@@ -20,6 +21,7 @@ Count = Annotated[int, Field(ge=0, le=MAX_INT)]
 Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Score = Annotated[float, Field(ge=0, le=100)]
+ROUNDING = 1e-3
 # A pair is a list in JSON.
 PositionEdges = Annotated[tuple[Count, Positive], Strict(False)]
 TextRow = Annotated[tuple[Positive, float], Strict(False)]
@@ -64,6 +66,9 @@ class _RetrievalCell(_Part):
     answers: Positive
     right: Count
     right_at_depth: Count = 0
+    tokens: Positive | None = None
+    tokens_right: Count | None = None
+    loss: float | None = None
     written: Count
     written_right: Count
 
@@ -72,6 +77,22 @@ class _RetrievalCell(_Part):
         _check_at_most("right", self.right, "answers", self.answers)
         _check_at_most("right_at_depth", self.right_at_depth, "sequences", self.sequences)
         _check_at_most("written_right", self.written_right, "written", self.written)
+        if self.tokens is None or self.tokens_right is None:
+            return self
+        _check_at_most("tokens_right", self.tokens_right, "tokens", self.tokens)
+        # Answers of a cell have the same number of tokens, and a right answer has right tokens only.
+        per_answer = self.tokens // self.answers
+        least, most = self.right * per_answer, self.tokens - (self.answers - self.right)
+        if not least <= self.tokens_right <= most:
+            raise ValueError(
+                f"tokens_right: expected {least} to {most} with {self.right} right answers, got {self.tokens_right}"
+            )
+        # A wrong token is not the most likely one, so it costs at least ln 2.
+        lowest = (1 - self.tokens_right / self.tokens) * math.log(2)
+        if self.loss is not None and self.loss < lowest * (1 - ROUNDING):
+            raise ValueError(
+                f"loss: expected at least {lowest:.4g} nats with {self.tokens_right} right tokens, got {self.loss:.4g}"
+            )
         return self
 
 

@@ -42,6 +42,11 @@ def set_at(*keys: str | int, value: Any) -> Edit:
     return edit
 
 
+def set_tokens(right: int, loss: float = 1.0) -> Edit:
+    """Return an edit of one cell: three answers of seven tokens, one of them right."""
+    return lambda record: record["retrieval"][0].update(answers=3, right=1, tokens=21, tokens_right=right, loss=loss)
+
+
 def remove(*keys: str | int) -> Edit:
     def edit(record: Any) -> None:
         for key in keys[:-1]:
@@ -71,6 +76,10 @@ DAMAGED: dict[str, tuple[Edit, str]] = {
         set_at("retrieval", 1, "right_at_depth", value=8),
         "retrieval.1.right_at_depth: expected at most the 7 sequences, got 8",
     ),
+    "more right tokens than tokens": (set_tokens(22), "tokens_right: expected at most the 21 tokens, got 22"),
+    "right tokens of no answer": (set_tokens(0), "tokens_right: expected 7 to 19 with 1 right answers, got 0"),
+    "wrong answers without wrong tokens": (set_tokens(20), "tokens_right: expected 7 to 19 with 1 right answers, got 20"),
+    "wrong tokens at a low loss": (set_tokens(14, 0.2), "loss: expected at least 0.231 nats with 14 right tokens, got 0.2"),
     "more generated answers than answers": (set_at("retrieval", 0, "written_right", value=2), "at most the 1 written"),
     "windows of other numbers": (remove("positions", "octaves", 0, "windows", 0), "expected 5 values, got 4"),
     "no position ranges": (set_at("positions", "octaves", value=[]), "positions.octaves: expected at least 1 item"),

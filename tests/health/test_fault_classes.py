@@ -229,6 +229,27 @@ def set_accuracy(event: Event) -> None:
     event["accuracy"] = {**event["accuracy"], "chosen": 1.5}
 
 
+def set_answers(accuracy: float, loss: float) -> Edit:
+    """Return an edit of the last selection benefits: the share of right answers and the loss, with the selected blocks."""
+
+    def edit_event(event: Event) -> None:
+        event["accuracy"] = event["accuracy"] | {"chosen": accuracy}
+        event["answer_loss"] = event["answer_loss"] | {"chosen": loss}
+
+    return change("reach", edit_event, 0.5)
+
+
+def repeat(kind: str, first: float, **values: Any) -> Edit:
+    """Return an edit that adds a second event right after the first one of its kind from a fraction of the run on."""
+
+    def edit(events: list[Event]) -> None:
+        own = next(select(events, kind, first, 1.0))
+        index = next(index for index, event in enumerate(events) if event is own)
+        events.insert(index + 1, own | values)
+
+    return edit
+
+
 def shift_windows(event: Event) -> None:
     if "window_losses" in event:
         event["window_losses"] = [value * 1.05 for value in event["window_losses"]]
@@ -343,6 +364,8 @@ def drop_answers(event: Event) -> None:
 
 
 CHECKPOINT_SIZE = "consistent numbers", "a checkpoint: 1,739,629,928 bytes, expected 579,876,635 to"
+PERMANENT = "checkpoints", "removed step 10,000, which train.keep_every = 10,000 keeps"
+REMOVED = "checkpoints", "removed step 10,000 with"
 CHECKPOINT_FOLDER = "checkpoints", "step 7,000 was saved as checkpoints/step-00000001, expected step-00007000"
 # Class, record, edit, the check that must fail, part of its text.
 EDITS: list[tuple[str, str, Edit, str, str]] = [
@@ -596,7 +619,22 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
     ("heartbeats that go back", RESUMED, reverse_heartbeats, "clock", "the heartbeat events of attempt 1 go back"),
     ("two trainers", RESUMED, add_late_steps, "clock", "attempt 1 records step 10,020 after the start of attempt 2"),
     ("another folder", RECENT, set_fields("checkpoint", 0.5, 0.7, path="checkpoints/step-00000001"), *CHECKPOINT_FOLDER),
-    ("a save that goes", RECENT, set_fields("checkpoint", pruned=["step-00003500"]), "checkpoints", "3,500 removed itself"),
+    (
+        "a save that goes",
+        RECENT,
+        set_fields("checkpoint", pruned=["step-00003500"]),
+        "checkpoints",
+        "with 0 newer checkpoints",
+    ),
+    ("a late save that goes", RECENT, set_fields("checkpoint", 0.2, 0.5, pruned=["step-00010000"]), *REMOVED),
+    ("a permanent save that goes", RESUMED, set_fields("checkpoint", 0.9, pruned=["step-00010000"]), *PERMANENT),
+    ("another folder that goes", RECENT, set_fields("checkpoint", pruned=["runs"]), "checkpoints", "runs, which is no"),
+    ("two evaluations", RECENT, repeat("eval", 0.6), "clock", "attempt 1 has two eval events of step"),
+    ("another loss at one step", STAGED, repeat("eval", 0.6, loss=0.5), "clock", "has two eval events of step"),
+    ("two saves of a step", RESUMED, repeat("checkpoint", 0.6), "clock", "has two checkpoint events of step"),
+    ("two selection benefits", RECENT, repeat("reach", 0.6), "clock", "has two reach events of step"),
+    ("right answers at a high loss", RECENT, set_answers(1.0, 8.0), "consistent numbers", "100% of the answers are right"),
+    ("wrong answers at a low loss", RECENT, set_answers(0.1, 0.05), "consistent numbers", "10% of the answers are right"),
     ("answers that stop", STAGED, change("step", drop_answers, 0.5), "statistics", "marked_loss is missing in 22 readings"),
 ]
 
@@ -648,13 +686,15 @@ def test_files_of_another_run_fail(records: dict[str, History]) -> None:
     ):
         verdict = next(v for v in examine(replace(history, **different)).verdicts if v.name == "one run")
         assert verdict.ok is False and text in verdict.text, verdict.text
-    # Nothing else in the record depends on the seed, and two runs of an unfinished version recorded other hashes.
-    verdict = next(
-        verdict
-        for verdict in examine(replace(history, config=change_config("train", seed=99))).verdicts
-        if verdict.name == "one run"
-    )
-    assert verdict.ok is None and "but config.yaml may not" in verdict.text
+    # Nothing else in the record depends on the seed. Modified code may have computed another hash.
+    for is_modified, ok, text in (
+        (False, False, "config.yaml does not: its hash"),
+        (True, None, "config.yaml may not: its"),
+    ):
+        edit = change("start", lambda event, value=is_modified: event.update(code=event["code"] | {"dirty": value}))
+        edited = replace(edit_history(history, edit), config=change_config("train", seed=99))
+        verdict = next(verdict for verdict in examine(edited).verdicts if verdict.name == "one run")
+        assert verdict.ok is ok and text in verdict.text, verdict.text
 
 
 def test_selection_that_answers_need_is_not_failed_by_one_layer(records: dict[str, History]) -> None:

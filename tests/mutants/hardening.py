@@ -8,13 +8,13 @@ MUTANTS = [
     # Checks of records.
     Mutant(
         "checks: values may take turns",
-        "health.consistency_checks",
+        "health.repetition_checks",
         "if shares[least] < limits.distinct_share:",
         "if False:",
     ),
     Mutant(
         "checks: a part of the run may repeat another",
-        "health.consistency_checks",
+        "health.repetition_checks",
         "if share <= limits.repeated_share:",
         "if True:",
     ),
@@ -26,13 +26,13 @@ MUTANTS = [
     ),
     Mutant(
         "checks: two layers may share a statistic",
-        "health.consistency_checks",
+        "health.repetition_checks",
         "if layer and share.max() > 0.5:",
         "if False:",
     ),
     Mutant(
         "checks: the first value of a statistic is enough",
-        "health.consistency_checks",
+        "health.repetition_checks",
         "if layer and share.max() > 0.5:",
         "if layer and share.max() >= 0:",
     ),

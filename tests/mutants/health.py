@@ -263,26 +263,27 @@ MUTANTS = [
         for function in (
             *("_check_gate_shares", "_check_gate_entropy", "_check_training_bits", "_check_validation_bits", "_check_rate"),
             *("_check_waits", "_check_peak_memory", "_check_gradient_sum", "_check_window_losses", "_check_selected_keys"),
-            *("_check_fields_differ", "_check_work", "_check_step_time", "_check_sizes", "_check_entropies"),
+            *("_check_fields_differ", "_check_work", "_check_step_time", "_check_sizes", "_check_answers"),
+            "_check_entropies",
         )
     ),
-    Mutant("health: repeated values pass", "health.consistency_checks", "if streak >= limit:", "if streak > 10**6:"),
+    Mutant("health: repeated values pass", "health.repetition_checks", "if streak >= limit:", "if streak > 10**6:"),
     Mutant(
         "health: repeated evaluations pass",
-        "health.consistency_checks",
+        "health.repetition_checks",
         'yield f"validation {name}", steps[is_trained], values[is_trained], limits.equal_evaluations',
         "pass",
     ),
     Mutant(
         "health: equal layers pass",
-        "health.consistency_checks",
+        "health.repetition_checks",
         "if np.allclose(columns[:, first], columns[:, second], rtol",
         "if False and np.allclose(columns[:, first], columns[:, second], rtol",
     ),
-    Mutant("health: almost constant readings pass", "health.consistency_checks", "if spreads[least] >=", "if 1 >="),
+    Mutant("health: almost constant readings pass", "health.repetition_checks", "if spreads[least] >=", "if 1 >="),
     Mutant(
         "health: layers in random order pass",
-        "health.consistency_checks",
+        "health.repetition_checks",
         "np.mean(correlations) >= limits.layers_order",
         "True",
     ),
@@ -441,6 +442,37 @@ MUTANTS = [
         "health.log_integrity",
         "(counts >= size) & (before >= size)",
         "(counts >= 2)",
+    ),
+    Mutant(
+        "health: a step is evaluated twice",
+        "health.log_integrity",
+        "(is_repeated := change == 0)",
+        "(is_repeated := change < 0)",
+    ),
+    Mutant(
+        "health: another configuration is unknown",
+        "health.log_integrity",
+        'is_modified = bool((last.get("code") or {}).get("dirty"))',
+        "is_modified = True",
+    ),
+    Mutant(
+        "health: right answers at any loss",
+        "health.consistency_checks",
+        "if share == 1 else math.inf",
+        "if False else math.inf",
+    ),
+    Mutant("health: wrong answers at any loss", "health.consistency_checks", "(1 - share) * least_of_wrong,", "0.0,"),
+    Mutant(
+        "health: a save removes any checkpoint", "health.step_accounting", "if config and newer <", "if False and newer <"
+    ),
+    Mutant(
+        "health: a save removes another folder", "health.step_accounting", "if not is_checkpoint_name(name):", "if False:"
+    ),
+    Mutant(
+        "health: a save removes a permanent checkpoint",
+        "health.step_accounting",
+        "removed % config.train.keep_every == 0:",
+        "removed % config.train.keep_every < 0:",
     ),
     Mutant("health: a clock that goes back", "health.log_integrity", "ok = back <= limits.clock_back_s", "ok = back >= 0"),
     Mutant(

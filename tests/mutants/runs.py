@@ -212,8 +212,15 @@ MUTANTS = [
     Mutant(
         "damage: a file counts as a checkpoint",
         "runs.checkpoint_files",
-        "if path.is_dir() and _STEP_NAME",
-        "if _STEP_NAME",
+        "if is_checkpoint_name(path.name) and path.is_dir())",
+        "if is_checkpoint_name(path.name))",
+    ),
+    Mutant("damage: wrong tokens at any loss", "runs.evaluation_schema", "self.loss < lowest * (1", "self.loss < 0.0 * (1"),
+    Mutant(
+        "damage: any number of right tokens",
+        "runs.evaluation_schema",
+        "if not least <= self.tokens_right <= most:",
+        "if False:",
     ),
     Mutant("damage: a manifest may name files elsewhere", "runs.checkpoint_files", "Path(name).name == name and ", ""),
     Mutant(

@@ -205,7 +205,7 @@ OTHERS = {
     ],
     **{
         f"health.{part}": [
-            *(f"tests/health/test_{name}.py" for name in ("stage_verdicts", "verdicts", "edited_records")),
+            *(f"tests/health/test_{name}.py" for name in ("stage_verdicts", "verdicts", "fault_classes", "edited_records")),
             "tests/runs/test_finite_weights.py",
         ]
         for part in ("step_accounting", "verdict")
@@ -220,6 +220,7 @@ OTHERS = {
             "consistency_checks",
             "loss_checks",
             "loss_course",
+            "repetition_checks",
             "run_checks",
             "selection_checks",
             "throughput_checks",
