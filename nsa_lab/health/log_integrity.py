@@ -51,12 +51,13 @@ def check_one_run(history: History, limits: Limits) -> Verdict:
         return Verdict("one run", None, 1, 1, f"{text}, but the first event of attempt {lost[0]} is missing")
     last = history.first_events[-1]
     config, recorded = history.config_of_attempt(last["attempt"]), last.get("config_hash")
-    if config and recorded not in (None, config.hash()):
-        # Every version computes the hashes of earlier ones, but not those of code that was changed and not committed.
-        is_modified = bool((last.get("code") or {}).get("dirty"))
-        text += f", but config.yaml {'may' if is_modified else 'does'} not: its hash is {config.hash()}, that of the last "
-        text += f"attempt {recorded}; restore the file that was trained"
-        return Verdict("one run", None if is_modified else False, 1 if is_modified else 2, 1, text)
+    if recorded is not None and (config is None or recorded != config.hash()):
+        # Every version computes the hashes of earlier ones, but not those of code that was changed and not committed. Older
+        # runs do not record the settings that may change between attempts: one of them could be the difference.
+        is_known = config is not None and (last.get("code") or {}).get("dirty") is not True
+        text += f", but config.yaml {'does' if is_known else 'may'} not: its hash is {(config or history.config).hash()}, "
+        text += f"that of the last attempt {recorded}; restore the file that was trained"
+        return Verdict("one run", False if is_known else None, 2, 1, text)
     return Verdict("one run", True, 1, 1, text)
 
 

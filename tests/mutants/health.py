@@ -452,8 +452,14 @@ MUTANTS = [
     Mutant(
         "health: another configuration is unknown",
         "health.log_integrity",
-        'is_modified = bool((last.get("code") or {}).get("dirty"))',
-        "is_modified = True",
+        "False if is_known else None, 2, 1, text)",
+        "None, 2, 1, text)",
+    ),
+    Mutant(
+        "health: a configuration of an older run passes",
+        "health.log_integrity",
+        "(config is None or recorded",
+        "(config and recorded",
     ),
     Mutant(
         "health: right answers at any loss",
