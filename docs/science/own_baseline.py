@@ -2,7 +2,7 @@
 
     python docs/science/own_baseline.py FOLDER
 
-FOLDER holds the runs of convert_own and long_64k_whole, and the runs of long_64k_lean (`tools/records.py unpack --to FOLDER`).
+FOLDER holds the runs of convert_own, long_64k_whole and long_64k_lean (`tools/records.py unpack --to FOLDER`).
 """
 
 import json
