@@ -654,6 +654,19 @@ def test_real_text_has_structure(records: dict[str, History]) -> None:
     assert next(verdict for verdict in health.verdicts if verdict.name == "learned structure").ok is True
 
 
+def test_percentiles_of_one_wait_are_no_copies(records: dict[str, History]) -> None:
+    """With a reading for every step, the median of the waits is the wait; with longer intervals it is a copy."""
+    copied = edit_history(records[RECENT], copy_field("data_s", "data_s_p50"))
+    assert "data_s_p50 equals data_s" in next(v for v in examine(copied).verdicts if v.name == "consistent numbers").text
+
+    def number_readings(events: list[Event]) -> None:
+        for index, event in enumerate(select(list(events), "step", -1.0, 1.0)):
+            event["step"] = index + 1
+
+    dense = edit_history(copied, number_readings)
+    assert "equals data_s" not in next(v for v in examine(dense).verdicts if v.name == "consistent numbers").text
+
+
 def test_a_fall_of_both_losses_is_no_leak(records: dict[str, History]) -> None:
     """Between two evaluations the training loss falls as the validation loss does, below `Limits.validation_drop`."""
 

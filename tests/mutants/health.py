@@ -467,6 +467,10 @@ MUTANTS = [
         "if share == 1 else math.inf",
         "if False else math.inf",
     ),
+    Mutant(
+        "health: the median of one wait is a copy", "health.consistency_checks", "np.median(np.diff(steps)) <= 2", "False"
+    ),
+    Mutant("health: any median may be a copy", "health.consistency_checks", "np.median(np.diff(steps)) <= 2", "True"),
     Mutant("health: wrong answers at any loss", "health.consistency_checks", "(1 - share) * least_of_wrong,", "0.0,"),
     Mutant(
         "health: a save removes any checkpoint", "health.step_accounting", "if config and newer <", "if False and newer <"
