@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from nsa_lab.config import ConfigError, NSAConfig
 from nsa_lab.convert.models import ConvertedModel, sparsify
-from nsa_lab.convert.settings import ConversionSettings
+from nsa_lab.convert.settings import ConversionSettings, read_indexer_options
 from nsa_lab.runs.atomic_io import open_regular, write_bytes, write_text
 from nsa_lab.runs.finite_weights import describe_nonfinite
 from nsa_lab.runs.resolve import ADAPTER_INFO
@@ -117,8 +117,8 @@ def load_adapter(model: Model, folder: str | Path, *, backend: str | None = None
             f"(hash {base_hash}); load {info.base_model}"
         )
     weights = _decode(_read_weights(folder, info))
-    settings = info.settings
-    sparsify(model, NSAConfig(**settings["nsa"]), backend=backend or settings["backend"], **settings["indexer"])
+    settings, options = info.settings, read_indexer_options(info.settings)
+    sparsify(model, NSAConfig(**settings["nsa"]), backend=backend or settings["backend"], **cast(Any, options))
     own = dict(_list_indexer_weights(model))
     if own.keys() != weights.keys() or any(own[name].shape != value.shape for name, value in weights.items()):
         raise ConfigError(f"{folder / WEIGHTS}: its weights do not match the settings in {INFO}; download or save it again")

@@ -52,8 +52,8 @@ def sparsify(
     config: block length and numbers of blocks. `scores`: "indexer" (also None) or "mean_key", which adds no weights.
     backend: as in `NSATransformer`.
     indexer: options of `ModelConfig` that start with `indexer_`, and `selection_loss`, the weight of the loss that trains
-        the indexer. Default: one query per group and one key per token and group. The indexer starts with the weights of
-        each group's first query head and of its keys.
+        the indexer. Default: two queries per group and one key per token and group in fp8. The indexer starts with the
+        weights of each group's first query heads and of its keys.
 
     In training mode the output has `aux_loss`, the sum of the layers' selection losses, which is added to the loss of
     `labels` with its weight. `model.set_attn_implementation("sdpa")` makes the model dense again, and "nsa_lab" sparse.

@@ -64,7 +64,7 @@ def describe_model(dense: PreTrainedConfig, nsa: NSAConfig = DEFAULT_NSA, **inde
                 "nsa_lab.sparsify and transformers"
             )
         own["rope_scaling"] = RopeScaling(**scaling)
-    return describe_attention(dense, nsa, add_indexer_defaults(nsa, indexer), **own)
+    return describe_attention(dense, nsa, add_indexer_defaults(dense, nsa, indexer), **own)
 
 
 @torch.no_grad()

@@ -20,7 +20,8 @@ from nsa_lab.config import ConfigError, ModelConfig, NSAConfig
 
 DEFAULT_NSA = NSAConfig(n_sel=40, local_blocks=8)
 """40 blocks of 64 tokens for each query: the first, the 8 latest, and 31 by score."""
-DEFAULT_INDEXER = {"indexer_block": 1, "selection_loss": 0.05}
+DEFAULT_INDEXER = {"indexer_block": 1, "indexer_heads": 2, "indexer_dtype": "fp8", "selection_loss": 0.05}
+"""The form that lost least per byte of index keys on SmolLM2 (docs/science/convert.md)."""
 
 SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # The frequencies of other kinds change with the length of the text, so stored index keys would become invalid.
@@ -51,7 +52,7 @@ class ConversionSettings:
             raise ConfigError(f"config: expected an NSAConfig, got a {type(nsa).__name__}; use nsa_lab.NSAConfig(...)")
         if backend not in BACKENDS:
             raise ConfigError(f"backend = {backend!r}: expected one of {', '.join(BACKENDS)}")
-        self.nsa, self.indexer, self.backend = nsa, add_indexer_defaults(nsa, indexer or {}), backend
+        self.nsa, self.indexer, self.backend = nsa, add_indexer_defaults(dense, nsa, indexer or {}), backend
         self.model = describe_attention(dense, nsa, self.indexer)
         self._resolved: dict[tuple[torch.device, torch.dtype], dict[str, ResolvedBackend]] = {}
 
@@ -59,7 +60,7 @@ class ConversionSettings:
     def from_mapping(cls, dense: PreTrainedConfig, settings: Mapping[str, Any]) -> ConversionSettings:
         """Return the settings that `to_mapping` stored."""
         nsa = NSAConfig(**settings["nsa"])
-        return cls(dense, nsa, settings["indexer"], settings.get("backend", "auto"))
+        return cls(dense, nsa, read_indexer_options(settings), settings.get("backend", "auto"))
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the settings as a mapping for JSON."""
@@ -112,9 +113,24 @@ def check_dense_config(dense: PreTrainedConfig) -> None:
         )
 
 
-def add_indexer_defaults(nsa: NSAConfig, indexer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the indexer with `DEFAULT_INDEXER`; mean keys need no indexer."""
-    return dict(indexer) if nsa.scores == "mean_key" else {**DEFAULT_INDEXER, **indexer}
+def read_indexer_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the indexer in stored settings.
+
+    An option that they do not have is the default of `ModelConfig`, as it was when they were stored, and not that of
+    `sparsify`, which has changed since.
+    """
+    return {key: ModelConfig.model_fields[key].default for key in IndexerOptions.__annotations__} | settings["indexer"]
+
+
+def add_indexer_defaults(dense: PreTrainedConfig, nsa: NSAConfig, indexer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the indexer with `DEFAULT_INDEXER`; mean keys need no indexer.
+
+    A group with one query head has one index head, since a second would start as its copy and learn the same.
+    """
+    if nsa.scores == "mean_key":
+        return dict(indexer)
+    has_one_head = dense.num_attention_heads == dense.num_key_value_heads
+    return {**DEFAULT_INDEXER, **({"indexer_heads": 1} if has_one_head else {}), **indexer}
 
 
 def describe_attention(dense: PreTrainedConfig, nsa: NSAConfig, indexer: Mapping[str, Any], **others: Any) -> ModelConfig:

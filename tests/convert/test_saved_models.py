@@ -88,6 +88,25 @@ def test_an_adapter_is_saved_and_loaded(tmp_path: Path) -> None:
     assert save_adapter(model, tmp_path / "half", base_model="base").n_bytes < 0.6 * info.n_bytes
 
 
+@looped
+@pytest.mark.parametrize("folder", ["whole", "adapter"])
+def test_options_that_were_not_stored_are_not_those_of_today(folder: str, tmp_path: Path) -> None:
+    """`sparsify` once had one index head and bf16 keys by default, and stored only the options that it was given."""
+    model, tokens = make_trained(indexer_heads=1, indexer_dtype="bf16"), make_tokens()
+    if folder == "whole":
+        model.save_pretrained(tmp_path)
+        path, key = tmp_path / "config.json", "sparse_attention"
+    else:
+        save_adapter(model, tmp_path, base_model="tiny", dtype="float32")
+        path, key = tmp_path / "adapter.json", "settings"
+    stored = json.loads(path.read_text())
+    for name in ("indexer_heads", "indexer_dtype"):
+        del stored[key]["indexer"][name]
+    path.write_text(json.dumps(stored))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path) if folder == "whole" else load_adapter(make_dense(), tmp_path)
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
 def test_an_int8_adapter_rounds_each_row_by_half_a_step(tmp_path: Path) -> None:
     model = make_trained("Qwen3", indexer_heads=2)  # with norms, whose weights are stored too
     with torch.no_grad():
