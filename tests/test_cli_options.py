@@ -342,6 +342,7 @@ for name, options, check in (
     ("folder", "", lambda run, folder, **_: folder.name == "new"),
     ("step", "--step 1526", lambda run, folder, *, step, **_: step == 1526),
     ("dtype", "--dtype float16", lambda run, folder, *, dtype, **_: dtype == "float16"),
+    ("about", "--about {text}", lambda run, folder, *, about, **_: about == "some text"),
 ):
     case("export-adapter", name, f"export-adapter {{run}} {{folder}}/new {options} {OUT}", ADAPTER, check, INFO)
 case("export-hf", "run", "export-hf needle-8m {folder}/new", HF, lambda run, folder, step: run.name == "needle-8m", "")

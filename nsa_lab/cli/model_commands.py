@@ -92,6 +92,10 @@ def export_adapter(
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32", "int8"], typer.Option(help="Type of the stored weights")
     ] = "bfloat16",
+    about: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Markdown file on data, license and limitations, for the model card"),
+    ] = None,
     outputs: Outputs = None,
 ) -> None:
     """Export the indexer of a conversion run as an adapter. Writes a model card too, but not the pretrained weights.
@@ -99,6 +103,7 @@ def export_adapter(
     Evaluate the run first with nsa-lab evaluate RUN --blocks N; the model card then has its losses.
     """
     run_dir = resolve.find_run(run, resolve.get_outputs_dir(outputs))
+    text = _read_text(about, "--about") if about else ""
     find_checkpoint(run_dir, step)
     check_new_folder(folder)
 
@@ -107,7 +112,7 @@ def export_adapter(
     from nsa_lab.runs.atomic_io import read_json
 
     evaluation = read_json(run_dir / CONVERSION) or None
-    info = convert.export_adapter(run_dir, folder, step=step, dtype=dtype, evaluation=evaluation)
+    info = convert.export_adapter(run_dir, folder, step=step, dtype=dtype, evaluation=evaluation, about=text)
     echo(folder.resolve())
     echo(f"{info.n_bytes:,} bytes of {info.dtype} weights for {info.base_model}; load it with load_model(FOLDER)", err=True)
 

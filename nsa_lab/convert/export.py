@@ -34,11 +34,13 @@ def export_adapter(
     step: int | None = None,
     dtype: str = "bfloat16",
     evaluation: Mapping[str, Any] | None = None,
+    about: str = "",
 ) -> AdapterInfo:
     """Write the indexers of a run to `folder` as an adapter with a model card. Return what `adapter.json` contains.
 
     The folder name becomes the model name. step: of the checkpoint; default: the newest. dtype: as in `save_adapter`.
     evaluation: contents of `conversion.json`; the model card has its losses if they were measured at this step.
+    about: Markdown on data, license and limitations, appended to the model card.
 
     Raises ConfigError for a run that trained other weights than the indexers, or from another source than a pretrained
     model of transformers; for a folder that has files; and the errors of `load_dense` and `load_model`.
@@ -61,7 +63,7 @@ def export_adapter(
     converted = convert_with_trained_indexers(dense, trained)
     info = save_adapter(converted, folder, base_model=source, dtype=dtype)
     n_steps = checkpoint_files.parse_step(checkpoint)
-    write_text(folder / MODEL_CARD, build_adapter_card(folder.name, config, n_steps, info, evaluation))
+    write_text(folder / MODEL_CARD, build_adapter_card(folder.name, config, n_steps, info, evaluation, about))
     return info
 
 
@@ -77,9 +79,9 @@ def _check_trunk(trained: NSATransformer, dense: NSATransformer, source: str) ->
 
 
 def build_adapter_card(
-    name: str, config: RunConfig, step: int, info: AdapterInfo, evaluation: Mapping[str, Any] | None
+    name: str, config: RunConfig, step: int, info: AdapterInfo, evaluation: Mapping[str, Any] | None, about: str = ""
 ) -> str:
-    """Return Markdown on an adapter. Every number comes from the run's configuration or from its evaluation."""
+    """Return Markdown on an adapter, then `about`. Every number comes from the run's configuration or its evaluation."""
     nsa, c = config.nsa, config.model
     keys = "shared by all groups" if c.indexer_keys == "shared" else "one per group"
     parts = [
@@ -97,6 +99,7 @@ def build_adapter_card(
         "all other weights are frozen.",
         "## Evaluation",
         _format_losses(evaluation, step),
+        *([about.strip()] if about.strip() else []),
     ]
     return "\n\n".join(parts) + "\n"
 

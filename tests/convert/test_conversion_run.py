@@ -132,9 +132,10 @@ def test_a_run_trains_only_the_indexer(builders: Builders, tmp_path: Path) -> No
     rows = {(row["attention"], row["blocks"]): row["windows"] for row in record["texts"]["long"]["losses"]}
     np.testing.assert_allclose(rows["selected", 16], rows["dense", None], atol=1e-4)
     assert len(rows["selected", 4]) == 2 and record["texts"]["long"]["ranges"] == [(0, 128)]
-    export_adapter(run_dir, tmp_path / "evaluated", evaluation=record)
+    export_adapter(run_dir, tmp_path / "evaluated", evaluation=record, about="## License\n")
     card = (tmp_path / "evaluated/README.md").read_text()
     assert "### long, 2 windows of 128 tokens" in card and "| selected | 4 | " in card
+    assert card.endswith("\n\n## License\n")
     assert read_adapter_info(tmp_path / "evaluated").dtype == "bfloat16"
     with pytest.raises(ConfigError, match="expected an empty or new folder"):
         export_adapter(run_dir, tmp_path / "adapter")
