@@ -604,10 +604,10 @@ MUTANTS = [
         "if True:",
     ),
     Mutant("dense: documents see what is to come", "attention.dense", "window_size=(-1, 0)", "window_size=(-1, -1)"),
-    Mutant("padding: lengths of columns", "attention.layout", "is_token.sum(1).cpu()", "is_token.sum(0).cpu()"),
+    Mutant("padding: lengths of columns", "attention.padding", "is_token.sum(1).cpu()", "is_token.sum(0).cpu()"),
     Mutant(
         "padding: put back without the mask",
-        "attention.layout",
+        "attention.padding",
         "padded[is_token] = x[0]",
         "padded.flatten(0, 1)[: x.shape[1]] = x[0]",
     ),

@@ -131,9 +131,10 @@ SUITES = {
     "train.checkpoint_state": ["tests/train/test_teacher.py"],
     "evaluate.conversion": ["tests/evaluate/test_conversion.py"],
     "attention.layout": [
-        *attention_tests("padding", "replace_documents", "packed_compression", "layout", "dense_limit"),
+        *attention_tests("replace_documents", "packed_compression", "layout", "dense_limit"),
         *MODEL,
     ],
+    "attention.padding": attention_tests("padding"),
     "attention.geometry": attention_tests("block_arithmetic"),
     "attention.reference": attention_tests(),
     "attention.compression": [
