@@ -169,6 +169,7 @@ HF_MODELS = cases(
     "labels_that_padding_predicts_are_ignored",
     "tied_embedding_is_saved",
     "a_generated_pad_token_is_a_token_for_an_assistant",
+    "early_exit_is_refused",
 )
 OTHERS = {
     "config.base": ["tests/test_config.py"],
