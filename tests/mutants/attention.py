@@ -606,6 +606,18 @@ MUTANTS = [
     Mutant("dense: documents see what is to come", "attention.dense", "window_size=(-1, 0)", "window_size=(-1, -1)"),
     Mutant("padding: lengths of columns", "attention.padding", "is_token.sum(1).cpu()", "is_token.sum(0).cpu()"),
     Mutant(
+        "forward mode: tangents of the inputs are not seen",
+        "attention.compile_utils",
+        "unpack(x).tangent is not None for x in tensors)",
+        "unpack(x).tangent is not None for x in ())",
+    ),
+    Mutant(
+        "torch.func: gathers of packed documents have no derivative",
+        "attention.segment_ops",
+        "    if is_transformed(x):\n        return _select_rows(x, rows)\n",
+        "",
+    ),
+    Mutant(
         "padding: put back without the mask",
         "attention.padding",
         "padded[is_token] = x[0]",

@@ -143,7 +143,14 @@ SUITES = {
         *cases("inference/test_module_calls.py", "linear_layers_get_the_batch_as_first_dimension"),
     ],
     "attention.key_storage": ["tests/attention/test_key_storage.py"],
-    "attention.segment_ops": attention_tests("packed_compression", "layout"),
+    "attention.segment_ops": [
+        "tests/attention/test_packed_compression.py",
+        *cases("model/test_export.py", "forward_mode_runs_on_the_reference"),
+        *attention_tests("layout"),
+    ],
+    "attention.compile_utils": cases(
+        "model/test_export.py", "forward_mode_runs_on_the_reference", "torch_func_is_refused_with_the_way_out"
+    ),
     "attention.torch_backend": attention_tests("layout", "definition", "gradcheck", "torch_parity"),
     "attention.input_checks": attention_tests("dispatch"),
     "attention.dispatch": [*attention_tests("backend_launches", "dispatch"), "tests/model/test_model_indexer.py"],
