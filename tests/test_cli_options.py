@@ -65,7 +65,7 @@ class SimpleComparison:
 
 
 # (command line, function to replace, its result, check of the call) by command and parameter. A parameter that goes to
-# several functions has several cases, "step", "step: checked": the text after the colon says which.
+# several functions has several cases, "step", "step: checked"; the text after the colon names the function.
 Case = tuple[str, str, Any, Callable[..., bool]]
 CASES: dict[str, dict[str, Case]] = {}
 

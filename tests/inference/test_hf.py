@@ -366,7 +366,7 @@ def test_other_kinds_of_caches_are_refused() -> None:
 
 
 def test_early_exit_is_refused() -> None:
-    """As an argument and in a generation configuration, for any number of layers."""
+    """Any number of layers is refused, in an argument and in a generation configuration."""
     model, tokens = make_model().eval(), sample_bytes(1, 9)
     for n_layers in (0, 1, 2):
         with pytest.raises(NotImplementedError, match=f"assistant_early_exit = {n_layers}: expected None"):
