@@ -64,7 +64,8 @@ class SimpleComparison:
     models: tuple[str, ...] = ()
 
 
-# (command line, function to replace, its result, check of the call) by command and parameter.
+# (command line, function to replace, its result, check of the call) by command and parameter. A parameter that goes to
+# several functions has several cases, "step", "step: checked"; the text after the colon names the function.
 Case = tuple[str, str, Any, Callable[..., bool]]
 CASES: dict[str, dict[str, Case]] = {}
 
@@ -89,9 +90,9 @@ def stop(*_: Any, **__: Any) -> Any:
 
 
 # Options of the commands that train.
+words_of = {"run": "run {params} --notebook {folder}/x.ipynb", "train": "train {params}", "convert": "convert S {params}"}
 for command in ("run", "train", "convert"):
-    words = {"run": "run {params} --notebook {folder}/x.ipynb", "train": "train {params}", "convert": "convert S {params}"}
-    line = f"{words[command]} {OUT}"
+    line = f"{words_of[command]} {OUT}"
     case(command, "name", line, CREATE, lambda config, folder: config.name == "params" and config.train.steps == 7, stop)
     case(command, "param", f"{line} -p train.lr=0.5", CREATE, lambda config, folder: config.train.lr == 0.5, stop)
     case(command, "outputs", line, CREATE, lambda config, folder: folder.name == "outputs", stop)
@@ -113,7 +114,7 @@ case(
 )
 STARTABLE = "nsa_lab.train.preflight.startup_checks.check_startable"
 for command in ("train", "convert"):
-    line = f"{words[command]} {OUT}"
+    line = f"{words_of[command]} {OUT}"
     case(command, "ranks", f"{line} --ranks 2", STARTABLE, lambda config, ranks: ranks == 2, stop)
     case(command, "foreground", f"{line} --foreground", "nsa_lab.train.__main__.main", lambda words: len(words) == 1, 0)
 case(
@@ -547,6 +548,120 @@ case(
     "nsa_lab.bench.roofline.plot_roofline",
     lambda rows, rates, title, picture: picture.name == "p.png",
 )
+# Options that go to a second function: in another mode of the command, or to a check before it starts.
+case(
+    "plan",
+    "tokens_per_s: compared",
+    f"plan {{params}} --run {{run}} --tokens-per-s 123 {OUT}",
+    COMPARE_PLAN,
+    lambda _, speed: speed == 123,
+    "",
+)
+case(
+    "plan",
+    "outputs: measured speed",
+    f"plan {{params}} {OUT}",
+    "nsa_lab.cli.training_commands._find_measured_run",
+    lambda config, folder: folder.name == "outputs",
+)
+for command in ("train", "convert"):
+    case(
+        command,
+        "ranks: started",
+        f"{words_of[command]} {OUT} --ranks 2",
+        "nsa_lab.runs.lifecycle.start",
+        lambda run, ranks: ranks == 2,
+        stop,
+    )
+case(
+    "convert",
+    "outputs: source",
+    f"convert S {{params}} {OUT}",
+    "nsa_lab.convert.describe_source",
+    lambda source, folder: folder.name == "outputs",
+    stop,
+)
+for name, options, check in (
+    ("run: table", "{run}", lambda run: run.name.startswith("fake")),
+    ("outputs: table", "{run}", lambda run: run.parent.name == "outputs"),
+):
+    case("status", name, f"status {options} {OUT}", "nsa_lab.cli.status_table.build_run_table", check, stop)
+for name, options, check in (
+    ("outputs: runs", "", lambda folder, width, recorded: folder.name == "outputs"),
+    ("recorded: table", "--recorded", lambda folder, width, recorded: recorded),
+):
+    case("status", name, f"status {OUT} {options}", "nsa_lab.cli.status_table.render_runs", check, stop)
+for name, options, check in (
+    ("runs: compared", "", lambda runs, page: len(runs) == 2),
+    ("outputs: compared", "", lambda runs, page: page.parent.name == "outputs"),
+    ("page: compared", "--page {folder}/p.html", lambda runs, page: page.name == "p.html"),
+):
+    case("report", name, f"report {{run}} {{run}} {OUT} {options}", "nsa_lab.report.write_comparison", check, stop)
+case(
+    "sweep",
+    "as_json: trained",
+    f"sweep {{sweep}} {OUT} --json",
+    "nsa_lab.cli.sweep_command._show_results",
+    lambda sweep, as_json: as_json,
+    stop,
+)
+FIND, NEW_FOLDER = (f"nsa_lab.cli.model_commands.{name}" for name in ("find_checkpoint", "check_new_folder"))
+for command, line in {
+    "generate": "generate needle-8m",
+    "export-hf": "export-hf needle-8m {folder}/new",
+    "export-adapter": f"export-adapter {{run}} {{folder}}/new {OUT}",
+}.items():
+    case(command, "step: checked", f"{line} --step 1526", FIND, lambda run, step: step == 1526, stop)
+for command, line in {
+    "export-hf": "export-hf needle-8m {folder}/new",
+    "export-adapter": f"export-adapter {{run}} {{folder}}/new {OUT}",
+    "ship": f"ship {{run}} {{folder}}/new --about {{text}} {OUT}",
+}.items():
+    case(command, "folder: checked", line, NEW_FOLDER, lambda folder: folder.name == "new", stop)
+for name, options, check in (
+    ("run", "", lambda run, **_: run.name == "needle-8m"),
+    ("task", "--task vt", lambda run, tasks, **_: tasks == ["vt"]),
+    ("per_depth", "--per-depth 3", lambda run, questions, **_: questions == 3),
+    ("seed", "--seed 7", lambda run, seed, **_: seed == 7),
+    ("bf16", "--bf16", lambda run, dtype, **_: dtype == torch.bfloat16),
+    ("step", "--step 1526", lambda run, step, **_: step == 1526),
+    ("out", "", lambda run, out, **_: out.name == "out"),
+):
+    line = f"evaluate needle-8m --out {{folder}}/out --ruler {options}"
+    case("evaluate", f"{name}: RULER", line, "nsa_lab.evaluate.evaluate_run_with_ruler", check, {})
+for name, options, check in (
+    ("run", "", lambda run, **_: run.name == "needle-8m"),
+    ("text", "--text a={folder}/t.txt", lambda run, texts, **_: list(texts) == ["a"]),
+    ("windows", "--windows 5", lambda run, windows, **_: windows == 5),
+    ("bf16", "--bf16", lambda run, dtype, **_: dtype == torch.bfloat16),
+    ("step", "--step 1526", lambda run, step, **_: step == 1526),
+    ("out", "", lambda run, out, **_: out.name == "out"),
+    ("outputs", f"--control {{run}} {OUT}", lambda run, control, **_: control.parent.name == "outputs"),
+):
+    line = f"evaluate needle-8m --out {{folder}}/out --blocks 16 {options}"
+    case("evaluate", f"{name}: conversion", line, CONVERSION, check, {})
+for name, check in (("step", lambda run, out, step: step == 1526), ("out", lambda run, out, step: out.name == "out")):
+    line = "evaluate needle-8m --out {folder}/out --step 1526"
+    case("evaluate", f"{name}: checked", line, "nsa_lab.cli.model_commands.check_evaluable", check, stop)
+PACKED = "nsa_lab.bench.packed_attention.run_packed_bench"
+for name, options, check in (
+    ("json_file", "--json {folder}/r.json", lambda file, **_: file.name == "r.json"),
+    ("backend", "--backend torch", lambda file, backend, **_: backend == "torch"),
+    ("device", "", lambda file, device, **_: device == "cpu"),
+):
+    case("bench attention", f"{name}: packed", f"bench attention --device cpu --packed {options}", PACKED, check)
+for name, options, check in (
+    ("json_file", "--json {folder}/r.json", lambda shapes, file, **_: file.name == "r.json"),
+    ("shape", "--shape 64x2", lambda shapes, file, **_: shapes == ((64, 2),)),
+    ("device", "", lambda shapes, file, device, **_: device == "cpu"),
+):
+    case("bench train", f"{name}: documents", f"bench train --device cpu --documents {options}", DOCUMENTS, check)
+for name, check in (
+    ("flops", lambda _, flops, bandwidth: flops == 5),
+    ("bandwidth", lambda _, flops, bandwidth: bandwidth == 6),
+):
+    line = "bench limits {folder}/record.json --flops 5 --bandwidth 6"
+    case("bench limits", f"{name}: checked", line, "nsa_lab.bench.attention_rows.parse_record", check, stop)
 
 
 def list_commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -562,7 +677,7 @@ COMMANDS = dict(list_commands(typer.main.get_command(cli.app)))
 
 def test_every_option_of_every_command_has_a_case() -> None:
     declared = {(name, p.name) for name, command in COMMANDS.items() for p in command.params if p.name != "help"}
-    tested = {(command, name) for command, cases in CASES.items() for name in cases}
+    tested = {(command, name.partition(":")[0]) for command, cases in CASES.items() for name in cases}
     assert not declared - tested, "add a case to tests/test_cli_options.py"
     assert not tested - declared, "no such option"
 
@@ -604,6 +719,10 @@ def allow_everything(patch: pytest.MonkeyPatch, command: str) -> None:
             patch.setattr(f"nsa_lab.cli.model_commands.{name}", lambda *_: Path("step-00000001"))
     if command == "convert-checkpoint":
         patch.setattr("nsa_lab.inference.load.find_checkpoint", lambda *_: Path("step-00000001"))
+    if command == "sweep":
+        patch.setattr("nsa_lab.cli.sweep_command._find_gpus", lambda _: [None])
+        patch.setattr("nsa_lab.cli.sweep_command._write_results", lambda *_: None)
+        patch.setattr("nsa_lab.runs.sweep_runner.Sweep.run_all", lambda *_: [])
     if command == "compare":
         patch.setattr("nsa_lab.health.model_runs.group_runs", lambda *_: [])
         patch.setattr("nsa_lab.health.model_runs.find_baseline", lambda *_: "a")

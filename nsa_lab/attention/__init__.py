@@ -13,7 +13,8 @@ from nsa_lab.attention.dispatch import (
     selected_attention,
     window_attention,
 )
-from nsa_lab.attention.layout import Span, pack_padded, unpack_padded
+from nsa_lab.attention.layout import Span
+from nsa_lab.attention.padding import pack_padded, unpack_padded
 from nsa_lab.attention.selection_loss import selection_loss
 
 __all__ = [

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,17 +27,29 @@ def is_exporting() -> bool:
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
-def check_no_transform(backends: Iterable[str]) -> None:
-    """Raise NotImplementedError inside of a transform of torch.func, unless all of `backends` are the reference."""
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Return whether this is inside of a transform of torch.func, or one of `tensors` has a tangent of forward-mode
+    differentiation.
+    """
     if torch.compiler.is_compiling():
-        return
+        return False
     if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
-        unsupported = next((name for name in backends if name != "reference"), None)
-        if unsupported is not None:
-            raise NotImplementedError(
-                f"torch.func (grad, vmap, jvp): backend = {unsupported!r} does not support it, because its backward pass "
-                "is written by hand; use backend='reference', or torch.autograd.grad and batches"
-            )
+        return True
+    unpack = forward_ad.unpack_dual  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    return any(x is not None and unpack(x).tangent is not None for x in tensors)
+
+
+def check_no_transform(backends: Iterable[str], *tensors: Tensor | None) -> None:
+    """Raise NotImplementedError if `is_transformed`, unless all of `backends` are the reference."""
+    if not is_transformed(*tensors):
+        return
+    unsupported = next((name for name in backends if name != "reference"), None)
+    if unsupported is not None:
+        raise NotImplementedError(
+            "torch.func (grad, vmap, jvp, linearize) and torch.autograd.forward_ad: "
+            f"backend = {unsupported!r} does not support them, because its backward pass is written by hand; use "
+            "backend='reference', or torch.autograd.grad and batches"
+        )
 
 
 def check_not_traced() -> None:

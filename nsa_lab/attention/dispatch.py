@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ def compressed_attention(
     layout that the backend does not support.
     """
     input_checks.check_compressed(q, k_cmp, v_cmp, nsa, span)
-    implementation = _get_implementation("compressed", q, nsa, backend, span)
+    implementation = _get_implementation("compressed", (q, k_cmp, v_cmp), nsa, backend, span)
     return implementation.compressed_attention(q, k_cmp, v_cmp, nsa, **_get_span_kwargs(span))
 
 
@@ -126,7 +126,7 @@ def select_blocks(
     """
     input_checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
     input_checks.check_lse(q, lse)
-    implementation = _get_implementation("selection", q, nsa, backend, span)
+    implementation = _get_implementation("selection", (q, k_cmp, lse), nsa, backend, span)
     return implementation.select_blocks(q, k_cmp, lse, nsa, **_get_span_kwargs(span))
 
 
@@ -140,7 +140,7 @@ def selected_attention(
     """
     input_checks.check_raw(q, k, v, span)
     input_checks.check_blocks(q, k, blocks, nsa, span)
-    implementation = _get_implementation("selected", q, nsa, backend, span)
+    implementation = _get_implementation("selected", (q, k, v), nsa, backend, span)
     return implementation.selected_attention(q, k, v, blocks, nsa, **_get_span_kwargs(span))
 
 
@@ -152,7 +152,7 @@ def window_attention(
     q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv]. Raise the errors of `compressed_attention`.
     """
     input_checks.check_raw(q, k, v, span)
-    implementation = _get_implementation("window", q, nsa, backend, span)
+    implementation = _get_implementation("window", (q, k, v), nsa, backend, span)
     return implementation.window_attention(q, k, v, nsa, **_get_span_kwargs(span))
 
 
@@ -183,14 +183,18 @@ def nsa_attention(
     `resolve_backend`. `layout`: the layout of a packed span for `nsa`.
 
     Raise the errors of the four functions above, ValueError if `nsa.scores` needs tensors that are not given, and TypeError
-    if `nsa` is not an NSAConfig. Only `reference` supports `torch.func` (vmap, grad, jvp).
+    if `nsa` is not an NSAConfig. Only `reference` supports `torch.func` (vmap, grad,
+    jvp) and forward-mode differentiation.
     """
     tensors = q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates
     if layout is None:
         input_checks.check_branch_inputs(*tensors, nsa, span)
         if blocks is not None:
             input_checks.check_blocks(q, k_sel, blocks, nsa, span)
-    modules, span_kwargs = _get_modules(backend, q, nsa, span if layout is None else None), _get_span_kwargs(span, layout)
+    modules, span_kwargs = (
+        _get_modules(backend, tensors, nsa, span if layout is None else None),
+        _get_span_kwargs(span, layout),
+    )
     if layout is not None and any(module is not kernels for module in modules.values()):
         return _nsa_attention_uncompiled(*tensors, nsa, blocks=blocks, backend=backend, span=span)
     if k_sel is not None and blocks is None:
@@ -236,7 +240,7 @@ def score_and_select_blocks(
     """
     if layout is None:
         input_checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
-    module = _get_modules(backend, q, nsa, span if layout is None else None)["selection"]
+    module = _get_modules(backend, (q, k_cmp), nsa, span if layout is None else None)["selection"]
     if layout is not None and module is not kernels:
         return _score_and_select_blocks_uncompiled(q, k_cmp, nsa, backend=backend, span=span)
     return module.select_blocks(q, k_cmp, None, nsa, **_get_span_kwargs(span, layout))
@@ -248,12 +252,13 @@ _score_and_select_blocks_uncompiled = disable_compile(score_and_select_blocks)
 
 
 def _get_modules(
-    backend: str | Mapping[str, ResolvedBackend], q: Tensor, nsa: NSAConfig, span: Span | None
+    backend: str | Mapping[str, ResolvedBackend], tensors: tuple[Tensor | None, ...], nsa: NSAConfig, span: Span | None
 ) -> dict[str, Any]:
-    """Return the module that computes each part."""
+    """Return the module that computes each part. `tensors`: the inputs, q first."""
+    q = cast(Tensor, tensors[0])
     is_name = isinstance(backend, str)
     resolved = resolve_backend(q.device, q.dtype, nsa, backend=backend, span=span) if is_name else backend
-    check_no_transform(resolved[part].backend for part in PARTS)
+    check_no_transform((resolved[part].backend for part in PARTS), *tensors)
     return {part: _MODULES[resolved[part].backend] for part in PARTS}
 
 
@@ -272,14 +277,16 @@ _MODULES: Mapping[str, Any] = {
 }
 
 
-def _get_implementation(part: str, q: Tensor, nsa: NSAConfig, backend: str, span: Span | None) -> Any:
+def _get_implementation(part: str, tensors: tuple[Tensor, ...], nsa: NSAConfig, backend: str, span: Span | None) -> Any:
+    """Return the module that computes `part`. `tensors`: the inputs, q first."""
+    q = tensors[0]
     if backend == "flash" and part != "window":
         raise NotImplementedError(
             f"backend = 'flash' supports only the window branch and dense attention, not {part}; use auto, triton or torch"
         )
     backends = resolve_backend(q.device, q.dtype, nsa, backend=backend, span=span, scores=part == "selection")
     name = backends[part].backend
-    check_no_transform([name])
+    check_no_transform([name], *tensors)
     return _MODULES[name]
 
 

@@ -27,9 +27,11 @@ AXIS_NAMES = {
 
 def can_read_values(x: Tensor) -> bool:
     """Return True if a check may read values of `x`: on other devices this would synchronize with the host, and code that
-    torch.compile or torch.func transforms has no values.
+    torch.compile or torch.func transforms, or that make_fx traces (as torch.func.linearize does), has no values.
     """
     if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:  # pyright: ignore
         return False
     return torch._C._functorch.maybe_current_level() is None  # pyright: ignore
 

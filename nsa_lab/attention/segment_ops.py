@@ -12,6 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from nsa_lab.attention.compile_utils import is_transformed
+
 ABSENT = -1
 
 
@@ -43,9 +45,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(rows, inverse)
-        if not x.shape[1]:
-            return x.new_zeros(x.shape[0], len(rows), *x.shape[2:])
-        return zero_absent_rows(x.index_select(1, rows.clamp_min(0)), rows)
+        return _select_rows(x, rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -57,9 +57,18 @@ def gather_rows(x: Tensor, rows: Tensor, inverse: Tensor) -> Tensor:
     """Return x [B, S, ...] at `rows`, [B, len(rows), ...]; zeros where `rows` is `ABSENT`.
 
     No row may be gathered twice. `inverse` [S] is the new row of each row of x, or `ABSENT`, so the gradient is a
-    `gather_rows` too. The gradient of index_select would sum in an order that differs between runs on a GPU.
+    `gather_rows` too. The gradient of index_select would sum in an order that differs between runs on a GPU; only
+    transforms of torch.func and forward-mode differentiation use it.
     """
+    if is_transformed(x):
+        return _select_rows(x, rows)
     return cast(Tensor, _GatherRows.apply(x, rows, inverse))  # pyright: ignore[reportUnknownMemberType]
+
+
+def _select_rows(x: Tensor, rows: Tensor) -> Tensor:
+    if not x.shape[1]:
+        return x.new_zeros(x.shape[0], len(rows), *x.shape[2:])
+    return zero_absent_rows(x.index_select(1, rows.clamp_min(0)), rows)
 
 
 def zero_absent_rows(x: Tensor, rows: Tensor) -> Tensor:

@@ -365,6 +365,17 @@ def test_other_kinds_of_caches_are_refused() -> None:
             call()
 
 
+def test_early_exit_is_refused() -> None:
+    """Any number of layers is refused, in an argument and in a generation configuration."""
+    model, tokens = make_model().eval(), sample_bytes(1, 9)
+    for n_layers in (0, 1, 2):
+        with pytest.raises(NotImplementedError, match=f"assistant_early_exit = {n_layers}: expected None"):
+            model.generate(tokens, max_new_tokens=4, assistant_early_exit=n_layers)
+    model.generation_config.assistant_early_exit = 1
+    with pytest.raises(NotImplementedError, match="assistant_early_exit = 1"):
+        model.generate(tokens, max_new_tokens=4)
+
+
 def test_tokenizer_encodes_bytes_after_a_separator(tokenizer: hf.NSALabTokenizer, tmp_path: Path) -> None:
     for text in ("h\u00e9llo", "", "\n a  b", "\x00\x7f"):
         ids = tokenizer(text)["input_ids"]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.torch_version import TorchVersion
 
+from nsa_lab.attention import Span, selected_attention
 from nsa_lab.attention.dispatch import BackendError
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.model import NSATransformer, NSAttention
@@ -129,6 +134,37 @@ def test_torch_func_is_refused_with_the_way_out() -> None:
     x.requires_grad_()
     layers["torch"](x).pow(2).sum().backward()
     torch.testing.assert_close(by_func, x.grad, rtol=1e-4, atol=1e-5)
+
+
+def push_forward(function: Callable[[Tensor], Tensor], x: Tensor, direction: Tensor) -> Any:
+    """Return the derivative of `function` at x in a direction, by forward-mode differentiation."""
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(x, direction))).tangent
+
+
+@pytest.mark.slow
+def test_forward_mode_runs_on_the_reference() -> None:
+    """Also for packed documents, and on any backend if only other tensors have tangents; otherwise it is refused."""
+    torch.manual_seed(0)
+    x, direction = torch.randn(2, 1, 20, 24, dtype=torch.float64)
+    layers = {name: NSAttention(24, 4, 2, nsa=TINY_NSA, backend=name).double() for name in ("torch", "reference")}
+    for span in (None, Span.packed(torch.tensor([0, 9, 9, 20], dtype=torch.int32))):
+        run = functools.partial(layers["reference"], span=span)
+        _, expected = torch.autograd.functional.jvp(run, x, direction)  # by two backward passes
+        torch.testing.assert_close(push_forward(run, x, direction), expected, rtol=1e-9, atol=1e-12)
+        by_func = torch.func.grad(lambda x, run=run: run(x).pow(2).sum())(x)
+        leaf = x.clone().requires_grad_()
+        run(leaf).pow(2).sum().backward()
+        torch.testing.assert_close(by_func, leaf.grad, rtol=1e-9, atol=1e-12)
+        for transform in (torch.func.linearize, lambda layer, x: push_forward(layer, x, x)):
+            with pytest.raises(NotImplementedError, match=r"torch\.func.*forward_ad.*backend = 'torch'.*use backend='ref"):
+                transform(functools.partial(layers["torch"], span=span), x)
+    assert push_forward(lambda scale: scale * layers["torch"](x), torch.ones(1), torch.ones(1)) is not None
+    # Linearization traces: it has no values to check.
+    q, k, blocks = torch.randn(1, 20, 4, 6), torch.randn(1, 20, 2, 6), torch.zeros(1, 20, 2, 1, dtype=torch.int32)
+    nsa = TINY_NSA.model_copy(update={"n_sel": 1, "local_blocks": 0})
+    out, linear = torch.func.linearize(lambda v: selected_attention(q, k, v, blocks, nsa, backend="reference")[0], k)
+    torch.testing.assert_close(linear(k), out)  # linear in the values
 
 
 def test_dynamically_quantized_layers_run() -> None:

@@ -362,6 +362,12 @@ MUTANTS = [
         "if True:",
     ),
     Mutant(
+        "transformers: an early exit is tried",
+        "inference.hf.causal_lm",
+        "if generation_config.assistant_early_exit is not None:",
+        "if generation_config.assistant_early_exit == 0:",
+    ),
+    Mutant(
         "transformers: a saved folder has no file to import from",
         "inference.hf.configuration",
         "        write_remote_code(save_directory)\n",

@@ -131,9 +131,10 @@ SUITES = {
     "train.checkpoint_state": ["tests/train/test_teacher.py"],
     "evaluate.conversion": ["tests/evaluate/test_conversion.py"],
     "attention.layout": [
-        *attention_tests("padding", "replace_documents", "packed_compression", "layout", "dense_limit"),
+        *attention_tests("replace_documents", "packed_compression", "layout", "dense_limit"),
         *MODEL,
     ],
+    "attention.padding": attention_tests("padding"),
     "attention.geometry": attention_tests("block_arithmetic"),
     "attention.reference": attention_tests(),
     "attention.compression": [
@@ -142,7 +143,14 @@ SUITES = {
         *cases("inference/test_module_calls.py", "linear_layers_get_the_batch_as_first_dimension"),
     ],
     "attention.key_storage": ["tests/attention/test_key_storage.py"],
-    "attention.segment_ops": attention_tests("packed_compression", "layout"),
+    "attention.segment_ops": [
+        "tests/attention/test_packed_compression.py",
+        *cases("model/test_export.py", "forward_mode_runs_on_the_reference"),
+        *attention_tests("layout"),
+    ],
+    "attention.compile_utils": cases(
+        "model/test_export.py", "forward_mode_runs_on_the_reference", "torch_func_is_refused_with_the_way_out"
+    ),
     "attention.torch_backend": attention_tests("layout", "definition", "gradcheck", "torch_parity"),
     "attention.input_checks": attention_tests("dispatch"),
     "attention.dispatch": [*attention_tests("backend_launches", "dispatch"), "tests/model/test_model_indexer.py"],
@@ -168,10 +176,13 @@ HF_MODELS = cases(
     "labels_that_padding_predicts_are_ignored",
     "tied_embedding_is_saved",
     "a_generated_pad_token_is_a_token_for_an_assistant",
+    "early_exit_is_refused",
 )
 OTHERS = {
     "config.base": ["tests/test_config.py"],
     "cli.bench_commands": ["tests/bench/test_bench_commands.py"],
+    "cli.training_commands": ["tests/test_cli_options.py::test_values_arrive[plan]"],
+    "cli.model_commands": ["tests/test_cli_options.py::test_values_arrive[evaluate]"],
     "cli.inspect_commands": cases("test_cli.py", "report_record_option_is_passed_on"),
     "data.paths": ["tests/data/test_paths.py"],
     "runs.event_schema": ["tests/runs/test_event_schema.py"],

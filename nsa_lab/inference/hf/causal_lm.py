@@ -47,7 +47,16 @@ class NSALabForCausalLM(PassesCacheToPeft, NSALabModel, GenerationMixin):
         return False  # `generate` creates an NSALabCache
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
-        """Create the cache of `generate`, which assisted generation needs before the first forward pass."""
+        """Create the cache of `generate`, which assisted generation needs before the first forward pass.
+
+        Raises NotImplementedError for `assistant_early_exit`.
+        """
+        if generation_config.assistant_early_exit is not None:
+            raise NotImplementedError(
+                f"assistant_early_exit = {generation_config.assistant_early_exit}: expected None, because the head is "
+                "trained on the output of the last layer only, and all layers share one cache; omit it, and use "
+                "assistant_model= with a smaller model or prompt_lookup_num_tokens="
+            )
         if generation_config.use_cache is not False:
             check_cache_implementation(generation_config)
         result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
