@@ -162,7 +162,19 @@ MUTANTS = [
         "store.load_latest(checkpoint_content.find_problems)",
         "store.load_latest()",
     ),
-    Mutant("checkpoints: a link blocks every save", "train.checkpoint", '".removing-*", f".{LATEST}")', '".removing-*")'),
+    Mutant("checkpoints: a link stays", "train.checkpoint", '".removing-*", f".{LATEST}*")', '".removing-*")'),
+    Mutant(
+        "checkpoints: what cannot be removed blocks the temporary folder",
+        "train.checkpoint",
+        "number = find_free_number(self.get_temporary_path(step))",
+        "number = 0",
+    ),
+    Mutant(
+        "checkpoints: an old checkpoint that cannot be removed makes the new one fail",
+        "train.checkpoint",
+        "warn_of_remainder(renamed if renamed.exists() else path, error)",
+        "raise",
+    ),
     Mutant(
         "checkpoints: a file instead of the folder",
         "train.checkpoint",
