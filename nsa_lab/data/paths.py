@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from pathlib import Path
 
 from nsa_lab.config import DataConfig, find_project_root
 from nsa_lab.config.errors import has_working_dir
+from nsa_lab.data.file_search import find_matches
 
 
 def get_cache_folder() -> Path:
@@ -51,4 +51,4 @@ def _make_absolute(path: str) -> str:
 
 
 def _matches_a_file(path: Path) -> bool:
-    return os.path.exists(path) or bool(glob.glob(str(path), recursive=True))
+    return os.path.exists(path) or find_matches(path).has_match

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import json
 import logging
 import os
@@ -114,6 +115,21 @@ def remove_path(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def warn_of_remainder(path: Path, error: OSError) -> None:
+    """Log that a temporary file or folder could not be removed, once. A file of another user, for example, is no error."""
+    warn_once(f"{path}: could not be removed ({(error.strerror or str(error)).lower()}); remove it to free its space")
+
+
+def add_number(path: Path, number: int) -> Path:
+    """Return `path` with a number at the end of its name; unchanged for 0."""
+    return path.with_name(f"{path.name}-{number}") if number else path
+
+
+def find_free_number(path: Path) -> int:
+    """Return the lowest number with which (`add_number`) nothing is at `path`."""
+    return next(number for number in itertools.count() if not os.path.lexists(add_number(path, number)))
 
 
 def write_text(path: Path, text: str) -> None:

@@ -23,7 +23,7 @@ from nsa_lab.config.errors import describe_os_error
 from nsa_lab.data import BuildProgress, DataError, ProgressMeter
 from nsa_lab.model import NSATransformer
 from nsa_lab.runs import directory
-from nsa_lab.runs.atomic_io import remove_path
+from nsa_lab.runs.atomic_io import remove_path, warn_of_remainder
 from nsa_lab.runs.checkpoint_files import parse_step
 from nsa_lab.runs.environment import get_code_identity, get_versions
 from nsa_lab.runs.events import read_events
@@ -209,11 +209,12 @@ class _Attempt:
 
     def _remove_leftovers(self) -> None:
         """Remove the files that a killed process left: folders of a preflight, and a half-written status."""
-        for leftover in self.folder.glob(".preflight-*"):
-            remove_path(leftover)
         # No other process writes these: this process holds the lock and has written its first status.
-        for leftover in self.folder.glob(f".{directory.STATUS}.*"):
-            remove_path(leftover)
+        for leftover in (*self.folder.glob(".preflight-*"), *self.folder.glob(f".{directory.STATUS}.*")):
+            try:
+                remove_path(leftover)
+            except OSError as error:
+                warn_of_remainder(leftover, error)
 
     def _build_context(self, device: torch.device) -> TrainContext:
         model, train = self.config.model, self.config.train

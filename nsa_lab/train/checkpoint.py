@@ -10,6 +10,8 @@ Invariants
 * Pruning first renames a checkpoint and then deletes its manifest, so a half-removed one cannot pass for a complete one.
 * If checkpoints were written and none is valid, loading raises `NoValidCheckpoint`.
 * A failed save leaves no files that take disk space.
+* A leftover that cannot be removed (a file of another user) is logged once and does not stop a save. A temporary name that
+  is in use gets a number.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.runs.atomic_io import is_disk_full, open_without_following, remove_path
+from nsa_lab.runs.atomic_io import (
+    add_number,
+    find_free_number,
+    is_disk_full,
+    open_without_following,
+    remove_path,
+    warn_of_remainder,
+)
 from nsa_lab.runs.checkpoint_files import (
     MANIFEST,
     find_problems,
@@ -78,11 +87,12 @@ class Filesystem:
 
 @dataclass(frozen=True)
 class StartedSave:
-    """A save in progress. `folder`: its temporary directory; `start_time`: of `time.monotonic`."""
+    """A save in progress. `folder`: its temporary directory, with this number; `start_time`: of `time.monotonic`."""
 
     step: int
     folder: Path
     start_time: float
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -122,9 +132,9 @@ class CheckpointStore:
     def get_path(self, step: int) -> Path:
         return get_checkpoint_path(self.folder, step)
 
-    def get_temporary_path(self, step: int) -> Path:
-        """Return the temporary directory of a save of `step`."""
-        return self.folder / f".saving-{self.get_path(step).name}"
+    def get_temporary_path(self, step: int, number: int = 0) -> Path:
+        """Return the temporary directory of a save of `step`. `number`: above 0 if lower ones are in use."""
+        return add_number(self.folder / f".saving-{self.get_path(step).name}", number)
 
     def list_steps(self) -> list[int]:
         """Return the steps of all checkpoints that are not quarantined, ascending. They may be invalid."""
@@ -160,7 +170,8 @@ class CheckpointStore:
             if not find_problems(target):
                 return SavedCheckpoint(target, _get_size_bytes(target), time.monotonic() - start_time, [])
             self._quarantine(step)
-        started = StartedSave(step, self.get_temporary_path(step), start_time)
+        number = find_free_number(self.get_temporary_path(step))
+        started = StartedSave(step, self.get_temporary_path(step, number), start_time, number)
         try:
             self._fs.make_dir(started.folder)
         except Exception as error:
@@ -236,7 +247,7 @@ class CheckpointStore:
             return entry.result()
 
     def _update_latest(self, target: Path) -> None:
-        temporary = self.folder / f".{LATEST}"
+        temporary = _make_free_path(self.folder / f".{LATEST}")
         self._fs.write(temporary, target.name.encode() + b"\n")
         self._fs.rename(temporary, self.folder / LATEST)
         self._fs.sync_dir(self.folder)
@@ -245,20 +256,29 @@ class CheckpointStore:
         steps = self.list_steps()
         permanent = {step for step in steps if self._keep_every and step % self._keep_every == 0}
         removed = [step for step in steps[: -self._keep_last] if step not in permanent]
-        for step in removed:
-            renamed = self.folder / f".removing-{self.get_path(step).name}"
-            self._fs.rename(self.get_path(step), renamed)
+        return [self.get_path(step).name for step in removed if self._remove_checkpoint(self.get_path(step))]
+
+    def _remove_checkpoint(self, path: Path) -> bool:
+        """Remove a checkpoint. Return False, with a warning, if this is not possible: the new checkpoint is complete."""
+        renamed = _make_free_path(self.folder / f".removing-{path.name}")
+        try:
+            self._fs.rename(path, renamed)
             self._fs.unlink(renamed / MANIFEST)
             self._fs.remove_tree(renamed)
-        return [self.get_path(step).name for step in removed]
+        except OSError as error:
+            warn_of_remainder(renamed if renamed.exists() else path, error)
+        return not path.exists()
 
     def _remove_leftovers(self) -> None:
         # Also files and links: whatever has the name of a temporary file would block every save.
         leftovers = (
-            leftover for pattern in (".saving-*", ".removing-*", f".{LATEST}") for leftover in self.folder.glob(pattern)
+            leftover for pattern in (".saving-*", ".removing-*", f".{LATEST}*") for leftover in self.folder.glob(pattern)
         )
         for leftover in leftovers:
-            self._fs.remove_tree(leftover)
+            try:
+                self._fs.remove_tree(leftover)
+            except OSError as error:
+                warn_of_remainder(leftover, error)
 
     def _quarantine(self, step: int) -> Path:
         source = self.get_path(step)
@@ -282,3 +302,7 @@ class CheckpointStore:
 
 def _get_size_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.iterdir())
+
+
+def _make_free_path(path: Path) -> Path:
+    return add_number(path, find_free_number(path))

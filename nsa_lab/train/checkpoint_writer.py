@@ -75,11 +75,13 @@ class CheckpointWriter:
         # All ranks take part in the forward pass of a sharded model.
         files = checkpoint_state.make_small_files(state, compute_probe_logits(context))
         begun = _run(lambda: store.begin(step)) if context.world.is_first else _run(lambda: None)
-        is_new = begun.exception() is None and not isinstance(begun.result(), SavedCheckpoint)
-        if not context.world.broadcast_from_first(float(is_new), context.device):
-            return begun  # failed, or saved already
+        is_new = begun.exception() is None and isinstance(begun.result(), StartedSave)
+        # -1: failed, or saved already.
+        number = int(context.world.broadcast_from_first(float(begun.result().number) if is_new else -1.0, context.device))
+        if number < 0:
+            return begun
         shards = checkpoint_state.collect_shards(context)
-        started = begun.result() or StartedSave(step, store.get_temporary_path(step), 0.0)
+        started = begun.result() or StartedSave(step, store.get_temporary_path(step, number), 0.0, number)
 
         def complete(entries: dict[str, dict[str, Any]]) -> SavedCheckpoint:
             return store.complete(started, files, facts, entries)

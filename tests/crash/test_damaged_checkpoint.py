@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import shutil
@@ -35,7 +36,7 @@ from nsa_lab.runs.checkpoint_files import (
 from nsa_lab.runs.model_files import NoCheckpoint
 from nsa_lab.train import checkpoint_content
 from nsa_lab.train.attempt import run
-from nsa_lab.train.checkpoint import CheckpointStore
+from nsa_lab.train.checkpoint import CheckpointStore, Filesystem
 from nsa_lab.train.checkpoint_convert import convert_checkpoint
 from nsa_lab.train.muon import is_muon_weight
 
@@ -366,6 +367,33 @@ def test_odd_files_among_the_checkpoints_block_no_save(trained_run: Path, tmp_pa
     assert saved.path == store.get_path(8) and (folder / "latest").read_text() == "step-00000008\n"
     assert (victim / "file").read_text() == "mine"
     assert not list(folder.glob(".*"))
+
+
+def test_files_that_cannot_be_removed_block_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder of another user that contains something, for example."""
+    folder = tmp_path / "checkpoints"
+    for name in (".saving-step-00000001", ".saving-step-00000002", ".removing-step-00000001", ".latest"):
+        (folder / name / "theirs").mkdir(parents=True)
+    remove = Filesystem.remove_tree
+
+    def remove_own(self: Filesystem, path: Path) -> None:
+        if (path / "theirs").exists():
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        remove(self, path)
+
+    monkeypatch.setattr(Filesystem, "remove_tree", remove_own)
+    store = CheckpointStore(folder, keep_last=1)
+    for step in (1, 2, 3, 4):
+        saved = store.save(step, {MODEL: lambda: b"weights"}, {})
+        assert store.list_steps() == [step] and saved.pruned == ([f"step-{step - 1:08d}"] if step > 1 else [])
+        assert (folder / "latest").read_text() == f"step-{step:08d}\n"
+        if step == 2:
+            (saved.path / "theirs").mkdir()
+    assert len(list(folder.glob(".*"))) == 5
+    assert caplog.text.count("/.saving-step-00000001: could not be removed (permission denied)") == 1
+    assert caplog.text.count("/.removing-step-00000002: could not be removed (permission denied)") == 1
 
 
 def test_checkpoints_that_are_a_file_halt_the_run_with_a_line(finished_run: Path, caplog: pytest.LogCaptureFixture) -> None:

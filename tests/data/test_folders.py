@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import glob
 import logging
 import os
+import re
 from pathlib import Path
 
 import pytest
 import unprivileged
 
 from nsa_lab.data import DataError
+from nsa_lab.data.file_search import find_matches
 from nsa_lab.data.sources import local
 from nsa_lab.data.sources.local import LocalSource, find_files
 
@@ -64,6 +68,66 @@ def test_loops_and_second_names_are_read_once_and_named(tmp_path: Path, caplog: 
         assert name in caplog.text
 
 
+def test_patterns_follow_each_link_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: `**` read a text once for each of the 40 links that the system follows, and with two links 2^40 times."""
+    write_text(tmp_path / "a" / "one.txt")
+    for name in ("loop", "loop2"):
+        (tmp_path / "a" / name).symlink_to(".")
+    (tmp_path / "second").symlink_to("a")
+    with caplog.at_level(logging.WARNING):
+        for pattern in ("**/*.txt", "**", "*/*.txt", "**/**/one.*", "*/../a/*.txt", "a/**/*"):
+            assert list_names(tmp_path, f"{tmp_path}/{pattern}") in (["a/one.txt"], ["a/../a/one.txt"]), pattern
+    assert "/a/loop (the same folder as" in caplog.text and "/second (the same folder as" in caplog.text
+
+
+def test_patterns_match_the_files_that_glob_finds(tmp_path: Path) -> None:
+    for name in (
+        "one.txt",
+        "a/one.txt",
+        "a/b/two.txt",
+        "a/b/.three.txt",
+        "a/.b/two.txt",
+        "b[1]/a/b/c/one.txt",
+        "x.txt/y.txt",
+    ):
+        write_text(tmp_path / name)
+    patterns = (
+        *("*", "**", "*.txt", "**/*", "**/*.txt", "*/*.txt", "a/**", "**/b/*", "**/b/**", "**/a/**/b/**/*.txt", "?/*/*"),
+        *(
+            "[ab]/**/t*.txt",
+            "*/../*.txt",
+            "**/.b/*",
+            "**/.*",
+            "*/.b/../*/*.txt",
+            "none/*",
+            "one.txt/*",
+            "b[[]1]/**/one.txt",
+        ),
+        *("**/**/one.txt", "*/**/*/one.txt", "a/*/two.txt/", "*/b", "a*b/*", "**b/*"),
+    )
+    for pattern in patterns:
+        path = tmp_path / pattern
+        found = {os.path.abspath(file) for file in find_matches(path).files}
+        expected = {os.path.abspath(file) for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file()}
+        assert found == expected, pattern
+    assert [file.name for file in find_matches(tmp_path / "b[1]/**/*.txt").files] == ["one.txt"], "a name, not a pattern"
+
+
+def test_a_path_without_a_text_is_an_error_that_names_the_cause(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "broken.txt").symlink_to("absent")
+    (tmp_path / "folder").mkdir()
+    for path, cause in (
+        ("pipe.txt", "pipe.txt (not a regular file)"),
+        ("broken.txt", "broken.txt (a link to nothing)"),
+        ("folder", "found nothing"),
+        ("fold*", "folder (a folder)"),
+        ("none", "nothing at"),
+    ):
+        with pytest.raises(DataError, match=re.escape(cause)):
+            find_files(str(tmp_path / path))
+
+
 def test_hidden_folders_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_text(tmp_path / "one.txt")
     write_text(tmp_path / "sub" / ".git" / "two.txt")
@@ -104,7 +168,7 @@ def test_unreadable_folders_are_named_and_unreadable_files_are_an_error(tmp_path
         "import sys\nfrom nsa_lab.data import DataError\nfrom nsa_lab.data.sources.local import find_files\n"
         "try:\n    print([file.name for file in find_files(sys.argv[1])])\nexcept DataError as error:\n    print(error)"
     )
-    for path in (texts, f"{texts}/**/*.txt"):
+    for path in (texts, f"{texts}/**/*.txt", f"{texts}/*/*.txt"):
         result = unprivileged.run_python("-c", code, path, cwd=tmp_path)
         assert result.stdout == "['one.txt']\n", result
         assert f"left out: {texts / 'private'} (permission denied)" in result.stderr
@@ -112,6 +176,29 @@ def test_unreadable_folders_are_named_and_unreadable_files_are_an_error(tmp_path
     result = unprivileged.run_python("-c", code, texts, cwd=tmp_path)
     assert "permission denied" in result.stdout and "one.txt; change their permissions" in result.stdout
     (texts / "private").chmod(0o700)
+
+
+def test_folders_that_are_not_searched_are_named_for_folders_and_patterns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("open", "private"):
+        write_text(tmp_path / name / "one.txt")
+    list_folder = os.listdir
+
+    def list_open_folder(path: Path) -> list[str]:
+        if path.name == "private":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "listdir", list_open_folder)
+    for pattern in ("", "*/*.txt", "**/*.txt", "[op]*/one*"):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert list_names(tmp_path, f"{tmp_path}/{pattern}") == ["open/one.txt"]
+        assert "/private (permission denied)" in caplog.text, pattern
+    for path in (tmp_path / "private", tmp_path / "private" / "*.txt"):
+        with pytest.raises(DataError, match=r"permission denied: .*private; change"):
+            find_files(str(path))
 
 
 def test_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

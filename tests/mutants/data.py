@@ -68,7 +68,12 @@ MUTANTS = [
         "if row >= first_row and",
         "if row > first_row and",
     ),
-    Mutant("data: what a hidden folder holds is text", "data.sources.local", 'if entry.name.startswith("."):', "if False:"),
+    Mutant(
+        "data: what a hidden folder holds is text",
+        "data.file_search",
+        'not pattern.startswith(".") and not include_hidden',
+        "False",
+    ),
     Mutant(
         "paths: what the working directory has stays relative",
         "data.paths",

@@ -162,7 +162,19 @@ MUTANTS = [
         "store.load_latest(checkpoint_content.find_problems)",
         "store.load_latest()",
     ),
-    Mutant("checkpoints: a link blocks every save", "train.checkpoint", '".removing-*", f".{LATEST}")', '".removing-*")'),
+    Mutant("checkpoints: a link stays", "train.checkpoint", '".removing-*", f".{LATEST}*")', '".removing-*")'),
+    Mutant(
+        "checkpoints: what cannot be removed blocks the temporary folder",
+        "train.checkpoint",
+        "number = find_free_number(self.get_temporary_path(step))",
+        "number = 0",
+    ),
+    Mutant(
+        "checkpoints: an old checkpoint that cannot be removed makes the new one fail",
+        "train.checkpoint",
+        "warn_of_remainder(renamed if renamed.exists() else path, error)",
+        "raise",
+    ),
     Mutant(
         "checkpoints: a file instead of the folder",
         "train.checkpoint",
@@ -217,20 +229,32 @@ MUTANTS = [
     # Folders of text.
     Mutant(
         "folders: a link takes the name of its folder",
-        "data.sources.local",
-        "(links if entry.is_symlink() else folders).append(path)",
-        "folders.append(path)",
+        "data.file_search",
+        "(self._links if path.is_symlink() and not ignore_match else self.folders).append((path, inner))",
+        "self.folders.append((path, inner))",
     ),
     Mutant(
         "folders: links are not followed",
-        "data.sources.local",
-        "elif path.is_dir():",
-        "elif path.is_dir() and not entry.is_symlink():",
+        "data.file_search",
+        "if is_folder and (inner",
+        "if is_folder and (ignore_match or not path.is_symlink()) and (inner",
+    ),
+    Mutant(
+        "folders: a second name is not read for another part of the pattern",
+        "data.file_search",
+        "if positions <= seen:",
+        "if seen:",
     ),
     Mutant(
         "folders: hidden ones are left out in silence",
-        "data.sources.local",
-        'left_out += [f"{path} (hidden)"] if entry.is_dir() else []',
+        "data.file_search",
+        'self.matches.left_out.append((folder / name, "hidden"))',
+        "pass",
+    ),
+    Mutant(
+        "folders: a folder that is not searched is left out in silence",
+        "data.file_search",
+        "self.matches.left_out.append((path, _describe(error)))",
         "pass",
     ),
     Mutant(
@@ -241,9 +265,9 @@ MUTANTS = [
     ),
     Mutant(
         "folders: a link to nothing is left out in silence",
-        "data.sources.local",
-        'left_out.append(f"{path} (a link to nothing)")',
-        "pass",
+        "data.file_search",
+        "return None, NO_TARGET if path.is_symlink() else None",
+        "return None, None",
     ),
     # Weights that are read directly.
     Mutant(

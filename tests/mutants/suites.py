@@ -401,6 +401,7 @@ OTHERS = {
     "data.build_shards": [*FILLING, *cases("train/test_packed_run.py", "short_documents_are_excluded_from_both_splits")],
     "data.shards": ["tests/data/test_batches.py", "tests/data/test_stage_batches.py", *FILLING],
     "data.tokenizer": ["tests/data/test_tokenizer.py"],
+    "data.file_search": ["tests/data/test_folders.py"],
     "data.sources.local": [
         "tests/data/test_sources.py",
         *cases(

@@ -128,6 +128,24 @@ def test_folder_without_write_permission(folder: Path) -> None:
     assert unprivileged.run_cli("health", run_dir, cwd=folder).returncode == 0
 
 
+@pytest.mark.slow
+def test_saves_continue_next_to_files_of_another_user(folder: Path) -> None:
+    checkpoints = folder / "checkpoints"
+    for name in (".saving-step-00000001", ".latest"):
+        (checkpoints / name / "theirs").mkdir(parents=True)
+        (checkpoints / name / "theirs" / "file").touch()
+        unprivileged.make_private(checkpoints / name / "theirs")
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom nsa_lab.train.checkpoint import CheckpointStore\n"
+        "store = CheckpointStore(Path(sys.argv[1]), keep_last=1)\n"
+        "for step in (1, 2):\n    store.save(step, {'model.safetensors': lambda: b'weights'}, {})"
+    )
+    result = unprivileged.run_python("-c", code, checkpoints, cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert (checkpoints / "latest").read_text() == "step-00000002\n" and (checkpoints / "step-00000002").is_dir()
+    assert result.stderr.count("could not be removed (permission denied)") == 2
+
+
 def test_errors_of_the_system_that_a_user_can_fix_have_a_remedy() -> None:
     for number in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP):
         text = describe_os_error(OSError(number, os.strerror(number), "/a/b"))

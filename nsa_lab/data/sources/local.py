@@ -2,25 +2,24 @@
 
 Invariants
 * Files are read in path order. Nothing is truncated, and no line or row is skipped silently.
-* Links to folders are followed, each folder once. A warning names the folders that were left out: hidden ones, those that
-  this user may not read, and links that lead back or nowhere. A file that cannot be read is an error.
+* A warning names what a folder or a pattern left out (`file_search`): hidden folders, those that this user may not read,
+  and links that lead back or nowhere. A file that cannot be read is an error.
 * Cheap checks run when the source is opened: paths, sizes, columns, first lines.
 """
 
 from __future__ import annotations
 
 import functools
-import glob
 import json
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from nsa_lab.data.errors import DataError
+from nsa_lab.data.file_search import find_matches
 from nsa_lab.data.paths import list_candidate_paths
 from nsa_lab.data.sources import parquet
 from nsa_lab.data.sources.source import BY_POSITION, Cursor, Document
@@ -75,91 +74,39 @@ class LocalSource:
 
 def find_files(path: str, label: str = "data.path =") -> list[Path]:
     """Return the .txt, .jsonl and .parquet files at `path`, sorted. Raises `DataError` if there are none."""
-    candidates = list_candidate_paths(path)
+    candidates, denied = list_candidate_paths(path), list[str]()
     for candidate in candidates:
-        matches = _list_matches(candidate)
-        if matches is None:
-            continue
-        files = sorted(file for file in matches if file.suffix.lower() in READERS and file.is_file())
+        matches = find_matches(candidate)
+        left_out = [f"{left} ({reason})" for left, reason in matches.left_out]
+        files = sorted(file for file in matches.files if file.suffix.lower() in READERS)
+        if unreadable := [str(file) for file in files if not os.access(file, os.R_OK)]:
+            raise DataError(_explain_denied(path, label, unreadable))
         if files:
-            if unreadable := [str(file) for file in files if not os.access(file, os.R_OK)]:
-                raise DataError(
-                    f"{label} {path!r}: permission denied: {_join(unreadable)}; change their permissions, or move them away"
-                )
+            _warn_of_left_out(path, label, tuple(left_out))
             return files
-        suffixes = sorted({file.suffix or file.name for file in matches if file.is_file()})[:5]
-        raise DataError(
-            f"{label} {path!r}: no {', '.join(READERS)} file in {candidate} (found {', '.join(suffixes) or 'nothing'}); "
-            "convert the text to one of these, or give another path"
-        )
+        denied += matches.list_denied()
+        if matches.has_match and not denied:
+            suffixes = sorted({file.suffix or file.name for file in matches.files})[:N_LISTED]
+            found = f"{', '.join(suffixes) or 'nothing'}{f'; left out: {_join(left_out)}' if left_out else ''}"
+            raise DataError(
+                f"{label} {path!r}: no {', '.join(READERS)} file in {candidate} (found {found}); "
+                "convert the text to one of these, or give another path"
+            )
+    if denied:
+        raise DataError(_explain_denied(path, label, denied))
     locations = " or ".join(str(candidate) for candidate in candidates)
     raise DataError(f"{label} {path!r}: nothing at {locations}; give a file, a folder or a glob of {', '.join(READERS)}")
 
 
-def _list_matches(path: Path) -> list[Path] | None:
-    """Return the files at a path; None if the path matches nothing."""
-    # Unlike the methods of Path, these return False for an invalid path, such as a name that is too long.
-    if os.path.isfile(path):
-        return [path]
-    if os.path.isdir(path):
-        files, left_out = walk_folder(path)
-        _warn_of_left_out(str(path), tuple(left_out))
-        return files
-    matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
-    folders = [] if "**" in str(path) else [f"{match} (a folder)" for match in matches if match.is_dir()]
-    _warn_of_left_out(str(path), (*folders, *_list_unreadable_folders(path)))
-    return matches or None
-
-
-def walk_folder(folder: Path) -> tuple[list[Path], list[str]]:
-    """Return the files in a folder and its sub-folders, and the paths that were left out, each with the reason.
-
-    Links to folders are followed after all other folders, so that a folder with several names has its own.
-    """
-    files, left_out, first_names = list[Path](), list[str](), dict[tuple[int, int], Path]()
-    folders, links = deque([folder]), deque[Path]()
-    while folders or links:
-        current = folders.popleft() if folders else links.popleft()
-        try:
-            status = current.stat()
-            if first := first_names.get((status.st_dev, status.st_ino)):
-                left_out.append(f"{current} (the same folder as {first})")
-                continue
-            first_names[status.st_dev, status.st_ino] = current
-            entries = sorted(os.scandir(current), key=lambda entry: entry.name)
-        except OSError as error:
-            left_out.append(f"{current} ({(error.strerror or 'cannot be read').lower()})")
-            continue
-        for entry in entries:
-            path = current / entry.name
-            if entry.name.startswith("."):
-                # Hidden folders (.git, .cache, .ipynb_checkpoints) are not training text.
-                left_out += [f"{path} (hidden)"] if entry.is_dir() else []
-            elif entry.is_symlink() and not path.exists():
-                left_out.append(f"{path} (a link to nothing)")
-            elif path.is_dir():
-                (links if entry.is_symlink() else folders).append(path)
-            elif path.is_file():
-                files.append(path)
-            else:
-                left_out.append(f"{path} (not a regular file)")
-    return files, left_out
-
-
-def _list_unreadable_folders(pattern: Path) -> list[str]:
-    """Return the folders that a pattern with `**` leaves out in silence, because this user may not read them."""
-    parts = pattern.parts
-    if "**" not in parts:
-        return []
-    base = Path(*parts[: next(index for index, part in enumerate(parts) if glob.has_magic(part))])
-    return [text for text in walk_folder(base)[1] if text.endswith("(permission denied)")]
+def _explain_denied(path: str, label: str, denied: Sequence[str]) -> str:
+    return f"{label} {path!r}: permission denied: {_join(denied)}; change their permissions, or move them away"
 
 
 @functools.lru_cache(maxsize=64)
-def _warn_of_left_out(path: str, left_out: tuple[str, ...]) -> None:
+def _warn_of_left_out(path: str, label: str, left_out: tuple[str, ...]) -> None:
     """Log the paths that were left out, once."""
     if left_out:
-        logger.warning("data.path = %r: left out: %s", path, _join(left_out))
+        logger.warning("%s %r: left out: %s", label, path, _join(left_out))
 
 
 def _join(names: Sequence[str]) -> str:

@@ -32,6 +32,7 @@ from nsa_lab.attention import resolve_backend
 from nsa_lab.config import RunConfig, StageConfig
 from nsa_lab.data import Batch, BuildProgress, DataError, ProgressMeter, describe_split
 from nsa_lab.runs import resolve
+from nsa_lab.runs.atomic_io import add_number, find_free_number
 from nsa_lab.runs.checkpoint_files import find_problems
 from nsa_lab.runs.lifecycle import check_ranks, check_text
 from nsa_lab.runs.summary import format_fill_progress, format_size
@@ -327,7 +328,9 @@ def check_checkpoint_and_throughput(context: TrainContext, run_dir: Path) -> Ite
     """
     min_tokens_per_s, start = context.config.train.min_tokens_per_s, time.monotonic()
     is_timed = bool(min_tokens_per_s) or context.device.type == "cuda"
-    folder = run_dir / ".preflight-checkpoint"  # one folder for all ranks
+    folder = run_dir / ".preflight-checkpoint"
+    # One folder for all ranks. One that is left over and belongs to another user is not used.
+    folder = add_number(folder, int(context.world.broadcast_from_first(float(find_free_number(folder)), context.device)))
     try:
         probe, store = compute_probe_logits(context), CheckpointStore(folder)
         writer = CheckpointWriter(context, store)
