@@ -640,4 +640,22 @@ MUTANTS = [
         'return recorded[-1] == "loaded"',
         'return history.config.train.trainable == "all"',
     ),
+    Mutant(
+        "health: an overlap that only geometry determines may not repeat",
+        "health.selection_geometry",
+        "return bounds.is_fixed[:, None] | is_bound[0] | is_bound[1]",
+        "return is_bound[1]",
+    ),
+    Mutant(
+        "health: an overlap of its own may repeat",
+        "health.selection_geometry",
+        "return bounds.is_fixed[:, None] | is_bound[0] | is_bound[1]",
+        "return np.isfinite(overlaps)",
+    ),
+    Mutant(
+        "health: always the nearest blocks is not the largest overlap",
+        "health.selection_geometry",
+        "return bounds.is_fixed[:, None] | is_bound[0] | is_bound[1]",
+        "return bounds.is_fixed[:, None] | is_bound[0]",
+    ),
 ]
