@@ -614,6 +614,7 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
     ("negative selection losses", RECENT, scale(-1, "selection_loss"), "finite numbers", "selection_loss is -"),
     ("tokens of evaluations", RESUMED, set_fields("eval", tokens=0), "every step once", "wrong token counts: 1,000"),
     ("too long steps", RECENT, change("step", slow_by(2.5)), "consistent numbers", "10 intervals take less time than"),
+    ("slightly too long steps", RECENT, change("step", slow_by(1.65)), "consistent numbers", "100 intervals take less time"),
     ("too short steps", RECENT, change("step", slow_by(1 / 15)), "consistent numbers", "the steps take 0.0667 times"),
     ("exchanged lines", RECENT, exchange_steps, "clock", "go back from step 4,020 to 4,000"),
     ("heartbeats that go back", RESUMED, reverse_heartbeats, "clock", "the heartbeat events of attempt 1 go back"),
