@@ -15,7 +15,9 @@ from nsa_lab.runs.history import History, find_stages
 
 # Constants of nsa_lab.train.validation: it measures the first sequences of a batch, or the start of a longer one.
 MEASURED_SEQUENCES, MEASURED_TOKENS = 2, 1 << 16
-FLOAT32_ERROR = 1e-6
+FLOAT32_ERROR, ROUNDING = 1e-6, 1e-3
+# Minimum number of readings with few keys, and of the others; largest of their keys / least of the others (0.91 measured).
+MIN_FALLEN, FALL_OF_KEYS = 5, 0.75
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,65 @@ def find_fixed_overlaps(history: History, steps: np.ndarray, overlaps: np.ndarra
         for bound in (bounds.least_overlap, bounds.largest_overlap)
     ]
     return bounds.is_fixed[:, None] | is_bound[0] | is_bound[1]
+
+
+def find_impossible_keys(history: History) -> tuple[np.ndarray, str] | None:
+    """Return the steps of readings with numbers of selected keys that no text gives, and a text; None without readings.
+
+    All layers read equally many keys, which depend on the lengths of the documents only.
+    """
+    nsa = history.config.nsa
+    steps, keys = history.layer_series("sel_keys")
+    most_steps, most = history.layer_series("sel_keys_most")
+    if not len(steps) or not np.array_equal(steps, most_steps):
+        return None
+    if (is_wrong := (most > nsa.n_sel * nsa.l_sel) | (keys > most * (1 + ROUNDING))).any():
+        text = f"a query reads more than nsa.n_sel * nsa.l_sel = {nsa.n_sel * nsa.l_sel:,} selected keys"
+        return steps[is_wrong.any(axis=1)], text
+    bounds = compute_bounds(history, steps)
+    low, high = bounds.lowest_keys[:, None] * (1 - ROUNDING), bounds.highest_keys[:, None] * (1 + ROUNDING)
+    if (is_outside := (keys < low) | (keys > high)).any():
+        first = int(is_outside.any(axis=1).argmax())
+        text = f"a query reads {keys[first][is_outside[first]][0]:,.1f} selected keys on average, expected"
+        text += f" {bounds.lowest_keys[first]:,.1f} to {bounds.highest_keys[first]:,.1f},"
+        return steps[is_outside.any(axis=1)], text
+    is_wrong = (np.ptp(keys, axis=1) > ROUNDING * keys.max(axis=1)) | (np.ptp(most, axis=1) > 0)
+    if is_wrong.any():
+        return steps[is_wrong], "the layers read different numbers of selected keys"
+    return _find_fall_of_keys(history, steps, keys[:, 0])
+
+
+def _find_fall_of_keys(history: History, steps: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, str] | None:
+    """Return the steps of readings in a row that are far below all others of their stage; None if there are none.
+
+    Batches are a random sample of the documents, so the shortest documents are not next to each other.
+    """
+    stages = find_stages(steps, history.config.train)
+    for stage in np.unique(stages):
+        own_steps, own = steps[stages == stage], keys[stages == stage]
+        order = np.sort(own)
+        for count in range(MIN_FALLEN, len(own) - MIN_FALLEN + 1):
+            is_low = own < FALL_OF_KEYS * order[count]
+            if is_low.sum() == count and np.flatnonzero(is_low)[-1] - int(is_low.argmax()) == count - 1:
+                text = f"a query reads {own[is_low].max():,.1f} selected keys or fewer in {count} readings in a row"
+                return own_steps[is_low], f"{text}, and {order[count]:,.1f} or more in the others of the stage,"
+    return None
+
+
+def find_impossible_overlap(history: History) -> tuple[np.ndarray, str] | None:
+    """Return the steps of readings whose overlap with the window no selection has, and a text; None without readings."""
+    steps, overlaps = history.layer_series("sel_window_overlap")
+    if not len(steps):
+        return None
+    bounds = compute_bounds(history, steps)
+    low, high = bounds.least_overlap * (1 - ROUNDING), bounds.largest_overlap * (1 + ROUNDING)
+    is_wrong = ((overlaps < low[:, None]) | (overlaps > high[:, None])).any(axis=1)
+    if not is_wrong.any():
+        return None
+    first = int(is_wrong.argmax())
+    text = f"sel_window_overlap is {overlaps[first].min():.3f} to {overlaps[first].max():.3f}, by layer, "
+    text += f"but every selection has {bounds.least_overlap[first]:.3f} to {bounds.largest_overlap[first]:.3f}"
+    return steps[is_wrong], text
 
 
 def _get_readings(history: History, name: str, steps: np.ndarray) -> np.ndarray:

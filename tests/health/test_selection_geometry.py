@@ -68,6 +68,8 @@ def examine_statistics(folder: Path, config: RunConfig, **values: float) -> dict
     def edit(events: list[Event]) -> None:
         for event in (event for event in events if "sel_reuse" in event):
             event.update({name: [value] * LAYERS for name, value in values.items()})
+        for event in (event for event in events if event["kind"] == "reach"):
+            event["length"] = LENGTH
 
     return {verdict.name: verdict for verdict in examine(write_run(folder, config, edit)).verdicts}
 
@@ -91,3 +93,24 @@ def test_overlap_that_only_geometry_determines_may_repeat(tmp_path: Path) -> Non
             )
             verdict = examine_statistics(next(folders), make_short_config(w, documents), **values)["repeated values"]
             assert verdict.ok is may_repeat, (w, documents, keys, overlap, verdict.text)
+
+
+def test_impossible_keys_and_overlaps_fail(tmp_path: Path) -> None:
+    folders = (tmp_path / str(number) for number in itertools.count())
+    counts = count_keys(LENGTH, make_nsa(LONGER))
+    for documents, keys, overlap, problem in (
+        ("cross", counts.selected, 0.7, None),
+        ("cross", 0.9 * counts.selected, 0.7, "selected keys on average"),
+        ("cross", 1.1 * counts.selected, 0.7, "selected keys on average"),
+        ("cross", counts.selected, counts.least_overlap - 0.01, "but every selection has"),
+        ("cross", counts.selected, counts.largest_overlap + 0.01, "but every selection has"),
+        # Whole documents of 64 tokens, and as many of a single token.
+        ("mask", 16.8, 0.99, None),
+        ("mask", 0.9 * counts.selected, 0.7, None),
+        ("mask", 0.1 * counts.selected, 0.7, "selected keys on average"),
+        ("mask", 0.5 * counts.selected, 0.3, "but every selection has"),
+    ):
+        config = make_short_config(LONGER, documents)
+        values = {"sel_window_overlap": overlap, "sel_keys": keys, "sel_keys_most": 64.0}
+        verdict = examine_statistics(next(folders), config, **values)["consistent numbers"]
+        assert verdict.ok is (problem is None) and (problem or "") in verdict.text, (documents, keys, overlap, verdict.text)

@@ -228,7 +228,7 @@ OTHERS = {
         )
     },
     **{f"health.{part}": ["tests/health/test_references.py"] for part in ("verdict_file", "summary_sentence")},
-    "health.selection_geometry": ["tests/health/test_selection_geometry.py"],
+    "health.selection_geometry": [f"tests/health/test_{name}.py" for name in ("selection_geometry", "fault_classes")],
     "health.due_steps": ["tests/health/test_due_steps.py", "tests/health/test_verdicts.py"],
     "health.log_integrity": [
         "tests/health/test_attempts.py",
