@@ -98,7 +98,7 @@ def make_step_event(step: int, config: RunConfig, attempt: int = 1) -> Event:
             "sel_reuse": make_layers(0.93 - noise),
             "sel_distance": make_layers(8.5 + noise),
             "sel_sink_share": make_layers(0.15 + noise),
-            "sel_window_overlap": make_layers(0.3 + noise),
+            "sel_window_overlap": make_layers(0.45 + noise),
             "norm_cmp": make_layers(0.4 + noise),
             "norm_sel": make_layers(0.5 + noise),
             "norm_win": make_layers(0.6 + noise),

@@ -14,6 +14,7 @@ import numpy as np
 
 from nsa_lab.config import BRANCHES
 from nsa_lab.health.repetition_checks import MIN_EQUAL_READINGS, VARYING_FIELDS
+from nsa_lab.health.selection_geometry import find_impossible_keys, find_impossible_overlap
 from nsa_lab.health.verdict import LIMITS, Limits, Verdict
 from nsa_lab.runs import directory
 from nsa_lab.runs.event_columns import NUMBERS
@@ -200,16 +201,9 @@ def _check_window_losses(history: History) -> Problem | None:
     )
 
 
-def _check_selected_keys(history: History) -> Problem | None:
-    nsa = history.config.model.nsa
-    steps, most = history.layer_series("sel_keys_most")
-    mean_steps, mean = history.layer_series("sel_keys")
-    if not len(steps) or not np.array_equal(steps, mean_steps):
-        return None
-    is_wrong = ((most > nsa.n_sel * nsa.l_sel) | (mean > most * (1 + ROUNDING))).any(axis=1)
-    return Problem(
-        steps[is_wrong], f"a query reads more than nsa.n_sel * nsa.l_sel = {nsa.n_sel * nsa.l_sel:,} selected keys"
-    )
+def _check_selection(history: History) -> Problem | None:
+    problem = find_impossible_keys(history) or find_impossible_overlap(history)
+    return Problem(*problem) if problem else None
 
 
 def _check_durations(history: History) -> Problem | None:
@@ -342,7 +336,7 @@ RELATIONS: tuple[Callable[[History], Problem | None], ...] = (
     _check_peak_memory,
     _check_gradient_sum,
     _check_window_losses,
-    _check_selected_keys,
+    _check_selection,
     _check_durations,
     _check_sizes,
     _check_fields_differ,

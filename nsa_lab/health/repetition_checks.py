@@ -12,6 +12,7 @@ import numpy as np
 
 from nsa_lab.config import BRANCHES
 from nsa_lab.health.log_integrity import find_longest_constant, find_readings_with_selection
+from nsa_lab.health.selection_geometry import find_fixed_overlaps
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.event_columns import NUMBER, NUMBERS
 from nsa_lab.runs.event_schema import get_fields
@@ -108,11 +109,14 @@ def _iterate_varying(history: History, limits: Limits) -> Iterator[tuple[str, np
             steps, values = history.layer_series(name)
             if name.startswith("sel_"):  # otherwise all blocks are selected, and these are constant
                 is_used = find_readings_with_selection(history, steps)
-                if name == "sel_window_overlap":  # a window may be as long as the text
-                    is_used &= (values != 1).any(axis=1)
                 steps, values = steps[is_used], values[is_used]
+            # On short texts the window may have only the latest blocks of a selection, or all of it.
+            can_repeat = np.zeros(values.shape, dtype=bool)
+            if name == "sel_window_overlap":
+                can_repeat = find_fixed_overlaps(history, steps, values)
             for layer in range(values.shape[1]):
-                yield f"{name} of layer {layer}", steps, values[:, layer], limits.equal_losses
+                own = ~can_repeat[:, layer]
+                yield f"{name} of layer {layer}", steps[own], values[own, layer], limits.equal_losses
         else:
             yield name, *history.series(name), limits.equal_losses
     steps = history.evaluations.ints("step")

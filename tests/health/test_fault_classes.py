@@ -93,6 +93,16 @@ def set_fields(kind: str, first: float = -1.0, last: float = 1.0, **values: Any)
     return change(kind, lambda event: event.update(values), first, last)
 
 
+def set_list(name: str, value: float, first: float, last: float) -> Edit:
+    """Return an edit that sets a statistic of all layers."""
+
+    def edit_event(event: Event) -> None:
+        if name in event:
+            event[name] = [value] * len(event[name])
+
+    return change("step", edit_event, first, last)
+
+
 def set_statistic(value: float, name: str, first: float = 0.1, last: float = 0.9, layer: int | None = None) -> Edit:
     """Return an edit that sets a statistic of the layers, with a little variation."""
 
@@ -363,6 +373,8 @@ def drop_answers(event: Event) -> None:
     event.pop("marked_loss", None)
 
 
+OVERLAP = "consistent numbers", "but every selection has 0."
+FALLEN_KEYS = "consistent numbers", "selected keys or fewer in"
 CHECKPOINT_SIZE = "consistent numbers", "a checkpoint: 1,739,629,928 bytes, expected 579,876,635 to"
 PERMANENT = "checkpoints", "removed step 10,000, which train.keep_every = 10,000 keeps"
 REMOVED = "checkpoints", "removed step 10,000 with"
@@ -487,6 +499,27 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
         "larger than that of the model",
     ),
     ("too many keys", RECENT, scale(2, "sel_keys_most"), "consistent numbers", "selected keys"),
+    (
+        "few keys",
+        RECENT,
+        set_list("sel_keys", 10.0, 0.5, 0.52),
+        "consistent numbers",
+        "reads 10.0 selected keys on average",
+    ),
+    ("few keys of long texts", STAGED, set_list("sel_keys", 10.0, 0.75, 0.8), *OVERLAP),
+    ("half of the keys", RECENT, scale(0.5, "sel_keys", first=0.4, last=0.6), *FALLEN_KEYS),
+    ("half of the keys in a stage", STAGED, scale(0.5, "sel_keys", first=0.4, last=0.6), *FALLEN_KEYS),
+    (
+        "keys of one layer",
+        STAGED,
+        scale(0.9, "sel_keys", layer=2),
+        "consistent numbers",
+        "the layers read different numbers",
+    ),
+    ("selection in the window", RECENT, set_list("sel_window_overlap", 1.0, -1, 1), *OVERLAP),
+    ("selection in the window, late", STAGED, set_list("sel_window_overlap", 1.0, 0.9, 1), *OVERLAP),
+    ("selection in the window, without keys", RESUMED, set_list("sel_window_overlap", 0.7, -1, 1), *OVERLAP),
+    ("selection out of the window", RESUMED, set_list("sel_window_overlap", 0.2, -1, 1), *OVERLAP),
     ("a plateau that ends", RECENT, hold_level, "loss course", "a plateau before"),
     ("an oscillation that ends", RECENT, oscillate, "loss course", "its scatter is"),
     ("a rise that ends", RESUMED, set_bits(lambda old, at: old * 1.4, "step", 0.4, 0.6), "loss course", "rises"),
@@ -614,6 +647,13 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
     ("negative selection losses", RECENT, scale(-1, "selection_loss"), "finite numbers", "selection_loss is -"),
     ("tokens of evaluations", RESUMED, set_fields("eval", tokens=0), "every step once", "wrong token counts: 1,000"),
     ("too long steps", RECENT, change("step", slow_by(2.5)), "consistent numbers", "10 intervals take less time than"),
+    (
+        "slightly too long steps",
+        RECENT,
+        change("step", slow_by(1.65)),
+        "consistent numbers",
+        "100 intervals take less time",
+    ),
     ("too short steps", RECENT, change("step", slow_by(1 / 15)), "consistent numbers", "the steps take 0.0667 times"),
     ("exchanged lines", RECENT, exchange_steps, "clock", "go back from step 4,020 to 4,000"),
     ("heartbeats that go back", RESUMED, reverse_heartbeats, "clock", "the heartbeat events of attempt 1 go back"),

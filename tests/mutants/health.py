@@ -640,4 +640,52 @@ MUTANTS = [
         'return recorded[-1] == "loaded"',
         'return history.config.train.trainable == "all"',
     ),
+    Mutant(
+        "health: an overlap that only geometry determines may not repeat",
+        "health.selection_geometry",
+        "return bounds.is_fixed[:, None] | is_bound[0] | is_bound[1]",
+        "return is_bound[1]",
+    ),
+    Mutant(
+        "health: an overlap of its own may repeat",
+        "health.selection_geometry",
+        "return bounds.is_fixed[:, None] | is_bound[0] | is_bound[1]",
+        "return np.isfinite(overlaps)",
+    ),
+    Mutant(
+        "health: always the nearest blocks is not the largest overlap",
+        "health.selection_geometry",
+        "return bounds.is_fixed[:, None] | is_bound[0] | is_bound[1]",
+        "return bounds.is_fixed[:, None] | is_bound[0]",
+    ),
+    Mutant(
+        "health: any number of selected keys is possible",
+        "health.selection_geometry",
+        "if (is_outside := (keys < low) | (keys > high)).any():",
+        "if (is_outside := (keys < 0)).any():",
+    ),
+    Mutant(
+        "health: a fall of the selected keys passes",
+        "health.selection_geometry",
+        "own < FALL_OF_KEYS * order[count]",
+        "own < 0 * order[count]",
+    ),
+    Mutant(
+        "health: any overlap with the window is possible",
+        "health.selection_geometry",
+        "is_wrong = ((overlaps < low[:, None]) | (overlaps > high[:, None])).any(axis=1)",
+        "is_wrong = (overlaps < 0).any(axis=1)",
+    ),
+    Mutant(
+        "health: no overlap below that of the latest blocks is found",
+        "health.selection_geometry",
+        "is_wrong = ((overlaps < low[:, None]) | (overlaps > high[:, None])).any(axis=1)",
+        "is_wrong = (overlaps > high[:, None]).any(axis=1)",
+    ),
+    Mutant(
+        "health: several documents in a sequence have the keys of one",
+        "health.selection_geometry",
+        "np.where(is_known & (not is_masked), selected,",
+        "np.where(is_known, selected,",
+    ),
 ]

@@ -223,7 +223,8 @@ OTHERS = {
     },
     **{
         f"health.{part}": [
-            f"tests/health/test_{name}.py" for name in ("stage_verdicts", "verdicts", "fault_classes", "edited_records")
+            f"tests/health/test_{name}.py"
+            for name in ("stage_verdicts", "selection_geometry", "verdicts", "fault_classes", "edited_records")
         ]
         for part in (
             "attempt_checks",
@@ -238,6 +239,7 @@ OTHERS = {
         )
     },
     **{f"health.{part}": ["tests/health/test_references.py"] for part in ("verdict_file", "summary_sentence")},
+    "health.selection_geometry": [f"tests/health/test_{name}.py" for name in ("selection_geometry", "fault_classes")],
     "health.due_steps": ["tests/health/test_due_steps.py", "tests/health/test_verdicts.py"],
     "health.log_integrity": [
         "tests/health/test_attempts.py",
