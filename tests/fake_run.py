@@ -225,10 +225,12 @@ def write_run(
     run_dir = folder / f"{name}-20260101T000000Z-abcd"
     run_dir.mkdir(parents=True)
     (run_dir / directory.CONFIG).write_text(config.to_yaml(), encoding="utf-8")
-    (run_dir / directory.ENVIRONMENT).write_text(json.dumps({"versions": {"python": "3.11.0"}}), encoding="utf-8")
     events = make_healthy_events(config)
     if spoil:
         events = spoil(events) or events
+    first = next((event for event in events if isinstance(event, dict) and event.get("kind") in ("start", "resume")), {})
+    environment = {"versions": {"python": "3.11.0"}, "config_hash": first.get("config_hash") or config.hash()}
+    (run_dir / directory.ENVIRONMENT).write_text(json.dumps(environment), encoding="utf-8")
     with open(run_dir / directory.EVENTS, "w", encoding="utf-8") as file:
         for index, event in enumerate(events):
             tokens = config.train.tokens_until(event["step"])

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
 from nsa_lab.config import BRANCHES
+from nsa_lab.health import start_checks
 from nsa_lab.health.repetition_checks import MIN_EQUAL_READINGS, VARYING_FIELDS
 from nsa_lab.health.selection_geometry import find_impossible_keys, find_impossible_overlap
-from nsa_lab.health.verdict import LIMITS, Limits, Verdict
-from nsa_lab.runs import directory
+from nsa_lab.health.verdict import LIMITS, Limits, Problem, Verdict
 from nsa_lab.runs.event_columns import NUMBERS
-from nsa_lab.runs.event_schema import EndEvent, is_number
+from nsa_lab.runs.event_schema import is_number
 from nsa_lab.runs.event_table import Events
 from nsa_lab.runs.history import History, find_stages
 
@@ -31,13 +30,6 @@ N_INTERVALS, CLOCK_S = (10, 100), 1.0  # intervals that are compared together, a
 WEIGHT_BYTES, CHECKPOINT_BYTES, OTHER_BYTES = (0.5, 8.0), (2.0, 24.0), 1 << 24
 CHECKPOINT_RATIO = 1.5  # largest difference of a checkpoint's size from the median (1.000 measured)
 LARGEST_ENTROPY = 8.0  # of a byte
-
-
-class Problem(NamedTuple):
-    """Steps at which a relation does not hold, ascending, and a text about the first of them."""
-
-    steps: np.ndarray
-    text: str
 
 
 def check_consistent(history: History, limits: Limits) -> Verdict:
@@ -343,43 +335,5 @@ RELATIONS: tuple[Callable[[History], Problem | None], ...] = (
     _check_work,
     _check_answers,
     _check_entropies,
+    *start_checks.RELATIONS,
 )
-
-
-def check_status_agrees(history: History, limits: Limits) -> Verdict:
-    """Check that `status.json` and the last event of the last attempt tell the same end."""
-    name = "status agrees"
-    attempt = history.last_attempt
-    endings = [event for event in history.events_of_kind("end", "halt") if event["attempt"] == attempt]
-    status = history.status
-    if history.is_alive or not endings:
-        return Verdict(name, None, None, 0, "no attempt has ended" if not endings else "a trainer is at work")
-    ending = endings[-1]
-    if problem := _find_late_event(history, ending):
-        return Verdict(name, False, 1, 0, problem)
-    recorded_status = ending.get("status") or (directory.HALTED if ending["kind"] == "halt" else directory.DONE)
-    recorded = {"status": recorded_status, "attempt": attempt, "step": ending["step"], "tokens": ending.get("tokens")}
-    recorded["exit_code"] = ending.get("exit_code")
-    different = [
-        f"{key} {status[key]}, event {value}"
-        for key, value in recorded.items()
-        if value is not None and status.get(key) is not None and status[key] != value
-    ]
-    # A run that was resumed and has not recorded anything yet has the state RUNNING or PREEMPTED.
-    if different:
-        return Verdict(name, False, len(different), 0, f"status.json and the last event disagree: {'; '.join(different)}")
-    return Verdict(name, True, 0, 0, f"status.json and the last event: {recorded_status} at step {ending['step']:,}")
-
-
-def _find_late_event(history: History, ending: EndEvent) -> str | None:
-    """Return a text on an attempt that ended twice or in two ways, or trained on after its end; None if it did neither."""
-    attempt = ending["attempt"]
-    own = history.events.select(history.events.ints("attempt") == attempt)
-    kinds = {event["kind"] for event in own.of_kind("end", "halt")}
-    if len(kinds) > 1:
-        return f"attempt {attempt} has both ended and halted"
-    if len(own.of_kind(ending["kind"])) > 1:
-        return f"attempt {attempt} has ended twice"
-    last = int(np.flatnonzero(own.is_kind(ending["kind"])).max())
-    late = own.select(np.arange(len(own)) > last).of_kind("step", "eval")
-    return f"attempt {attempt} records step {late[-1]['step']:,} after its end" if late else None

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from nsa_lab.config import ModelConfig
+from nsa_lab.health import start_checks
 from nsa_lab.health.due_steps import DueSteps
 from nsa_lab.health.verdict import Limits, Verdict, join_lines
 from nsa_lab.runs.event_columns import NUMBER
@@ -58,6 +59,10 @@ def check_one_run(history: History, limits: Limits) -> Verdict:
         text += f", but config.yaml {'does' if is_known else 'may'} not: its hash is {(config or history.config).hash()}, "
         text += f"that of the last attempt {recorded}; restore the file that was trained"
         return Verdict("one run", False if is_known else None, 2, 1, text)
+    if difference := start_checks.find_other_creation(history):
+        return Verdict("one run", False, 2, 1, difference).to_warning()
+    if gap := start_checks.find_gap(history):
+        return Verdict("one run", None, 1, 1, f"{text}, but {gap}")
     return Verdict("one run", True, 1, 1, text)
 
 
@@ -78,7 +83,7 @@ def _find_foreign_file(history: History) -> str | None:
     created, recorded = history.environment.get("config_hash"), history.first_events[:1].values("config_hash")
     if created and recorded and created != recorded[0]:
         return f"environment.json belongs to configuration {created}, the first event to {recorded[0]}"
-    return None
+    return start_checks.find_wrong_environment(history) or start_checks.find_contradiction(history)
 
 
 def check_record_format(history: History, limits: Limits) -> Verdict:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,13 @@ class Verdict:
 
     def __str__(self) -> str:
         return f"{self.mark:<4} {self.name}: {self.text}"
+
+
+class Problem(NamedTuple):
+    """Steps at which a relation between numbers does not hold, ascending, and a text about the first of them."""
+
+    steps: np.ndarray
+    text: str
 
 
 def join_lines(text: Any) -> str:

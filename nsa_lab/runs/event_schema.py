@@ -23,6 +23,8 @@ SCHEMA_VERSION = 1
 MAX_INT = 2**63 - 1
 # The year 2100. The first time is 1970, as on a machine without a clock.
 LAST_TIME = 4_102_444_800.0
+# Resident memory of any Python process, in bytes.
+LEAST_MEMORY = 1 << 20
 
 Number = float | None
 """A finite number; None if it was not finite."""
@@ -168,7 +170,7 @@ class HeartbeatEvent(Event):
 
     phase: Annotated[str, Field("current phase of the trainer")]
     phase_age_s: Annotated[Number, Field("age of the phase", "seconds", low=0)]
-    rss_bytes: Annotated[Number, _memory("resident memory of the trainer")]
+    rss_bytes: Annotated[Number, Field("resident memory of the trainer", "bytes", low=LEAST_MEMORY, high=1e14)]
     gpu_util: Annotated[Number, Field("GPU utilization; null if unknown", "percent", low=0, high=100)]
     suspended_s: NotRequired[
         Annotated[Number, Field("suspension of the process or machine since the last one", "seconds", low=0)]

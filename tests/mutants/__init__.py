@@ -6,6 +6,6 @@ from importlib import import_module
 
 AREAS = (
     *("attention", "bench", "cli", "config", "convert", "data", "evaluate", "hardening", "health", "inference", "kernels"),
-    *("model", "runs", "train", "workbook"),
+    *("model", "records", "runs", "train", "workbook"),
 )
 MUTANTS = [mutant for area in AREAS for mutant in import_module(f"mutants.{area}").MUTANTS]

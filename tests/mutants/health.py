@@ -287,7 +287,7 @@ MUTANTS = [
         "np.mean(correlations) >= limits.layers_order",
         "True",
     ),
-    Mutant("health: another end passes", "health.consistency_checks", "status[key] != value\n", "False\n"),
+    Mutant("health: another end passes", "health.ending_checks", "status[key] != value\n", "False\n"),
     Mutant(
         "health: other code in a later attempt",
         "health.attempt_checks",

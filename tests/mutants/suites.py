@@ -230,6 +230,7 @@ OTHERS = {
             "attempt_checks",
             "branch_checks",
             "consistency_checks",
+            "ending_checks",
             "loss_checks",
             "loss_course",
             "repetition_checks",
@@ -240,6 +241,7 @@ OTHERS = {
     },
     **{f"health.{part}": ["tests/health/test_references.py"] for part in ("verdict_file", "summary_sentence")},
     "health.selection_geometry": [f"tests/health/test_{name}.py" for name in ("selection_geometry", "fault_classes")],
+    "health.start_checks": ["tests/health/test_start_checks.py"],
     "health.due_steps": ["tests/health/test_due_steps.py", "tests/health/test_verdicts.py"],
     "health.log_integrity": [
         "tests/health/test_attempts.py",
