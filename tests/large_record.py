@@ -10,10 +10,11 @@ from pathlib import Path
 import fake_run
 
 from nsa_lab.runs import directory
+from nsa_lab.runs.history import get_monitor_settings
 
 
-def write_long_run(folder: Path, n_bytes: int, log_every: int = 1, stats_every: int = 20) -> Path:
-    """Write a healthy run whose events.jsonl has about `n_bytes` bytes. Return its directory."""
+def write_long_run(folder: Path, n_bytes: int, log_every: int = 1, stats_every: int = 20, n_attempts: int = 1) -> Path:
+    """Write a healthy run whose events.jsonl has about `n_bytes` bytes, in `n_attempts` attempts. Return its directory."""
     steps = _count_steps(n_bytes, log_every, stats_every)
     config = fake_run.make_config(
         train__steps=steps,
@@ -23,13 +24,27 @@ def write_long_run(folder: Path, n_bytes: int, log_every: int = 1, stats_every: 
         train__save_every=steps // 4,
     )
     run_dir = fake_run.write_run(folder, config, spoil=lambda events: [event for event in events if event["step"] == 0])
-    rng = random.Random(0)
+    rng, attempt = random.Random(0), 1
     with open(run_dir / directory.EVENTS, "a", encoding="utf-8") as file:
         for step in range(1, steps + 1):
-            for event in _make_events(step, config, rng):
+            own = [{**event, "attempt": attempt} for event in _make_events(step, config, rng)]
+            if step < steps and step * n_attempts // steps >= attempt:
+                own += _make_resume_events(step, attempt, config)
+                attempt += 1
+            for event in own:
                 envelope = {"v": 1, "t": 2000.0 + step / 2, "run": run_dir.name, "tokens": config.train.tokens_until(step)}
                 file.write(json.dumps({**envelope, **event}, separators=(",", ":")) + "\n")
+    status = {"status": directory.DONE, "attempt": attempt, "step": steps, "exit_code": 0}
+    directory.write_status(run_dir, run=run_dir.name, **status)
     return run_dir
+
+
+def _make_resume_events(step: int, attempt: int, config: fake_run.RunConfig) -> list[fake_run.Event]:
+    """Return the events of an attempt that stops on request after a step, and of the next one that continues."""
+    end = {"kind": "end", "status": directory.PREEMPTED, "exit_code": directory.EXIT_STOPPED, "reason": "SIGTERM"}
+    settings = {"config_hash": config.hash(), "steps": config.train.steps, "settings": get_monitor_settings(config)}
+    resume = {"kind": "resume", "from_step": step, **settings, **fake_run.make_attempt_facts()}
+    return [{**end, "attempt": attempt, "step": step}, {**resume, "attempt": attempt + 1, "step": step}]
 
 
 def _make_events(step: int, config: fake_run.RunConfig, rng: random.Random) -> list[fake_run.Event]:

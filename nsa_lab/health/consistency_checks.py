@@ -16,6 +16,7 @@ from nsa_lab.health import start_checks
 from nsa_lab.health.repetition_checks import MIN_EQUAL_READINGS, VARYING_FIELDS
 from nsa_lab.health.selection_geometry import find_impossible_keys, find_impossible_overlap
 from nsa_lab.health.verdict import LIMITS, Limits, Problem, Verdict
+from nsa_lab.runs.attempts import group_positions
 from nsa_lab.runs.event_columns import NUMBERS
 from nsa_lab.runs.event_schema import is_number
 from nsa_lab.runs.event_table import Events
@@ -204,7 +205,7 @@ def _check_durations(history: History) -> Problem | None:
     if not len(events):
         return None
     times, attempts = history.events.numbers("t"), history.events.ints("attempt")
-    starts = {attempt: float(np.nanmin(times[attempts == attempt])) for attempt in np.unique(attempts).tolist()}
+    starts = {attempt: float(np.nanmin(times[own])) for attempt, own in group_positions(attempts).items()}
     elapsed = events.numbers("t") - np.array([starts[attempt] for attempt in events.ints("attempt").tolist()])
     is_wrong = events.numbers("seconds") > elapsed + LIMITS.clock_back_s
     return Problem(events.ints("step")[is_wrong], "an evaluation or a save takes longer than its attempt")

@@ -58,5 +58,5 @@ class DueSteps:
 
 def _intersect(steps: np.ndarray, due: range) -> np.ndarray:
     """Return the members of ascending `steps` that are in `due`."""
-    inside = steps[(steps >= due.start) & (steps < due.stop)]
+    inside = steps[slice(*np.searchsorted(steps, (due.start, due.stop)))]
     return inside[(inside - due.start) % due.step == 0]

@@ -5,6 +5,7 @@ A missing entry that was due fails the check. If nothing was due yet, the result
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,9 +16,10 @@ from nsa_lab.config import ModelConfig
 from nsa_lab.health import start_checks
 from nsa_lab.health.due_steps import DueSteps
 from nsa_lab.health.verdict import Limits, Verdict, join_lines
+from nsa_lab.runs.attempts import Attempt, group_positions
 from nsa_lab.runs.event_columns import NUMBER
 from nsa_lab.runs.event_schema import FIRST_KINDS, SUPERSEDED_KINDS, GuardEvent
-from nsa_lab.runs.history import Attempt, History, find_stages
+from nsa_lab.runs.history import History, find_stages
 
 
 def list_layer_statistics(model: ModelConfig) -> list[str]:
@@ -173,7 +175,7 @@ def _find_disorder(history: History) -> str | None:
 
 def check_heartbeats(history: History, limits: Limits) -> Verdict:
     """Check the number of heartbeats in the last attempt, and that every long enough earlier attempt has some."""
-    beats = history.events_of_kind("heartbeat").ints("attempt").tolist()
+    counts = Counter(history.events_of_kind("heartbeat").ints("attempt").tolist())
     intervals = {
         a: config.runtime.heartbeat_s for a in history.attempts() if (config := history.config_of_attempt(a.number))
     }
@@ -188,19 +190,19 @@ def check_heartbeats(history: History, limits: Limits) -> Verdict:
     long = [attempt for attempt in intervals if count_due(attempt) >= 3]
     for attempt in long:
         n_required = limits.heartbeats * count_due(attempt) if attempt.number == history.last_attempt else 1
-        if beats.count(attempt.number) < n_required:
+        if counts[attempt.number] < n_required:
             text = (
-                f"{beats.count(attempt.number)} in the {attempt.ended_at - attempt.started_at:,.0f} s of attempt "
+                f"{counts[attempt.number]} in the {attempt.ended_at - attempt.started_at:,.0f} s of attempt "
                 f"{attempt.number}, expected one every {intervals[attempt]:g} s"
             )
-            return Verdict("heartbeats", False, beats.count(attempt.number), n_required, text)
+            return Verdict("heartbeats", False, counts[attempt.number], n_required, text)
     every = ", then ".join(dict.fromkeys(f"{every_s:g}" for every_s in intervals.values()))
     suspension = f"; suspended for {sum(suspended_s.values()):,.0f} s" if suspended_s else ""
     if not long:
         every = every or f"{history.config.runtime.heartbeat_s:g}"
-        return Verdict("heartbeats", None, len(beats), None, f"too short for heartbeats every {every} s")
+        return Verdict("heartbeats", None, counts.total(), None, f"too short for heartbeats every {every} s")
     return require_known_settings(
-        history, Verdict("heartbeats", True, len(beats), None, f"{len(beats)}, one every {every} s{suspension}")
+        history, Verdict("heartbeats", True, counts.total(), None, f"{counts.total()}, one every {every} s{suspension}")
     )
 
 
@@ -208,7 +210,8 @@ def _sum_suspensions(history: History) -> dict[int, float]:
     """Return the seconds for which the process or the machine was suspended, by attempt; only of those with any."""
     beats = history.events_of_kind("heartbeat")
     seconds, attempts = np.nan_to_num(beats.numbers("suspended_s")), beats.ints("attempt")
-    return {int(attempt): float(seconds[attempts == attempt].sum()) for attempt in np.unique(attempts[seconds > 0])}
+    sums = {attempt: float(seconds[own].sum()) for attempt, own in group_positions(attempts).items()}
+    return {attempt: total for attempt, total in sums.items() if total > 0}
 
 
 def check_evaluations(history: History, limits: Limits) -> Verdict:

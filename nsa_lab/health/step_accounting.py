@@ -5,6 +5,7 @@ The steps that must be logged are computed here again, independently of the trai
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from nsa_lab.config.errors import shorten
 from nsa_lab.health.due_steps import DueSteps
 from nsa_lab.health.log_integrity import COMPLETED_KINDS, format_recovered, require_known_settings, split_by_attempt
 from nsa_lab.health.verdict import Limits, Verdict, join_lines, list_names
+from nsa_lab.runs.attempts import Attempt, shorten_middle
 from nsa_lab.runs.checkpoint_files import (
     WEIGHT_FILES,
     find_problems,
@@ -25,7 +27,7 @@ from nsa_lab.runs.checkpoint_files import (
 )
 from nsa_lab.runs.directory import READ_ERRORS, describe_read_error
 from nsa_lab.runs.finite_weights import describe_nonfinite, find_nonfinite_weights
-from nsa_lab.runs.history import Attempt, History, find_stages
+from nsa_lab.runs.history import History, find_stages
 
 
 def compute_expected_log_steps(history: History) -> DueSteps:
@@ -75,7 +77,7 @@ def _count_tokens(history: History, steps: np.ndarray) -> np.ndarray:
 def _describe_attempts(attempts: list[Attempt]) -> str:
     if len(attempts) <= 1:
         return "one attempt"
-    parts = [f"attempt {a.number} {a.outcome} at step {a.last_step:,}" for a in attempts[:-1]]
+    parts = shorten_middle([f"attempt {a.number} {a.outcome} at step {a.last_step:,}" for a in attempts[:-1]])
     last = attempts[-1]
     start = f"resumed at step {last.from_step:,}" if last.from_step else "started again"
     return f"{len(attempts)} attempts: {', '.join(parts)}, attempt {last.number} {start}"
@@ -125,26 +127,35 @@ def _find_wrong_removal(history: History) -> str | None:
 
     A checkpoint whose save was not recorded, because the trainer was killed, exists if an attempt resumed from it.
     """
-    existing: set[int] = set()
+    existing: list[int] = []  # ascending
     for event in history.events.of_kind("checkpoint", "guard", "resume"):
         if event["kind"] == "guard":
-            existing.discard(event.get("checkpoint_step", -1))
+            _discard(existing, event.get("checkpoint_step", -1))
             continue
-        existing.add(event["step"] if event["kind"] == "checkpoint" else event.get("from_step") or 0)
+        added = event["step"] if event["kind"] == "checkpoint" else event.get("from_step") or 0
+        _discard(existing, added)
+        insort(existing, added)
         config = history.config_of_attempt(event["attempt"])
         for name in list_names(event.get("pruned")):
             if not is_checkpoint_name(name):
                 return f"the save of step {event['step']:,} removed {shorten(name)}, which is no checkpoint"
             removed = parse_step(Path(name))
-            newer = sum(step > removed for step in existing)
+            newer = len(existing) - bisect_right(existing, removed)
             if config and newer < config.train.keep_last:
                 text = f"the save of step {event['step']:,} removed step {removed:,} with {newer} newer checkpoints"
                 return f"{text}, expected at least train.keep_last = {config.train.keep_last}"
             if config and config.train.keep_every and removed % config.train.keep_every == 0:
                 text = f"the save of step {event['step']:,} removed step {removed:,}"
                 return f"{text}, which train.keep_every = {config.train.keep_every:,} keeps"
-            existing.discard(removed)
+            _discard(existing, removed)
     return None
+
+
+def _discard(ascending: list[int], value: int) -> None:
+    """Remove a value from an ascending list of distinct ones, if it is there."""
+    index = bisect_left(ascending, value)
+    if ascending[index : index + 1] == [value]:
+        del ascending[index]
 
 
 def _describe_failed_save(problem: Any) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 
 from nsa_lab.health.log_integrity import format_guard, format_recovered, split_by_attempt
 from nsa_lab.health.verdict import Limits, Verdict
+from nsa_lab.runs.attempts import group_positions
 from nsa_lab.runs.history import History, find_stages
 from nsa_lab.runs.summary import format_size, format_speed
 
@@ -60,8 +61,9 @@ def _split_windows(history: History, window_s: float) -> list[tuple[int, float, 
     for stage in np.unique(stages):
         in_stage = stages == stage
         steps_per_window = window_s / float(np.median(seconds[in_stage] / n_steps[in_stage]))
-        for attempt in dict.fromkeys(attempts[in_stage].tolist()):
-            own = in_stage & (attempts == attempt)
+        positions = np.flatnonzero(in_stage)
+        for group in group_positions(attempts[in_stage]).values():
+            own = positions[group]
             ends = _find_window_ends(n_steps[own], steps_per_window)
             steps, durations = (np.diff(np.cumsum(values)[ends], prepend=0) for values in (n_steps[own], seconds[own]))
             speeds = steps * train.plan[stage].tokens_per_step / durations
@@ -123,10 +125,16 @@ def check_data_wait(history: History, limits: Limits) -> Verdict:
 
 def check_memory(history: History, limits: Limits) -> Verdict:
     """Check that memory does not grow: of the process over its heartbeats, and of the device over the peaks so far."""
-    for attempt in {*history.events.ints("attempt").tolist()}:
-        if problem := _find_memory_trend(history, attempt, limits) or _find_peak_growth(history, attempt, limits):
+    beats = history.events_of_kind("heartbeat")
+    resident = _keep_positive(beats.numbers("rss_bytes"))
+    resident_by_attempt = _split_by_attempt(beats.ints("attempt"), resident)
+    peaks_by_attempt = _split_by_attempt(
+        history.steps.ints("attempt"), _keep_positive(history.steps.numbers("mem_peak_bytes"))
+    )
+    for attempt in sorted(resident_by_attempt.keys() | peaks_by_attempt.keys()):
+        own, peaks = (values.get(attempt, np.zeros(0)) for values in (resident_by_attempt, peaks_by_attempt))
+        if problem := _find_memory_trend(own, attempt, limits) or _find_peak_growth(peaks, attempt, limits):
             return Verdict("memory", False, *problem)
-    resident = _keep_positive(history.events_of_kind("heartbeat").numbers("rss_bytes"))
     resident = resident[np.isfinite(resident)]
     if len(resident) < limits.memory_readings:
         return Verdict("memory", None, None, limits.memory_growth, "too few heartbeats to detect growth")
@@ -140,11 +148,14 @@ def check_memory(history: History, limits: Limits) -> Verdict:
     )
 
 
-def _find_memory_trend(history: History, attempt: int, limits: Limits) -> tuple[float, float, str] | None:
+def _split_by_attempt(attempts: np.ndarray, values: np.ndarray) -> dict[int, np.ndarray]:
+    """Return the finite values of each attempt, in order."""
+    groups = {attempt: values[own] for attempt, own in group_positions(attempts).items()}
+    return {attempt: own[np.isfinite(own)] for attempt, own in groups.items()}
+
+
+def _find_memory_trend(resident: np.ndarray, attempt: int, limits: Limits) -> tuple[float, float, str] | None:
     """Return value, limit and text if the resident memory of an attempt grows along a line; None if it does not."""
-    beats = history.events_of_kind("heartbeat")
-    resident = _keep_positive(beats.numbers("rss_bytes"))[beats.ints("attempt") == attempt]
-    resident = resident[np.isfinite(resident)]
     for share, limit in ((5, limits.memory_trend), (2, limits.memory_trend_late)):
         if found := _fit_memory_trend(resident[len(resident) // share :], limit, limits):
             growth, relative = found
@@ -164,10 +175,8 @@ def _fit_memory_trend(resident: np.ndarray, limit: float, limits: Limits) -> tup
     return (growth, relative) if relative > limit and correlation > limits.memory_correlation else None
 
 
-def _find_peak_growth(history: History, attempt: int, limits: Limits) -> tuple[float, float, str] | None:
+def _find_peak_growth(peaks: np.ndarray, attempt: int, limits: Limits) -> tuple[float, float, str] | None:
     """Return value, limit and text if the peak memory keeps growing in the second half of an attempt; None if not."""
-    peaks = _keep_positive(history.steps.numbers("mem_peak_bytes"))[history.steps.ints("attempt") == attempt]
-    peaks = peaks[np.isfinite(peaks)]
     late = peaks[len(peaks) // 2 :]
     if len(late) < limits.memory_readings:
         return None

@@ -91,13 +91,14 @@ def drop_superseded(events: Iterable[Event]) -> Events[Event]:
     first_events = record.of_kind(*FIRST_KINDS)
     from_steps = np.nan_to_num(first_events.numbers("from_step")).tolist()
     resumed_at = dict(zip(first_events.ints("attempt").tolist(), from_steps, strict=True))
-    attempts, limits, lowest = record.ints("attempt"), np.full(len(record), math.inf), math.inf
     # Also attempts without a first event, which may be lost or before a part of the record.
-    for attempt in np.unique(attempts)[::-1].tolist():
-        limits[attempts == attempt] = lowest
-        lowest = min(lowest, resumed_at.get(attempt, math.inf))
+    attempts, indices = np.unique(record.ints("attempt"), return_inverse=True)
+    limits, lowest = np.full(len(attempts), math.inf), math.inf
+    for index in reversed(range(len(attempts))):
+        limits[index] = lowest
+        lowest = min(lowest, resumed_at.get(int(attempts[index]), math.inf))
     is_about_a_step = record.is_kind(*SUPERSEDED_KINDS)
-    return record.select(~is_about_a_step | (record.ints("step") <= limits))
+    return record.select(~is_about_a_step | (record.ints("step") <= limits[indices]))
 
 
 def get_step_events(events: Iterable[Event]) -> Events[StepEvent]:

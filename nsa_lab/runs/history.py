@@ -19,6 +19,7 @@ import numpy as np
 from nsa_lab.config import ConfigError, RunConfig, TrainConfig, apply_overrides
 from nsa_lab.runs import directory, events
 from nsa_lab.runs.atomic_io import read_json
+from nsa_lab.runs.attempts import Attempt, StepRange, build_attempts
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.event_builder import make_events
 from nsa_lab.runs.event_schema import FIRST_KINDS, AttemptEvent, EvalEvent, StepEvent
@@ -33,38 +34,6 @@ MONITOR_SETTINGS = (
     *("train.spike_sigma", "train.min_tokens_per_s", "train.stall_action"),
     "runtime.heartbeat_s",
 )
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One training process: its steps, its times (seconds since 1970) and its outcome.
-
-    `outcome`: done, halted, stopped (on request), failed (an error), running, or killed (no final event).
-    """
-
-    number: int
-    from_step: int
-    last_step: int
-    started_at: float
-    ended_at: float
-    outcome: str
-
-
-@dataclass(frozen=True)
-class StepRange:
-    """Steps `first` to `last` of one attempt that no later attempt repeated.
-
-    `config`: the configuration of the attempt; None if unknown.
-    """
-
-    attempt: int
-    first: int
-    last: int
-    config: RunConfig | None
-
-    def list_multiples(self, every: int) -> range:
-        """Return the steps in this range that are multiples of `every`; empty if `every` is 0 (never)."""
-        return range(-(-self.first // every) * every, self.last + 1, every) if every else range(0)
 
 
 @dataclass(frozen=True)
@@ -119,7 +88,7 @@ class History:
         """The last step that is recorded as completed."""
         return int(self.current_events("step", "eval", "checkpoint").ints("step").max(initial=0))
 
-    @property
+    @cached_property
     def last_attempt(self) -> int:
         """Number of the newest attempt; 0 before the first."""
         return int(self.events.ints("attempt").max(initial=0))
@@ -198,14 +167,16 @@ class History:
             return evaluation["text"]
         train = self.config.train
         stage = train.stage_at(evaluation["step"])
-        data = {event.get("data_identity") for event in self.first_events}
         windows = train.eval_batches * stage.sequences_per_forward
-        return f"{windows} × {stage.seq_len} of {', '.join(sorted(map(str, data)))}"
+        return f"{windows} × {stage.seq_len} of {self._data_identities}"
+
+    @cached_property
+    def _data_identities(self) -> str:
+        return ", ".join(sorted({str(identity) for identity in self.first_events.values("data_identity")}))
 
     def attempts(self) -> list[Attempt]:
         """Return the attempts in the order of their numbers."""
-        last = len(self.first_events) - 1
-        return [self._build_attempt(event, is_last=index == last) for index, event in enumerate(self.first_events)]
+        return build_attempts(self.events, self.first_events, self.is_alive)
 
     def config_of_attempt(self, attempt: int) -> RunConfig | None:
         """Return the configuration of an attempt; None if unknown.
@@ -213,14 +184,28 @@ class History:
         Settings may change between attempts, and config.yaml holds the latest. The first event of an attempt records its
         monitor settings. Older runs did not record them: if the recorded hash is that of config.yaml, its settings hold.
         """
-        first_event: Any = next((e for e in reversed(self.first_events) if e["attempt"] == attempt), {})
-        if "settings" in first_event:
-            return apply_monitor_settings(self.config, first_event["settings"])
-        return self.config if first_event.get("config_hash", self.config.hash()) == self.config.hash() else None
+        return self._configs.get(attempt, self.config)
+
+    @cached_property
+    def _configs(self) -> dict[int, RunConfig | None]:
+        """Configuration of each attempt with a first event. Attempts with the same settings share it."""
+        own_hash, by_settings, configs = self.config.hash(), dict[str, RunConfig | None](), dict[int, RunConfig | None]()
+        first_event: Any
+        for first_event in self.first_events:
+            if "settings" in first_event:
+                key = repr(first_event["settings"])
+                if key not in by_settings:
+                    by_settings[key] = apply_monitor_settings(self.config, first_event["settings"])
+                configs[first_event["attempt"]] = by_settings[key]
+            else:
+                is_known = first_event.get("config_hash", own_hash) == own_hash
+                configs[first_event["attempt"]] = self.config if is_known else None
+        return configs
 
     def step_ranges(self) -> list[StepRange]:
         """Return the completed steps in order, split by the attempt whose record of them counts."""
-        first_steps = {event["attempt"]: event.get("from_step") or 0 for event in self.first_events}
+        from_steps = np.nan_to_num(self.first_events.numbers("from_step")).astype(np.int64)
+        first_steps = dict(zip(self.first_events.ints("attempt").tolist(), from_steps.tolist(), strict=True))
         ranges, end = [], self.last_step
         for attempt, from_step in sorted(first_steps.items(), reverse=True):
             if from_step < end:
@@ -229,36 +214,11 @@ class History:
         # Steps before the first recorded start: use the configuration that is known.
         return [*([StepRange(0, 1, end, self.config)] if end > 0 else []), *reversed(ranges)]
 
-    def _build_attempt(self, first_event: AttemptEvent, *, is_last: bool) -> Attempt:
-        own = self.events.select(self.events.ints("attempt") == first_event["attempt"])
-        endings = [(event["kind"], event.get("status")) for event in reversed(own.of_kind("end", "halt"))]
-        recorded = next((_OUTCOMES[ending] for ending in endings if ending in _OUTCOMES), None)
-        unrecorded = "running" if is_last and self.is_alive else "killed"
-        is_fatal = any(event.get("fatal") for event in own.of_kind("error"))
-        return Attempt(
-            number=first_event["attempt"],
-            from_step=first_event["step"] if first_event.get("from_step") is None else first_event["from_step"],
-            last_step=int(own.ints("step").max()),
-            started_at=first_event["t"],
-            ended_at=own[-1]["t"],
-            outcome="failed" if is_fatal else recorded or unrecorded,
-        )
-
 
 def find_stages(steps: np.ndarray, train: TrainConfig) -> np.ndarray:
     """Return the index of the training stage of each step; step 0 belongs to the first stage."""
     last_steps = np.cumsum([stage.steps for stage in train.plan])
     return np.minimum(np.searchsorted(last_steps, steps), len(last_steps) - 1)
-
-
-_OUTCOMES = {
-    ("end", directory.DONE): "done",
-    ("end", directory.PREEMPTED): "stopped",
-    ("end", directory.HALTED): "halted",
-    ("halt", directory.HALTED): "halted",
-    ("halt", None): "halted",
-    ("end", None): "done",
-}
 
 
 # One reading is the loss of one batch, which is noisy. The training loss is therefore reported as the mean of the latest

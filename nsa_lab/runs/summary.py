@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nsa_lab.config import RunConfig, TrainConfig
+from nsa_lab.runs.attempts import shorten_middle
 from nsa_lab.runs.history import History, RunFacts, collect_facts, compute_median_speeds
 
 # Descriptions of `data.source`.
@@ -150,7 +151,9 @@ def format_attempts(history: History) -> str:
     attempts = history.attempts()
     if len(attempts) < 2:
         return str(len(attempts))
-    return f"{len(attempts)}: " + ", ".join(f"{a.from_step:,} to {a.last_step:,} {a.outcome}" for a in attempts)
+    return f"{len(attempts)}: " + ", ".join(
+        shorten_middle([f"{a.from_step:,} to {a.last_step:,} {a.outcome}" for a in attempts])
+    )
 
 
 def format_guards(train: TrainConfig) -> str:

@@ -14,8 +14,8 @@ MUTANTS = [
     Mutant(
         "events: an attempt ends only where the next one starts",
         "runs.events",
-        "lowest = min(lowest, resumed_at.get(attempt, math.inf))",
-        "lowest = resumed_at.get(attempt, math.inf)",
+        "lowest = min(lowest, resumed_at.get(int(attempts[index]), math.inf))",
+        "lowest = resumed_at.get(int(attempts[index]), math.inf)",
     ),
     Mutant(
         "history: the best validation is the worst",
@@ -25,9 +25,9 @@ MUTANTS = [
     ),
     Mutant(
         "history: a nonfatal error is a failure",
-        "runs.history",
-        'is_fatal = any(event.get("fatal") for event in own.of_kind("error"))',
-        'is_fatal = len(own.of_kind("error")) > 0',
+        "runs.attempts",
+        'for event in events.of_kind("error") if event.get("fatal")}',
+        'for event in events.of_kind("error")}',
     ),
     Mutant(
         "checkpoints: weights of any shape fit",
@@ -45,14 +45,32 @@ MUTANTS = [
     Mutant(
         "history: an attempt is judged by the latest settings",
         "runs.history",
-        'return apply_monitor_settings(self.config, first_event["settings"])',
-        "return self.config",
+        'by_settings[key] = apply_monitor_settings(self.config, first_event["settings"])',
+        "by_settings[key] = self.config",
     ),
     Mutant(
         "history: unrecorded settings are those of config.yaml",
         "runs.history",
-        'first_event.get("config_hash", self.config.hash()) == self.config.hash()',
-        "True",
+        'is_known = first_event.get("config_hash", own_hash) == own_hash',
+        "is_known = True",
+    ),
+    Mutant(
+        "history: all attempts have the settings of the first one",
+        "runs.history",
+        'key = repr(first_event["settings"])',
+        'key = ""',
+    ),
+    Mutant(
+        "history: each attempt reads the first events of all others",
+        "runs.history",
+        "return self._configs.get(attempt",
+        "return History._configs.func(self).get(attempt",
+    ),
+    Mutant(
+        "attempts: each attempt compares all events",
+        "health.throughput_checks",
+        "groups = {attempt: values[own] for attempt, own in group_positions(attempts).items()}",
+        "groups = {attempt: values[attempts == attempt] for attempt in group_positions(attempts)}",
     ),
     Mutant(
         "history: a mean instead of the median speed",
@@ -108,7 +126,7 @@ MUTANTS = [
     Mutant(
         "events: a repeated step counts twice",
         "runs.events",
-        "lowest = min(lowest, resumed_at.get(attempt, math.inf))",
+        "lowest = min(lowest, resumed_at.get(int(attempts[index]), math.inf))",
         "lowest = math.inf",
     ),
     Mutant(

@@ -14,6 +14,7 @@ def cases(file: str, *names: str) -> list[str]:
     return [f"tests/{file}::test_{name}" for name in names]
 
 
+LINEAR = cases("runs/test_scale.py", "the_work_of_health_is_linear_in_the_number_of_attempts")
 MODEL = [
     f"tests/model/test_{name}.py"
     for name in (
@@ -226,6 +227,7 @@ OTHERS = {
             f"tests/health/test_{name}.py"
             for name in ("stage_verdicts", "selection_geometry", "verdicts", "fault_classes", "edited_records")
         ]
+        + LINEAR
         for part in (
             "attempt_checks",
             "branch_checks",
@@ -308,6 +310,7 @@ OTHERS = {
     "health.paired_text_loss": ["tests/health/test_comparison.py"],
     "health.comparison": ["tests/health/test_comparison.py"],
     "train.matched_baseline": ["tests/train/test_matched_baseline.py"],
+    "runs.attempts": ["tests/runs/test_history.py", "tests/health/test_verdicts.py", *LINEAR],
     "runs.events": [
         "tests/runs/test_history.py",
         "tests/train/test_telemetry.py",
@@ -532,6 +535,7 @@ OTHERS = {
     "train.validation": ["tests/train/test_validation_loss.py", *MASKED],
     "runs.history": [
         "tests/runs/test_history.py",
+        *LINEAR,
         *cases("report/test_consistent_numbers.py", "run_list_has_verdict_loss_speed_and_model"),
         *cases(
             "health/test_verdicts.py",

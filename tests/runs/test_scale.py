@@ -6,16 +6,67 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import fake_run
+import numpy as np
 import pytest
 from large_record import write_long_run
 from typer.testing import CliRunner
 
-from nsa_lab import cli
-from nsa_lab.runs import directory, events
+from nsa_lab import cli, health
+from nsa_lab.runs import directory, event_table, events
 
 RECORD_BYTES, MEMORY_BYTES = 200_000_000, 500_000_000
+
+
+class Counted(np.ndarray):
+    """An array that counts the elements of all arrays that numpy functions and operators are called with."""
+
+    n_elements = 0
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
+        Counted.n_elements += max(np.size(value) for value in inputs)
+        options |= {"out": tuple(map(_uncount, out))} if out else {}
+        result = getattr(ufunc, method)(*map(_uncount, inputs), **options)
+        return result.view(Counted) if isinstance(result, np.ndarray) else result
+
+    def __getitem__(self, index: Any) -> Any:
+        result = super().__getitem__(index)
+        Counted.n_elements += max(np.size(index) if isinstance(index, np.ndarray) else 0, np.size(result))
+        return result
+
+
+def _uncount(value: Any) -> Any:
+    return value.view(np.ndarray) if isinstance(value, Counted) else value
+
+
+@pytest.mark.slow
+def test_the_work_of_health_is_linear_in_the_number_of_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop over attempts with one operation on all events would be a pass over them for each further attempt."""
+    n_built = [0]
+    make_event, numbers, split = event_table.EventTable.make_event, event_table.Events.numbers, event_table.Events._split
+
+    def count_built(table: Any, row: int) -> Any:
+        n_built[0] += 1
+        return make_event(table, row)
+
+    def count_split(self: Any, name: str | None = None) -> Any:
+        Counted.n_elements += len(self)
+        return split(self, name)
+
+    monkeypatch.setattr(event_table.EventTable, "make_event", count_built)
+    monkeypatch.setattr(event_table.Events, "numbers", lambda self, name: numbers(self, name).view(Counted))
+    monkeypatch.setattr(event_table.Events, "_split", count_split)
+    passes, built, counts = [], [], (100, 400)
+    for n_attempts in counts:
+        run_dir = write_long_run(tmp_path / str(n_attempts), 500_000, n_attempts=n_attempts)
+        n_built[0] = Counted.n_elements = 0
+        health.examine(run_dir)
+        passes.append(Counted.n_elements / len(events.read_events(run_dir)))
+        built.append(n_built[0])
+    assert passes[1] - passes[0] < (counts[1] - counts[0]) / 4, passes
+    assert built[1] < 6 * built[0], built
 
 
 @pytest.mark.nightly
