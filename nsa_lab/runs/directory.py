@@ -136,15 +136,20 @@ def check_run_dir(run_dir: str | Path) -> Path:
     return path
 
 
+def check_checkpoint_folder(run_dir: Path) -> None:
+    """Raise `RunDirectoryError` if `checkpoints` is not a folder. It may be a link to one, or missing."""
+    checkpoints = run_dir / CHECKPOINTS
+    if os.path.lexists(checkpoints) and not os.path.isdir(checkpoints):
+        found = "a link to nothing or to no folder" if checkpoints.is_symlink() else "a file"
+        raise RunDirectoryError(f"{checkpoints}: expected a folder, got {found}; move it away, or restore the folder")
+
+
 def check_writable(run_dir: Path) -> None:
     """Raise `RunDirectoryError` unless this user can write a run's files and checkpoints.
 
     Checked before a trainer is started, whose errors only its log would have.
     """
-    checkpoints = run_dir / CHECKPOINTS
-    if os.path.lexists(checkpoints) and not os.path.isdir(checkpoints):
-        found = "a link to nothing or to no folder" if checkpoints.is_symlink() else "a file"
-        raise RunDirectoryError(f"{checkpoints}: expected a folder, got {found}; move it away, or restore the folder")
+    check_checkpoint_folder(run_dir)
     for name in APPENDED:
         try:
             os.close(open_in_place(run_dir / name, APPEND & ~os.O_CREAT))
@@ -154,7 +159,7 @@ def check_writable(run_dir: Path) -> None:
             raise RunDirectoryError(str(error)) from None
         except PermissionError:
             raise _make_rights_error(run_dir, name) from None
-    for folder in (run_dir, checkpoints):
+    for folder in (run_dir, run_dir / CHECKPOINTS):
         if folder.is_dir() and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
             raise _make_rights_error(run_dir, "the folder" if folder is run_dir else CHECKPOINTS)
 

@@ -181,6 +181,18 @@ MUTANTS = [
         "if os.path.exists(checkpoints) and",
     ),
     Mutant(
+        "rights: a checkpoint folder without permission is an empty one",
+        "runs.checkpoint_files",
+        "except (FileNotFoundError, NotADirectoryError):\n        return []",
+        "except OSError:\n        return []",
+    ),
+    Mutant(
+        "data: a text that is removed while it is read is a bug",
+        "data.sources.local",
+        "    except OSError as error:\n        reason = ",
+        "    except BlockingIOError as error:\n        reason = ",
+    ),
+    Mutant(
         "checkpoints: what cannot be removed blocks the temporary folder",
         "train.checkpoint",
         "number = find_free_number(self.get_temporary_path(step))",

@@ -400,6 +400,7 @@ OTHERS = {
             "loops_and_second_names_are_read_once_and_named",
             "hidden_folders_are_left_out_and_named",
             "unreadable_file_is_named",
+            "a_text_that_is_removed_while_it_is_read_is_a_data_error",
         ),
     ],
     "config.yaml_text": ["tests/test_config.py"],
@@ -470,6 +471,7 @@ OTHERS = {
     "train.checkpoint_content": DAMAGED,
     "runs.finite_weights": ["tests/runs/test_finite_weights.py"],
     "runs.checkpoint_files": [
+        *cases("runs/test_permissions.py", "a_checkpoint_folder_without_permission_is_not_an_empty_one"),
         "tests/runs/test_damaged_records.py",
         *DAMAGED,
         "tests/crash/test_checkpoint_save.py",

@@ -19,7 +19,9 @@ import unprivileged
 from nsa_lab.config.errors import describe_os_error
 from nsa_lab.runs import directory, lifecycle, resolve
 from nsa_lab.runs.atomic_io import UnwritableFile, overwrite_json, write_text
+from nsa_lab.runs.checkpoint_files import list_steps
 from nsa_lab.runs.lock import take_lock
+from nsa_lab.runs.model_files import NoCheckpoint, find_checkpoint
 from nsa_lab.train.telemetry.event_log import EventLog
 
 RUN_COMMANDS = (("resume",), ("status",), ("health",), ("stop",), ("follow",), ("report",), ("export", "--csv"))
@@ -230,11 +232,28 @@ def test_checkpoints_that_are_no_folder_are_named_before_a_trainer_starts(tmp_pa
         put()
         with pytest.raises(directory.RunDirectoryError, match=f"checkpoints: expected a folder, got {found}; move"):
             take_lock(run_dir)
+        with pytest.raises(NoCheckpoint, match=f"checkpoints: expected a folder, got {found}; move"):
+            find_checkpoint(run_dir)
         checkpoints.unlink()
     checkpoints.symlink_to(tmp_path / "elsewhere")
     lock = take_lock(run_dir)
     assert lock is not None, "a link to a folder is one"
     os.close(lock)
+
+
+def test_a_checkpoint_folder_without_permission_is_not_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert list_steps(tmp_path / "absent") == []
+
+    def refuse(path: Path) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(PermissionError):
+        list_steps(tmp_path)
+    with pytest.raises(NoCheckpoint, match="checkpoints: permission denied; let its owner"):
+        find_checkpoint(fake_run.write_run(tmp_path))
 
 
 def test_private_runs_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
