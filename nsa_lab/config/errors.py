@@ -37,6 +37,8 @@ def describe_os_error(error: OSError) -> str | None:
     """Return path, reason and remedy of an error that the user can fix: rights, a file of another kind, a full disk, a
     deleted working directory. None for any other error.
     """
+    if isinstance(error, UsageError):
+        return str(error)
     if isinstance(error, FileNotFoundError) and not has_working_dir():
         return "the working directory was deleted; change to another folder"
     if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -42,7 +42,7 @@ def find_matches(path: Path) -> Matches:
     search = _Search(parts or ["**", "*"])
     if not parts:
         search.add(base, {0, len(search.parts)}, ignore_match=True)
-    elif os.path.lexists(base) or _get_mode(base)[1]:
+    elif os.path.lexists(base) or get_mode(base)[1]:
         search.folders.append((base, {0}))
     search.run()
     return search.matches
@@ -78,7 +78,7 @@ class _Search:
 
     def add(self, path: Path, positions: set[int], *, ignore_match: bool = False) -> None:
         """Record a path that matches the parts before `positions`, or search it if it is a folder."""
-        mode, problem = _get_mode(path)
+        mode, problem = get_mode(path)
         is_match, is_folder = len(self.parts) in positions, mode is not None and stat.S_ISDIR(mode)
         if mode is None and problem is None:
             return  # removed meanwhile
@@ -133,7 +133,7 @@ class _Search:
         return matched
 
 
-def _get_mode(path: Path) -> tuple[int | None, str | None]:
+def get_mode(path: Path) -> tuple[int | None, str | None]:
     """Return the mode of the file that a path leads to, or None and the reason; no reason if nothing is there."""
     try:
         return os.stat(path).st_mode, None

@@ -7,13 +7,22 @@ from pathlib import Path
 
 from nsa_lab.config import DataConfig, find_project_root
 from nsa_lab.config.errors import has_working_dir
+from nsa_lab.data.errors import DataError
 from nsa_lab.data.file_search import find_matches
 
 
 def get_cache_folder() -> Path:
-    """Return the folder of the built shards: inside the project, or in the user's cache for an installed package."""
+    """Return the folder of the built shards: inside the project, or in the user's cache for an installed package.
+
+    Raises `DataError` if there is neither.
+    """
     root = find_project_root()
-    return root / ".cache" / "data" if root else Path.home() / ".cache" / "nsa_lab" / "data"
+    if root:
+        return root / ".cache" / "data"
+    try:
+        return Path.home() / ".cache" / "nsa_lab" / "data"
+    except RuntimeError:
+        raise DataError("the token cache needs a home folder, and this user has none; set the variable HOME") from None
 
 
 def list_candidate_paths(path: str) -> list[Path]:
@@ -21,7 +30,7 @@ def list_candidate_paths(path: str) -> list[Path]:
 
     A relative path is tried below the project root, then below the working directory.
     """
-    configured = Path(path).expanduser()
+    configured = Path(os.path.expanduser(path))  # unlike Path.expanduser, leaves the name of an unknown user as it is
     if configured.is_absolute():
         return [configured]
     root = find_project_root()

@@ -18,6 +18,7 @@ import numpy as np
 
 from nsa_lab.config.optional_deps import MissingPackage, require
 from nsa_lab.data.errors import DataError
+from nsa_lab.data.file_search import get_mode
 from nsa_lab.data.paths import list_candidate_paths
 
 # End-of-text tokens of common tokenizers, in order of preference.
@@ -68,6 +69,11 @@ class FileTokenizer:
 
         try:
             content = path.read_bytes()
+        except OSError as error:
+            raise DataError(
+                f"data.tokenizer = {path}: cannot be read ({(error.strerror or str(error)).lower()}); use another file"
+            ) from None
+        try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         except Exception as error:  # noqa: BLE001 - the Rust library raises bare Exception
             reason = " ".join(str(error).split())
@@ -114,7 +120,8 @@ def load_tokenizer(name: str = "byte") -> Tokenizer:
     for path in candidates:
         if os.path.isfile(path):
             return FileTokenizer(path)
-    locations = " or ".join(str(path) for path in candidates)
+    problems = ((path, get_mode(path)[1]) for path in candidates)
+    locations = " or ".join(f"{path} ({problem})" if problem else str(path) for path, problem in problems)
     raise DataError(f"data.tokenizer = {name!r}: no file at {locations}; give the path of a tokenizer.json, or use byte")
 
 

@@ -83,12 +83,15 @@ def _describe_outcome(run_dir: Path, state: str) -> str:
 
 def _run_papermill(notebook: Path, run_dir: Path) -> None:
     logging.getLogger("papermill").setLevel(logging.WARNING)
+    output = run_dir / NOTEBOOK
+    if output.is_symlink():
+        output.unlink()  # papermill would write to a file outside of the run
     with warnings.catch_warnings():
         # jupyter_client and nbformat warn about future changes on every start, not about this notebook.
         warnings.simplefilter("ignore", DeprecationWarning)
         papermill.execute_notebook(
             notebook,
-            run_dir / NOTEBOOK,
+            output,
             parameters={"run_dir": str(run_dir)},
             kernel_name=KERNEL,
             language="python",

@@ -38,6 +38,13 @@ class UnreadableFile(UsageError, OSError):
         return str(self.strerror)
 
 
+class UnwritableFile(UsageError, OSError):
+    """A file that is not written, because it is a link or of another kind. `strerror` is the message."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading. Raises `UnreadableFile` for a FIFO, whose reader would wait forever, or a folder."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -109,6 +116,27 @@ def open_without_following(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
+def open_in_place(path: Path, flags: int, mode: int = 0o666) -> int:
+    """Open a file of a run for writing in place. Return its descriptor.
+
+    Raises `UnwritableFile` for a symbolic link, which could lead to a file outside of the run, and for any other kind of
+    file.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, mode)
+    except OSError as error:
+        # ENXIO: a FIFO that nobody reads, or a socket.
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+        kind = "a symbolic link" if os.path.islink(path) else "another kind of file"
+    else:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+        kind = "another kind of file"
+    raise UnwritableFile(errno.EINVAL, f"{path}: expected a regular file of the run, got {kind}; move it away")
+
+
 def remove_path(path: Path) -> None:
     """Remove a file, a link or a folder with its content. A link is not followed. No effect if nothing is there."""
     if path.is_dir() and not path.is_symlink():
@@ -154,7 +182,7 @@ def overwrite_json(path: Path, value: Any) -> None:
     Not atomic: a reader may see a part of the new content, which also remains if the process is killed meanwhile.
     """
     data = json.dumps(value, indent=1).encode()
-    with open(path, "r+b", buffering=0) as file:
+    with open(open_in_place(path, os.O_RDWR), "r+b", buffering=0) as file:
         file.write(data)
         file.truncate()
         os.fsync(file.fileno())

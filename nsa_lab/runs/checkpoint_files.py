@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -81,9 +82,13 @@ def list_steps(folder: Path) -> list[int]:
     """Return the steps of the checkpoints in a run's `checkpoints/` folder, ascending.
 
     Contents are not checked (see `find_problems`). Entries named `step-...` that are not a folder with exactly the name of
-    a checkpoint are ignored.
+    a checkpoint are ignored. Raises OSError for a folder that this user may not read, which `Path.glob` takes as empty.
     """
-    return sorted(parse_step(path) for path in folder.glob(f"{PREFIX}*") if is_checkpoint_name(path.name) and path.is_dir())
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(parse_step(Path(name)) for name in names if is_checkpoint_name(name) and (folder / name).is_dir())
 
 
 def format_manifest(step: int, files: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any] | None = None) -> str:

@@ -10,6 +10,7 @@ Invariants
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import secrets
 import shutil
@@ -21,7 +22,16 @@ from typing import Any, BinaryIO
 
 from nsa_lab.config import ConfigError, UsageError
 from nsa_lab.config.errors import describe_os_error
-from nsa_lab.runs.atomic_io import is_disk_full, open_regular, overwrite_json, read_json, warn_once, write_json
+from nsa_lab.runs.atomic_io import (
+    UnwritableFile,
+    is_disk_full,
+    open_in_place,
+    open_regular,
+    overwrite_json,
+    read_json,
+    warn_once,
+    write_json,
+)
 
 RUNNING, DONE, HALTED, PREEMPTED = "RUNNING", "DONE", "HALTED", "PREEMPTED"
 
@@ -33,7 +43,11 @@ EXIT_DONE, EXIT_BUG, EXIT_USAGE, EXIT_HALTED, EXIT_STOPPED = 0, 1, 2, 3, 75
 CONFIG, ENVIRONMENT, STATUS, EVENTS = "config.yaml", "environment.json", "status.json", "events.jsonl"
 VERDICT = "verdict.json"
 RECORDED = "RECORDED"
-LOG, LOCK, CHECKPOINTS, TENSORBOARD = "trainer.log", "trainer.lock", "checkpoints", "tensorboard"
+LOG, LOCK, STACKS = "trainer.log", "trainer.lock", "stacks.txt"
+CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
+# Files that a trainer appends to (`open_in_place`). Others are replaced, which does not follow a link.
+APPENDED = (EVENTS, LOG, STACKS)
+APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
 
 _TIME_FORMAT, _RUN_ID_TIME = "%Y%m%dT%H%M%SZ", re.compile(r"-(\d{8}T\d{6}Z)-[0-9a-f]{4}$")
@@ -47,6 +61,7 @@ class RunDirectoryError(UsageError, RuntimeError):
     """Raised if a run directory is missing, invalid, of another run, or in use. The message states the remedy."""
 
 
+NO_RIGHTS = "{run_dir}: this user cannot train here ({name}: {reason}); copy the run, or let its owner resume it"
 MAX_PROBLEM = 300  # characters
 # Errors that a damaged or foreign file can cause. One run must not hide the others.
 READ_ERRORS = (
@@ -119,6 +134,38 @@ def check_run_dir(run_dir: str | Path) -> Path:
     if not (path / CONFIG).is_file():
         raise RunDirectoryError(f"{path} is not a run directory: it has no {CONFIG}; pass a folder created by a run")
     return path
+
+
+def check_checkpoint_folder(run_dir: Path) -> None:
+    """Raise `RunDirectoryError` if `checkpoints` is not a folder. It may be a link to one, or missing."""
+    checkpoints = run_dir / CHECKPOINTS
+    if os.path.lexists(checkpoints) and not os.path.isdir(checkpoints):
+        found = "a link to nothing or to no folder" if checkpoints.is_symlink() else "a file"
+        raise RunDirectoryError(f"{checkpoints}: expected a folder, got {found}; move it away, or restore the folder")
+
+
+def check_writable(run_dir: Path) -> None:
+    """Raise `RunDirectoryError` unless this user can write a run's files and checkpoints.
+
+    Checked before a trainer is started, whose errors only its log would have.
+    """
+    check_checkpoint_folder(run_dir)
+    for name in APPENDED:
+        try:
+            os.close(open_in_place(run_dir / name, APPEND & ~os.O_CREAT))
+        except FileNotFoundError:
+            continue
+        except UnwritableFile as error:
+            raise RunDirectoryError(str(error)) from None
+        except PermissionError:
+            raise _make_rights_error(run_dir, name) from None
+    for folder in (run_dir, run_dir / CHECKPOINTS):
+        if folder.is_dir() and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            raise _make_rights_error(run_dir, "the folder" if folder is run_dir else CHECKPOINTS)
+
+
+def _make_rights_error(run_dir: Path, name: str) -> RunDirectoryError:
+    return RunDirectoryError(NO_RIGHTS.format(run_dir=run_dir, name=name, reason="permission denied"))
 
 
 # The files that the checks of a run read. Checkpoints may be missing in a copy.

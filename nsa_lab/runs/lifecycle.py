@@ -26,7 +26,7 @@ from typing import Any
 from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.config.errors import has_working_dir
 from nsa_lab.runs import directory, resolve
-from nsa_lab.runs.atomic_io import warn_once
+from nsa_lab.runs.atomic_io import UnwritableFile, open_in_place, warn_once
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.environment import collect_environment, set_openmp_wait_policy
 from nsa_lab.runs.lock import is_local, lock_owner, send_signal, sign_lock, take_lock
@@ -69,7 +69,9 @@ def hold_creation_lock(outputs: Path) -> Iterator[None]:
     """Wait until no other process finds or starts a run in this folder."""
     try:
         outputs.mkdir(parents=True, exist_ok=True)
-        lock = os.open(outputs / ".creation.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        lock = open_in_place(outputs / ".creation.lock", os.O_RDWR | os.O_CREAT)
+    except UnwritableFile:
+        raise
     except OSError:
         # No run can be created here, but a running one can be found. Otherwise `create_run` explains the error.
         yield
@@ -125,7 +127,7 @@ def start(run_dir: str | Path, *, ranks: int = 1, gpu: str | None = None) -> int
     try:
         _record_gpu(folder, gpu)
         command = [sys.executable, "-m", "nsa_lab.train", str(folder), "--lock", str(lock)]
-        with open(folder / directory.LOG, "ab") as log, _block_stop_signals():
+        with open(open_in_place(folder / directory.LOG, directory.APPEND), "ab") as log, _block_stop_signals():
             trainer = subprocess.Popen(
                 command + (["--ranks", str(ranks)] if ranks > 1 else []),
                 stdin=subprocess.DEVNULL,

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.runs.directory import LOCK, RunDirectoryError
+from nsa_lab.runs.atomic_io import UnwritableFile, open_in_place
+from nsa_lab.runs.directory import LOCK, NO_RIGHTS, RunDirectoryError, check_writable
 
 MAX_SIGNATURE = 1 << 16  # bytes
 ANOTHER_TRAINER = "{folder}: another trainer is using this run ({owner}); attach to it or stop it first"
@@ -39,16 +40,21 @@ def process_start(pid: int) -> str | None:
 def take_lock(run_dir: Path) -> int | None:
     """Acquire the run's lock. Return its open descriptor; None if another process holds it.
 
-    Raises `RunDirectoryError` if this user may not write to the run.
+    Raises `RunDirectoryError` if this user may not write to the run, or one of its files is a link or of another kind.
     """
     try:
         # The file is emptied, so it must not be a link to another one.
-        descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        descriptor = open_in_place(run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except UnwritableFile as error:
+        raise RunDirectoryError(str(error)) from None
     except OSError as error:
         reason = (error.strerror or "").lower()
-        raise RunDirectoryError(
-            f"{run_dir}: this user cannot train here ({LOCK}: {reason}); copy the run, or let its owner resume it"
-        ) from None
+        raise RunDirectoryError(NO_RIGHTS.format(run_dir=run_dir, name=LOCK, reason=reason)) from None
+    try:
+        check_writable(run_dir)
+    except RunDirectoryError:
+        os.close(descriptor)
+        raise
     for _ in range(20):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -20,8 +20,15 @@ class NoCheckpoint(UsageError, RuntimeError):
 
 def find_checkpoint(run_dir: str | Path, step: int | None = None) -> Path:
     """Return the folder of the checkpoint of `step`; default: the newest. Raises `NoCheckpoint`."""
-    folder = checkpoint_files.get_checkpoint_dir(directory.check_run_dir(run_dir))
-    steps = checkpoint_files.list_steps(folder)
+    path = directory.check_run_dir(run_dir)
+    folder = checkpoint_files.get_checkpoint_dir(path)
+    try:
+        directory.check_checkpoint_folder(path)
+        steps = checkpoint_files.list_steps(folder)
+    except directory.RunDirectoryError as error:
+        raise NoCheckpoint(str(error)) from None
+    except PermissionError as error:
+        raise NoCheckpoint(f"{error.filename}: permission denied; let its owner open the folder") from None
     if not steps:
         raise NoCheckpoint(f"{folder}: no checkpoint found; train the run, or copy its checkpoints here")
     if step is not None and step not in steps:

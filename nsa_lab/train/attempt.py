@@ -123,7 +123,7 @@ class _Attempt:
         self._fill_pace = ProgressMeter()
         self._stall_finding: Finding | None = None
         self.signals = StopSignals(
-            folder / "stacks.txt", self._on_signal, self._on_second_signal, self.recorder.phases.clock.note_continued
+            folder / directory.STACKS, self._on_signal, self._on_second_signal, self.recorder.phases.clock.note_continued
         )
 
     def run(self) -> int:
@@ -175,7 +175,7 @@ class _Attempt:
             self.recorder.phases,
             every_s=self.config.runtime.heartbeat_s,
             rule=StallRule(floors_s={**PHASE_STALL_FLOORS_S, "data": self.config.data.timeout_s}),
-            stacks=self.folder / "stacks.txt",
+            stacks=self.folder / directory.STACKS,
             get_gpu_util=get_gpu_util,
             on_stall=self._on_stall,
             on_unresponsive=self._on_unresponsive,
@@ -366,7 +366,7 @@ class _Attempt:
         step = self.recorder.log.step
         text = (
             f"step {step}: the phase {phase} has made no progress for {seconds:.0f} s, limit {limit_s:.0f} s "
-            "(train.stall_action: halt); stacks.txt has the stack of every thread"
+            "(train.stall_action: halt); {directory.STACKS} has the stack of every thread"
         )
         self._stall_finding = Finding("stall", step, seconds, limit_s, "halt", text)
         self.recorder.record_finding(self._stall_finding)

@@ -22,7 +22,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from nsa_lab.runs.directory import EXIT_STOPPED, STOP_SIGNALS
+from nsa_lab.runs.atomic_io import open_in_place
+from nsa_lab.runs.directory import APPEND, EXIT_STOPPED, STOP_SIGNALS
 
 
 class StopRequested(BaseException):
@@ -92,7 +93,7 @@ class StopSignals:
         self._cleanup.insert(0, lambda previous=previous: signal.signal(signal.SIGCONT, previous))
         # The launcher blocked these signals in this process. A request that arrived meanwhile is delivered now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        stacks = open(self._stacks_path, "a", encoding="utf-8")
+        stacks = open(open_in_place(self._stacks_path, APPEND), "a", encoding="utf-8")
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
         self._cleanup += [lambda: faulthandler.unregister(signal.SIGUSR2), stacks.close]
         return self

@@ -396,12 +396,13 @@ def test_files_that_cannot_be_removed_block_no_save(
     assert caplog.text.count("/.removing-step-00000002: could not be removed (permission denied)") == 1
 
 
-def test_checkpoints_that_are_a_file_halt_the_run_with_a_line(finished_run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_checkpoints_that_are_a_file_stop_the_run_with_a_line(finished_run: Path) -> None:
     shutil.rmtree(finished_run / "checkpoints")
     (finished_run / "checkpoints").write_text("")
-    assert run(finished_run) == directory.EXIT_USAGE
-    assert "checkpoints: expected a folder, got a file; move it away" in directory.read_status(finished_run)["reason"]
-    assert "Traceback" not in caplog.text
+    with pytest.raises(directory.RunDirectoryError, match="checkpoints: expected a folder, got a file; move it away"):
+        run(finished_run)
+    with pytest.raises(directory.RunDirectoryError, match="checkpoints: expected a folder, got a file; move it away"):
+        CheckpointStore(finished_run / "checkpoints")
 
 
 @pytest.mark.slow

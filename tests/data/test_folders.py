@@ -128,6 +128,17 @@ def test_a_path_without_a_text_is_an_error_that_names_the_cause(tmp_path: Path) 
             find_files(str(tmp_path / path))
 
 
+def test_a_text_that_is_removed_while_it_is_read_is_a_data_error(tmp_path: Path) -> None:
+    for name, text in (("a.txt", "text"), ("b.txt", "more"), ("c.jsonl", '{"text": "x"}\n')):
+        (tmp_path / name).write_text(text)
+    source = LocalSource(str(tmp_path))
+    for name in ("b.txt", "c.jsonl"):
+        (tmp_path / name).rename(tmp_path / "gone")
+        with pytest.raises(DataError, match=f"{name}: cannot be read .no such file or directory.; restore"):
+            list(source.documents())
+        (tmp_path / "gone").rename(tmp_path / name)
+
+
 def test_hidden_folders_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_text(tmp_path / "one.txt")
     write_text(tmp_path / "sub" / ".git" / "two.txt")

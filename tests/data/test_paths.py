@@ -3,7 +3,9 @@ from pathlib import Path
 import pytest
 
 from nsa_lab.config import DataConfig, find_project_root
+from nsa_lab.data import DataError
 from nsa_lab.data.paths import get_cache_folder, make_paths_absolute
+from nsa_lab.data.sources.local import find_files
 from nsa_lab.runs import resolve
 
 
@@ -25,6 +27,16 @@ def test_an_installed_package_uses_the_users_cache(tmp_path: Path, monkeypatch: 
     assert find_project_root() is None
     assert resolve.get_outputs_dir() == tmp_path / "outputs"
     assert get_cache_folder() == tmp_path / "home" / ".cache" / "nsa_lab" / "data"
+
+
+def test_a_home_folder_that_is_unknown_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nsa_lab.data.paths.find_project_root", lambda: None)
+    with pytest.raises(DataError, match="~no_such_user"):
+        find_files("~no_such_user/texts")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 123456)
+    with pytest.raises(DataError, match="set the variable HOME"):
+        get_cache_folder()
 
 
 def test_an_invalid_pyproject_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,12 @@ MUTANTS = [
         "except (OSError, subprocess.TimeoutExpired)",
         "except (FileNotFoundError, subprocess.TimeoutExpired)",
     ),
-    Mutant("links: a file is written through one", "runs.atomic_io", "flags | os.O_NOFOLLOW |", "flags |"),
+    Mutant(
+        "links: a file is written through one",
+        "runs.atomic_io",
+        "os.O_NOFOLLOW | os.O_CLOEXEC, 0o666",
+        "os.O_CLOEXEC, 0o666",
+    ),
     Mutant(
         "links: a tree is removed through one", "runs.atomic_io", "path.is_dir() and not path.is_symlink()", "path.is_dir()"
     ),
@@ -163,6 +168,30 @@ MUTANTS = [
         "store.load_latest()",
     ),
     Mutant("checkpoints: a link stays", "train.checkpoint", '".removing-*", f".{LATEST}*")', '".removing-*")'),
+    Mutant(
+        "rights: events are written through a link",
+        "runs.atomic_io",
+        "flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, mode)",
+        "flags | os.O_CLOEXEC | os.O_NONBLOCK, mode)",
+    ),
+    Mutant(
+        "rights: checkpoints that are a broken link are found by the trainer only",
+        "runs.directory",
+        "if os.path.lexists(checkpoints) and",
+        "if os.path.exists(checkpoints) and",
+    ),
+    Mutant(
+        "rights: a checkpoint folder without permission is an empty one",
+        "runs.checkpoint_files",
+        "except (FileNotFoundError, NotADirectoryError):\n        return []",
+        "except OSError:\n        return []",
+    ),
+    Mutant(
+        "data: a text that is removed while it is read is a bug",
+        "data.sources.local",
+        "    except OSError as error:\n        reason = ",
+        "    except BlockingIOError as error:\n        reason = ",
+    ),
     Mutant(
         "checkpoints: what cannot be removed blocks the temporary folder",
         "train.checkpoint",

@@ -230,8 +230,8 @@ MUTANTS = [
     Mutant(
         "damage: a file counts as a checkpoint",
         "runs.checkpoint_files",
-        "if is_checkpoint_name(path.name) and path.is_dir())",
-        "if is_checkpoint_name(path.name))",
+        "if is_checkpoint_name(name) and (folder / name).is_dir())",
+        "if is_checkpoint_name(name))",
     ),
     Mutant("damage: wrong tokens at any loss", "runs.evaluation_schema", "self.loss < lowest * (1", "self.loss < 0.0 * (1"),
     Mutant(

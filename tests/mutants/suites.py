@@ -117,7 +117,8 @@ DAMAGED = cases(
     "frozen_weights_need_no_moments",
     "moments_are_those_of_the_optimizer",
     "odd_files_among_the_checkpoints_block_no_save",
-    "checkpoints_that_are_a_file_halt_the_run_with_a_line",
+    "files_that_cannot_be_removed_block_no_save",
+    "checkpoints_that_are_a_file_stop_the_run_with_a_line",
     "many_files_of_a_manifest_start_few_threads",
     "manifest_without_weights_is_not_whole",
 )
@@ -417,6 +418,7 @@ OTHERS = {
             "loops_and_second_names_are_read_once_and_named",
             "hidden_folders_are_left_out_and_named",
             "unreadable_file_is_named",
+            "a_text_that_is_removed_while_it_is_read_is_a_data_error",
         ),
     ],
     "config.yaml_text": ["tests/test_config.py"],
@@ -487,6 +489,7 @@ OTHERS = {
     "train.checkpoint_content": DAMAGED,
     "runs.finite_weights": ["tests/runs/test_finite_weights.py"],
     "runs.checkpoint_files": [
+        *cases("runs/test_permissions.py", "a_checkpoint_folder_without_permission_is_not_an_empty_one"),
         "tests/runs/test_damaged_records.py",
         *DAMAGED,
         "tests/crash/test_checkpoint_save.py",
@@ -494,14 +497,22 @@ OTHERS = {
     ],
     # Not the whole file: a mutant's process may have no children.
     "runs.environment": cases("runs/test_environment.py", "commands_that_cannot_be_started_are_missing"),
-    "runs.directory": cases("runs/test_permissions.py", "private_runs_are_listed"),
+    "runs.directory": cases(
+        "runs/test_permissions.py",
+        "private_runs_are_listed",
+        "checkpoints_that_are_no_folder_are_named_before_a_trainer_starts",
+    ),
     "runs.lock": [
         *STOP,
         "tests/train/test_multi_rank.py::test_resume_refuses_while_a_rank_lives_and_names_it",
         "tests/runs/test_damaged_records.py",
     ],
     "runs.atomic_io": [
-        *cases("runs/test_permissions.py", "files_are_not_written_through_links"),
+        *cases(
+            "runs/test_permissions.py",
+            "files_are_not_written_through_links",
+            "files_that_a_run_appends_to_are_no_links_and_no_other_kind",
+        ),
         *cases(
             "crash/test_damaged_checkpoint.py",
             "odd_files_among_the_checkpoints_block_no_save",

@@ -18,7 +18,11 @@ import unprivileged
 
 from nsa_lab.config.errors import describe_os_error
 from nsa_lab.runs import directory, lifecycle, resolve
-from nsa_lab.runs.atomic_io import write_text
+from nsa_lab.runs.atomic_io import UnwritableFile, overwrite_json, write_text
+from nsa_lab.runs.checkpoint_files import list_steps
+from nsa_lab.runs.lock import take_lock
+from nsa_lab.runs.model_files import NoCheckpoint, find_checkpoint
+from nsa_lab.train.telemetry.event_log import EventLog
 
 RUN_COMMANDS = (("resume",), ("status",), ("health",), ("stop",), ("follow",), ("report",), ("export", "--csv"))
 
@@ -64,6 +68,23 @@ def test_run_whose_files_this_user_may_not_write_or_read(folder: Path) -> None:
     unprivileged.make_private(run_dir / directory.LOCK)
     result = unprivileged.run_cli("resume", run_dir, cwd=folder)
     assert_one_line(result, "trainer.lock: permission denied")
+    (run_dir / directory.LOCK).unlink()
+    for name in (directory.LOG, directory.CHECKPOINTS):
+        (run_dir / name).touch() if name == directory.LOG else (run_dir / name).mkdir(exist_ok=True)
+        unprivileged.make_private(run_dir / name)
+        assert_one_line(
+            unprivileged.run_cli("resume", run_dir, cwd=folder), f"cannot train here ({name}: permission denied)"
+        )
+        (run_dir / name).unlink() if name == directory.LOG else (run_dir / name).rmdir()
+    (run_dir / directory.LOCK).touch()
+    if not os.geteuid():
+        os.chown(run_dir, unprivileged.NOBODY, unprivileged.NOBODY)
+    run_dir.chmod(0o555)
+    result = unprivileged.run_cli("resume", run_dir, cwd=folder)
+    assert_one_line(result, "cannot train here (the folder: permission denied)")
+    if not os.geteuid():
+        os.chown(run_dir, 0, 0)
+    run_dir.chmod(0o755)
     for name in (directory.EVENTS, directory.CONFIG):
         (run_dir / directory.LOCK).unlink(missing_ok=True)
         unprivileged.make_private(run_dir / name)
@@ -163,6 +184,76 @@ def test_files_are_not_written_through_links(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "victim").read_text() == "mine" and not temporary.is_symlink()
     write_text(tmp_path / "new", "text")
     assert (tmp_path / "new").read_text() == "text"
+
+
+def test_files_that_a_run_appends_to_are_no_links_and_no_other_kind(tmp_path: Path) -> None:
+    """Regression: `resume` appended events to a file outside of the run."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    run_dir = fake_run.write_run(tmp_path / "outputs")
+    status = json.loads((run_dir / directory.STATUS).read_text())
+    (run_dir / directory.STATUS).write_text(json.dumps({**status, "status": "PREEMPTED"}))
+    for name in (*directory.APPENDED, directory.LOCK):
+        path, saved = run_dir / name, tmp_path / "saved"
+        if path.exists():
+            path.rename(saved)
+        for put in (lambda path=path: path.symlink_to(victim), lambda path=path: os.mkfifo(path), path.mkdir):
+            put()
+            with pytest.raises(
+                directory.RunDirectoryError, match=f"{name}: expected a regular file of the run, got a.* move it away"
+            ):
+                lifecycle.resume(run_dir)
+            path.rmdir() if path.is_dir() else path.unlink()
+        if saved.exists():
+            saved.rename(path)
+    assert not lifecycle.is_alive(run_dir) and victim.read_text() == "mine"
+    (run_dir / directory.STATUS).unlink()
+    (run_dir / directory.STATUS).symlink_to(victim)
+    directory.write_status(run_dir, run=run_dir.name, status="PREEMPTED")
+    assert victim.read_text() == "mine" and not (run_dir / directory.STATUS).is_symlink()
+    (run_dir / "link.json").symlink_to(victim)
+    with pytest.raises(UnwritableFile):
+        overwrite_json(run_dir / "link.json", {})
+    (tmp_path / directory.EVENTS).symlink_to(victim)
+    with pytest.raises(UnwritableFile):
+        EventLog(tmp_path, "r", 1)
+
+
+def test_checkpoints_that_are_no_folder_are_named_before_a_trainer_starts(tmp_path: Path) -> None:
+    run_dir = fake_run.write_run(tmp_path / "outputs")
+    checkpoints = run_dir / directory.CHECKPOINTS
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "file").touch()
+    for put, found in (
+        (checkpoints.touch, "a file"),
+        (lambda: checkpoints.symlink_to(tmp_path / "file"), "a link to nothing or to no folder"),
+        (lambda: checkpoints.symlink_to(tmp_path / "absent"), "a link to nothing or to no folder"),
+    ):
+        put()
+        with pytest.raises(directory.RunDirectoryError, match=f"checkpoints: expected a folder, got {found}; move"):
+            take_lock(run_dir)
+        with pytest.raises(NoCheckpoint, match=f"checkpoints: expected a folder, got {found}; move"):
+            find_checkpoint(run_dir)
+        checkpoints.unlink()
+    checkpoints.symlink_to(tmp_path / "elsewhere")
+    lock = take_lock(run_dir)
+    assert lock is not None, "a link to a folder is one"
+    os.close(lock)
+
+
+def test_a_checkpoint_folder_without_permission_is_not_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert list_steps(tmp_path / "absent") == []
+
+    def refuse(path: Path) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(PermissionError):
+        list_steps(tmp_path)
+    with pytest.raises(NoCheckpoint, match="checkpoints: permission denied; let its owner"):
+        find_checkpoint(fake_run.write_run(tmp_path))
 
 
 def test_private_runs_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

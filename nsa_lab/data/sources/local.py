@@ -14,6 +14,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,15 @@ class LocalSource:
     def __init__(self, path: str, text_column: str = "text", label: str = "data.path =") -> None:
         self._files = find_files(path, label)
         self._column = text_column
+        entries = []
         for file in self._files:
-            _check_file(file, text_column)
+            with _explain_os_errors(file):
+                _check_file(file, text_column)
+                entries.append([str(file), file.stat().st_size, file.stat().st_mtime_ns])
         self.identity = {
             "source": "local",
             "text_column": text_column,
-            "files": [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in self._files],
+            "files": entries,
             **({"split": BY_POSITION} if self._has_single_document() else {}),
         }
 
@@ -55,7 +59,7 @@ class LocalSource:
         for index in range(first_file, len(self._files)):
             file = self._files[index]
             is_empty = first_row == 0
-            for row, text in READERS[file.suffix.lower()](file, self._column, first_row):
+            for row, text in _read_rows(file, self._column, first_row):
                 is_empty = is_empty and not text.strip()
                 yield Document(text, {"file": index, "row": row + 1})
             if is_empty:
@@ -68,7 +72,7 @@ class LocalSource:
         (file,) = self._files
         if file.suffix.lower() == ".txt":
             return True
-        texts = (text for _, text in READERS[file.suffix.lower()](file, self._column, 0))
+        texts = (text for _, text in _read_rows(file, self._column, 0))
         return len(list(islice(filter(None, texts), 2))) == 1
 
 
@@ -99,7 +103,8 @@ def find_files(path: str, label: str = "data.path =") -> list[Path]:
 
 
 def _explain_denied(path: str, label: str, denied: Sequence[str]) -> str:
-    return f"{label} {path!r}: permission denied: {_join(denied)}; change their permissions, or move them away"
+    remedy = "change their permissions or those of their folders, or move them away"
+    return f"{label} {path!r}: permission denied: {_join(denied)}; {remedy}"
 
 
 @functools.lru_cache(maxsize=64)
@@ -112,6 +117,21 @@ def _warn_of_left_out(path: str, label: str, left_out: tuple[str, ...]) -> None:
 def _join(names: Sequence[str]) -> str:
     more = f" and {len(names) - N_LISTED} more" if len(names) > N_LISTED else ""
     return ", ".join(names[:N_LISTED]) + more
+
+
+@contextmanager
+def _explain_os_errors(file: Path) -> Iterator[None]:
+    """Convert an error of the system to `DataError`: the file was removed after it was found, or the disk has an error."""
+    try:
+        yield
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise DataError(f"{file}: cannot be read ({reason}); restore the file, or start again without it") from error
+
+
+def _read_rows(file: Path, text_column: str, first_row: int) -> Iterator[tuple[int, str]]:
+    with _explain_os_errors(file):
+        yield from READERS[file.suffix.lower()](file, text_column, first_row)
 
 
 def _check_file(file: Path, text_column: str) -> None:

@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from nsa_lab.runs.atomic_io import open_in_place
 from nsa_lab.runs.directory import EVENTS
 from nsa_lab.runs.event_schema import SCHEMA_VERSION, check_event
 
@@ -36,7 +37,7 @@ class EventLog:
         self._lock = threading.Lock()
         self._n_lost = 0
         self._reported_violations: set[str] = set()
-        self._file = os.open(run_dir / EVENTS, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = open_in_place(run_dir / EVENTS, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         self._end_torn_line()
 
     def append(self, kind: str, **fields: Any) -> None:

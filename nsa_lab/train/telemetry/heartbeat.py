@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nsa_lab.runs.atomic_io import open_in_place
+from nsa_lab.runs.directory import APPEND
 from nsa_lab.train.telemetry.event_log import EventLog
 from nsa_lab.train.telemetry.phases import Phases
 from nsa_lab.train.telemetry.system_metrics import get_resident_bytes
@@ -115,7 +117,7 @@ class Heartbeat:
 
     def _report_stall(self, phase: str, age_s: float, limit_s: float) -> None:
         try:
-            with open(self._stacks, "a", encoding="utf-8") as file:
+            with open(open_in_place(self._stacks, APPEND), "a", encoding="utf-8") as file:
                 file.write(f"\nstall in {phase} after {age_s:.0f} s, {time.ctime()}\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
