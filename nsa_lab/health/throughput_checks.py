@@ -11,6 +11,7 @@ from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.history import History, find_stages
 from nsa_lab.runs.summary import format_size, format_speed
 
+SETTLED_READINGS = 3  # readings of a stage after which its peak hardly grows (0.3% measured)
 MIN_RISES = 3  # a longer text or another shape may raise the peak memory once or twice
 
 
@@ -124,7 +125,8 @@ def check_data_wait(history: History, limits: Limits) -> Verdict:
 def check_memory(history: History, limits: Limits) -> Verdict:
     """Check that memory does not grow: of the process over its heartbeats, and of the device over the peaks so far."""
     for attempt in {*history.events.ints("attempt").tolist()}:
-        if problem := _find_memory_trend(history, attempt, limits) or _find_peak_growth(history, attempt, limits):
+        problem = _find_memory_trend(history, attempt, limits) or _find_peak_growth(history, attempt, limits)
+        if problem := problem or _find_peak_rises(history, attempt, limits):
             return Verdict("memory", False, *problem)
     resident = _keep_positive(history.events_of_kind("heartbeat").numbers("rss_bytes"))
     resident = resident[np.isfinite(resident)]
@@ -162,6 +164,27 @@ def _fit_memory_trend(resident: np.ndarray, limit: float, limits: Limits) -> tup
     correlation = float(np.corrcoef(places, resident)[0, 1])
     relative = growth / float(resident.mean())
     return (growth, relative) if relative > limit and correlation > limits.memory_correlation else None
+
+
+def _find_peak_rises(history: History, attempt: int, limits: Limits) -> tuple[float, float, str] | None:
+    """Return value, limit and text if the peak of a GPU keeps rising within the stages of an attempt; None if not.
+
+    The first steps, evaluation and save of a stage allocate what the later ones use again. On a CPU the peak is that of the
+    process, which grows for longer.
+    """
+    is_gpu = any(event["attempt"] == attempt and event.get("device", "cpu") != "cpu" for event in history.first_events)
+    own = history.steps.select((history.steps.ints("attempt") == attempt) & history.steps.has("mem_peak_bytes"))
+    peaks, stages = _keep_positive(own.numbers("mem_peak_bytes")), find_stages(own.ints("step"), history.config.train)
+    growth, n_rises = 1.0, 0
+    for stage in np.unique(stages) if is_gpu else ():
+        settled = peaks[stages == stage][SETTLED_READINGS:]
+        settled = settled[np.isfinite(settled)]
+        if len(settled):
+            growth, n_rises = growth * float(settled[-1] / settled[0]), n_rises + int((np.diff(settled) > 0).sum())
+    if growth - 1 <= limits.peak_growth_steps or n_rises < MIN_RISES:
+        return None
+    text = f"the peak memory grows {n_rises} times within the stages of attempt {attempt}, by {growth - 1:.0%}: a leak"
+    return growth - 1, limits.peak_growth_steps, text
 
 
 def _find_peak_growth(history: History, attempt: int, limits: Limits) -> tuple[float, float, str] | None:
