@@ -169,8 +169,8 @@ def _fit_memory_trend(resident: np.ndarray, limit: float, limits: Limits) -> tup
 def _find_peak_rises(history: History, attempt: int, limits: Limits) -> tuple[float, float, str] | None:
     """Return value, limit and text if the peak of a GPU keeps rising within the stages of an attempt; None if not.
 
-    The first steps, evaluation and save of a stage allocate what the later ones use again. On a CPU the peak is that of the
-    process, which grows for longer.
+    The first steps, evaluation and save of a stage allocate what the later ones use again. On a CPU it is the peak
+    of the process, which grows for longer.
     """
     is_gpu = any(event["attempt"] == attempt and event.get("device", "cpu") != "cpu" for event in history.first_events)
     own = history.steps.select((history.steps.ints("attempt") == attempt) & history.steps.has("mem_peak_bytes"))

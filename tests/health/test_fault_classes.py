@@ -811,6 +811,20 @@ def test_percentiles_of_one_wait_are_no_copies(records: dict[str, History]) -> N
     assert "equals data_s" not in next(v for v in examine(dense).verdicts if v.name == "consistent numbers").text
 
 
+def test_peaks_of_first_steps_and_of_longer_texts_are_no_leak(records: dict[str, History]) -> None:
+    """A stage may need more memory than the one before it, and its first steps less than the later ones."""
+
+    def edit(events: list[Event]) -> None:
+        own = list(select(events, "step", -1.0, 1.0))
+        for stage, (first, last) in enumerate(((0, 786), (786, 1832), (1832, 2582))):
+            for number, event in enumerate(event for event in own if first < event["step"] <= last):
+                settled = 2e10 * 1.1**stage * (1 + 1e-4 * (number // 5))
+                event["mem_peak_bytes"] = int(settled * min(1.0, 0.91 + 0.03 * number))
+
+    verdict = next(v for v in examine(edit_history(records[STAGED], edit)).verdicts if v.name == "memory")
+    assert verdict.ok is True, verdict.text
+
+
 def test_a_fall_of_both_losses_is_no_leak(records: dict[str, History]) -> None:
     """Between two evaluations the training loss falls as the validation loss does, below `Limits.validation_drop`."""
 

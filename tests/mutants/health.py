@@ -737,4 +737,10 @@ MUTANTS = [
         "growth, n_rises = growth * float(settled[-1] / settled[0]), n_rises",
         "growth, n_rises = float(np.nanmax(peaks) / np.nanmin(peaks)), n_rises",
     ),
+    Mutant(
+        "health: memory of the first steps of a stage is a leak",
+        "health.throughput_checks",
+        "peaks[stages == stage][SETTLED_READINGS:]",
+        "peaks[stages == stage]",
+    ),
 ]
