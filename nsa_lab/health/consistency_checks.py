@@ -29,6 +29,7 @@ LEAST_TIME_RATIO, LARGEST_TIME_RATIO, MIN_INTERVALS = 0.2, 3.0, 5
 N_INTERVALS, CLOCK_S = (10, 100), 1.0  # intervals that are compared together, and the resolution of clocks
 # Bytes of a weight, and of a checkpoint per parameter (8 to 12 measured: weights and two moments) with other bytes.
 WEIGHT_BYTES, CHECKPOINT_BYTES, OTHER_BYTES = (0.5, 8.0), (2.0, 24.0), 1 << 24
+MIN_WINDOWS = 4
 CHECKPOINT_RATIO = 1.5  # largest difference of a checkpoint's size from the median (1.000 measured)
 LARGEST_ENTROPY = 8.0  # of a byte
 
@@ -188,6 +189,11 @@ def _check_window_losses(history: History) -> Problem | None:
     positions, lists = history.evaluations.lists("window_losses")
     losses = history.evaluations.numbers("loss")[positions]
     means = np.array([values.mean() for values in lists])
+    # Windows have different texts. Of noise, a model learns the same loss for all of them.
+    is_equal = np.array([len(values) >= MIN_WINDOWS and not np.ptp(values) for values in lists], dtype=bool)
+    if is_equal.any() and history.config.data.source != "synthetic":
+        text = f"the losses of all {len(lists[int(is_equal.argmax())])} windows of an evaluation are equal"
+        return Problem(history.evaluations.ints("step")[positions][is_equal], text)
     is_wrong = np.abs(means - losses) > ROUNDING * np.abs(losses)
     return Problem(
         history.evaluations.ints("step")[positions][is_wrong], "the validation loss is not the mean over its windows"

@@ -21,6 +21,8 @@ from nsa_lab.runs.event_columns import NUMBER
 from nsa_lab.runs.event_schema import FIRST_KINDS, SUPERSEDED_KINDS, GuardEvent
 from nsa_lab.runs.history import History, find_stages
 
+MIN_ZERO_LOSSES = 5
+
 
 def list_layer_statistics(model: ModelConfig) -> list[str]:
     """Return the fields of a reading of statistics that have one value per layer, for the branches that the model has."""
@@ -234,8 +236,29 @@ def check_statistics(history: History, limits: Limits) -> Verdict:
     complete = history.steps.ints("step")[is_complete]
     verdict = _check_complete(history, "statistics", due, complete, "readings of the layers")
     repeated = _find_repeated_readings(history, limits.equal_readings) if verdict.ok else None
-    problem = repeated or (_find_stopped_number(history, limits) if verdict.ok is not False else None)
+    stopped = _find_untrained_selection(history) or _find_stopped_number(history, limits)
+    problem = repeated or (stopped if verdict.ok is not False else None)
     return verdict if problem is None else replace(verdict, ok=False, text=problem)
+
+
+def _find_untrained_selection(history: History) -> str | None:
+    """Return a text on a selection loss that is 0 or missing in many readings, or in all; None if there is none.
+
+    Its cross-entropy is 0 only if every query has one block.
+    """
+    model, steps = history.config.model, history.steps
+    longest = max(stage.seq_len for stage in history.config.train.plan)
+    if not model.has_selection_loss or not len(steps) or longest <= model.nsa.l_sel:
+        return None
+    where = f"although model.selection_loss is {model.selection_loss:g}: nothing trains the selection"
+    if not steps.has("selection_loss").any():
+        return f"selection_loss is missing in all {len(steps):,} readings, {where}"
+    recorded, values = history.series("selection_loss")
+    is_zero = values == 0
+    streak, end = find_longest_constant(is_zero.astype(np.float64), is_zero)
+    if not is_zero[end] or streak < min(MIN_ZERO_LOSSES, len(values)):
+        return None
+    return f"selection_loss is 0 in {streak:,} readings in a row, up to step {recorded[end]:,}, {where}"
 
 
 def _find_stopped_number(history: History, limits: Limits) -> str | None:

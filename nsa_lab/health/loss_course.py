@@ -13,6 +13,7 @@ from nsa_lab.runs.history import History, find_stages
 
 TREND_READINGS = 41
 SPECTRUM_READINGS = 64, 512  # minimum and maximum number of readings of a spectrum
+N_PARTS, MIN_PART = 10, 5  # parts of the selection losses of a stage, and readings of a part
 N_LASTING = 4  # windows of a rise that lasts
 MIN_COURSE_WINDOWS = 10  # with fewer, the fast fall at the start of a stage looks like a sudden drop
 
@@ -28,6 +29,8 @@ def check_loss_course(history: History, limits: Limits) -> Verdict:
         return Verdict(name, None, None, None, "not applicable: noise cannot be learned")
     if rise := _find_validation_rise(history, limits):
         return Verdict(name, False, *rise)
+    if problem := _find_validation_swings(history, limits) or _find_selection_loss_rise(history, limits):
+        return Verdict(name, False, *problem)
     steps, bpb = drop_nonfinite(*history.series("bpb"))
     stages, n_windows = find_stages(steps, history.config.train), 0
     for stage in np.unique(stages):
@@ -54,6 +57,50 @@ def _find_validation_rise(history: History, limits: Limits) -> tuple[float, floa
             text = f"validation rises to {own[worst]:.3f} bits per byte at step {own_steps[worst]:,}, "
             return float(ratios[worst]), limits.validation_rise, f"{text}{ratios[worst]:.2f} times the best before it"
     return None
+
+
+def _find_validation_swings(history: History, limits: Limits) -> tuple[float, float, str] | None:
+    """Return value, limit and text of a validation loss that rises and falls in turns; None if there is none.
+
+    The text of all evaluations is the same, so their differences have little noise.
+    """
+    steps, bpb = drop_nonfinite(*history.validation())
+    steps, bpb = steps[steps > 0], bpb[steps > 0]
+    lengths = np.array([stage.seq_len for stage in history.config.train.plan])[find_stages(steps, history.config.train)]
+    for length in np.unique(lengths):
+        own_steps, changes = steps[lengths == length], np.diff(np.log(np.maximum(bpb[lengths == length], 1e-12)))
+        directions = np.where(np.abs(changes) > limits.validation_swing, np.sign(changes), 0.0)
+        streak = 0
+        for index in range(1, len(directions)):
+            streak = streak + 1 if directions[index] * directions[index - 1] < 0 else 0
+            if streak + 1 >= limits.validation_swings:
+                text = f"validation rises and falls in turns, by at least {limits.validation_swing:.0%}, in {streak + 1}"
+                text += f" evaluations in a row, up to step {own_steps[index + 1]:,}"
+                return float(streak + 1), float(limits.validation_swings), text
+    return None
+
+
+def _find_selection_loss_rise(history: History, limits: Limits) -> tuple[float, float, str] | None:
+    """Return value, limit and text of a selection loss that rises within stages, to their ends; None if there is none.
+
+    Longer texts have a higher one, so stages are not compared with each other; their rises are multiplied. The first part
+    of a stage is not judged, and no trial run: there, attention becomes sharper than at the start.
+    """
+    if explain_trial(history, limits):
+        return None
+    steps, losses = drop_nonfinite(*history.series("selection_loss"))
+    steps, losses = steps[losses > 0], losses[losses > 0]
+    stages, rise = find_stages(steps, history.config.train), 1.0
+    for stage in np.unique(stages):
+        own = losses[stages == stage]
+        n_parts = min(N_PARTS, len(own) // MIN_PART)
+        if n_parts >= 3:
+            medians = np.array([np.median(part) for part in np.array_split(own, n_parts)[1:]])
+            rise *= float(medians[-1] / medians.min())
+    if rise <= limits.selection_loss_growth:
+        return None
+    text = f"the selection loss rises to {rise:.1f} times the lowest tenth before, from step {steps[0]:,} to {steps[-1]:,}"
+    return rise, limits.selection_loss_growth, f"{text}, changes between stages not counted"
 
 
 def _find_wave(steps: np.ndarray, bpb: np.ndarray, limits: Limits) -> tuple[float, float, str] | None:

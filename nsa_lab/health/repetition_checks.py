@@ -155,9 +155,9 @@ def check_layers_differ(history: History, limits: Limits) -> Verdict:
 
 
 def _find_equal_statistic(history: History, n_layers: int, limits: Limits) -> str | None:
-    """Return a text on two layers of which one statistic is equal in most readings; None if there are none."""
+    """Return a text on two layers of which one statistic is equal in most readings, or in many in a row; None without."""
     for name in DISTINCT_STATISTICS:
-        _, values = history.layer_series(name)
+        steps, values = history.layer_series(name)
         if len(values) < MIN_EQUAL_READINGS or values.shape[1] != n_layers:
             continue
         for layer in np.flatnonzero(np.ptp(values, axis=0) > 0).tolist():
@@ -165,6 +165,11 @@ def _find_equal_statistic(history: History, n_layers: int, limits: Limits) -> st
             share = is_equal.mean(axis=0)
             if layer and share.max() > 0.5:
                 return f"{name} of layers {share.argmax()} and {layer} is equal in {share.max():.0%} of the readings"
+            in_a_row = np.lib.stride_tricks.sliding_window_view(is_equal, MIN_EQUAL_READINGS, axis=0).all(axis=-1)
+            if in_a_row.any():
+                first, other = (int(index[0]) for index in np.nonzero(in_a_row))
+                text = f"{name} of layers {other} and {layer} is equal in {MIN_EQUAL_READINGS} readings in a row"
+                return f"{text} from step {steps[first]:,} on"
     return None
 
 

@@ -12,6 +12,7 @@ from nsa_lab.runs.attempts import group_positions
 from nsa_lab.runs.history import History, find_stages
 from nsa_lab.runs.summary import format_size, format_speed
 
+SETTLED_READINGS = 3  # readings of a stage after which its peak hardly grows (0.3% measured)
 MIN_RISES = 3  # a longer text or another shape may raise the peak memory once or twice
 
 
@@ -125,15 +126,19 @@ def check_data_wait(history: History, limits: Limits) -> Verdict:
 
 def check_memory(history: History, limits: Limits) -> Verdict:
     """Check that memory does not grow: of the process over its heartbeats, and of the device over the peaks so far."""
-    beats = history.events_of_kind("heartbeat")
-    resident = _keep_positive(beats.numbers("rss_bytes"))
-    resident_by_attempt = _split_by_attempt(beats.ints("attempt"), resident)
-    peaks_by_attempt = _split_by_attempt(
-        history.steps.ints("attempt"), _keep_positive(history.steps.numbers("mem_peak_bytes"))
-    )
-    for attempt in sorted(resident_by_attempt.keys() | peaks_by_attempt.keys()):
-        own, peaks = (values.get(attempt, np.zeros(0)) for values in (resident_by_attempt, peaks_by_attempt))
-        if problem := _find_memory_trend(own, attempt, limits) or _find_peak_growth(peaks, attempt, limits):
+    beats, steps = history.events_of_kind("heartbeat"), history.steps
+    resident, peaks = _keep_positive(beats.numbers("rss_bytes")), _keep_positive(steps.numbers("mem_peak_bytes"))
+    stages = find_stages(steps.ints("step"), history.config.train)
+    beats_of, steps_of = group_positions(beats.ints("attempt")), group_positions(steps.ints("attempt"))
+    on_gpu = {event["attempt"] for event in history.first_events if event.get("device", "cpu") != "cpu"}
+    none = np.zeros(0, dtype=int)
+    for attempt in sorted(beats_of.keys() | steps_of.keys()):
+        own_beats, own_steps = beats_of.get(attempt, none), steps_of.get(attempt, none)
+        problem = _find_memory_trend(_keep_finite(resident[own_beats]), attempt, limits)
+        problem = problem or _find_peak_growth(_keep_finite(peaks[own_steps]), attempt, limits)
+        if attempt in on_gpu:
+            problem = problem or _find_peak_rises(peaks[own_steps], stages[own_steps], attempt, limits)
+        if problem:
             return Verdict("memory", False, *problem)
     resident = resident[np.isfinite(resident)]
     if len(resident) < limits.memory_readings:
@@ -148,10 +153,8 @@ def check_memory(history: History, limits: Limits) -> Verdict:
     )
 
 
-def _split_by_attempt(attempts: np.ndarray, values: np.ndarray) -> dict[int, np.ndarray]:
-    """Return the finite values of each attempt, in order."""
-    groups = {attempt: values[own] for attempt, own in group_positions(attempts).items()}
-    return {attempt: own[np.isfinite(own)] for attempt, own in groups.items()}
+def _keep_finite(values: np.ndarray) -> np.ndarray:
+    return values[np.isfinite(values)]
 
 
 def _find_memory_trend(resident: np.ndarray, attempt: int, limits: Limits) -> tuple[float, float, str] | None:
@@ -173,6 +176,26 @@ def _fit_memory_trend(resident: np.ndarray, limit: float, limits: Limits) -> tup
     correlation = float(np.corrcoef(places, resident)[0, 1])
     relative = growth / float(resident.mean())
     return (growth, relative) if relative > limit and correlation > limits.memory_correlation else None
+
+
+def _find_peak_rises(
+    peaks: np.ndarray, stages: np.ndarray, attempt: int, limits: Limits
+) -> tuple[float, float, str] | None:
+    """Return value, limit and text if the peak of a GPU keeps rising within the stages of an attempt; None if not.
+
+    The first steps, evaluation and save of a stage allocate what the later ones use again. On a CPU it is the peak
+    of the process, which grows for longer.
+    """
+    growth, n_rises = 1.0, 0
+    for stage in np.unique(stages):
+        settled = peaks[stages == stage]
+        settled = settled[np.isfinite(settled)][SETTLED_READINGS:]
+        if len(settled):
+            growth, n_rises = growth * float(settled[-1] / settled[0]), n_rises + int((np.diff(settled) > 0).sum())
+    if growth - 1 <= limits.peak_growth_steps or n_rises < MIN_RISES:
+        return None
+    text = f"the peak memory grows {n_rises} times within the stages of attempt {attempt}, by {growth - 1:.0%}: a leak"
+    return growth - 1, limits.peak_growth_steps, text
 
 
 def _find_peak_growth(peaks: np.ndarray, attempt: int, limits: Limits) -> tuple[float, float, str] | None:

@@ -26,6 +26,8 @@ class Limits:
     lead_standard_errors: float = 3.0  # by how many standard errors the ratio must be below
     validation_drop: float = 0.75  # minimum change of validation / change of training between two evaluations
     validation_rise: float = 1.10  # maximum validation bpb / lowest one before it (1.03 measured)
+    validation_swing: float = 0.03  # minimum change of validation between two evaluations that counts as a swing
+    validation_swings: int = 5  # evaluations in a row that rise and fall in turns by this much (0 measured)
     structure_margin: float = 0.98  # maximum validation bpb / order-1 entropy of the held-out text
     structure_of_text: float = 0.95  # maximum order-1 / order-0 entropy of a text with structure (0.7 for English)
     structure_bytes: int = 1 << 16  # of a shorter text, the order-1 entropy is not known well enough
@@ -108,6 +110,7 @@ class Limits:
     sink_share: float = 0.80  # maximum fraction of the selected attention on the first block
     selection_loss_fall: float = 0.01  # minimum relative fall of a conversion's selection loss; scaled before step 100
     selection_loss_rise: float = 0.25  # maximum relative rise of the same if the indexer was trained before
+    selection_loss_growth: float = 3.0  # maximum selection loss at the end / lowest before, within stages (1.4 measured)
     selection_loss_errors: float = 3.0  # the same fall is unknown within this many standard errors of the readings
     attention_mass: float = 0.95  # minimum attention mass in a converted model's blocks / in the best blocks
     conversion_gap: float = 0.03  # maximum loss with selected blocks minus dense attention's, in nats per token

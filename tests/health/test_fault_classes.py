@@ -189,6 +189,18 @@ def grow_in_steps(events: list[Event]) -> None:
         event["mem_peak_bytes"] = int(event["mem_peak_bytes"] * (1 + 0.1 * (number * 8 // len(own))))
 
 
+def leak_in_steps(count: int) -> Edit:
+    """Return an edit by which the peak memory rises by 40% in equal steps, in the first half of the run."""
+
+    def edit(events: list[Event]) -> None:
+        own = [event for event in events if event["kind"] == "step"]
+        for number, event in enumerate(own):
+            share = min(1.0, (number * 2 * (count + 1) // len(own)) / count)
+            event["mem_peak_bytes"] = int(event["mem_peak_bytes"] * (1 + 0.4 * share))
+
+    return edit
+
+
 def grow_late(events: list[Event]) -> None:
     own = [event for event in events if event["kind"] == "heartbeat"]
     half = len(own) // 2
@@ -200,6 +212,16 @@ def copy_statistic(name: str) -> Edit:
     def edit(events: list[Event]) -> None:
         for event in (event for event in events if name in event):
             event[name][3] = event[name][2]
+
+    return edit
+
+
+def copy_to_all_layers(first: float, last: float) -> Edit:
+    def edit(events: list[Event]) -> None:
+        for event in select(events, "step", first, last):
+            if "grad_norm_layers" in event:
+                for name in [name for name, value in event.items() if isinstance(value, list) and name != "nonfinite"]:
+                    event[name] = event[name][:1] * len(event[name])
 
     return edit
 
@@ -263,6 +285,32 @@ def repeat(kind: str, first: float, **values: Any) -> Edit:
 def shift_windows(event: Event) -> None:
     if "window_losses" in event:
         event["window_losses"] = [value * 1.05 for value in event["window_losses"]]
+
+
+def equalize_windows(event: Event) -> None:
+    if "window_losses" in event:
+        event["window_losses"] = [event["loss"]] * len(event["window_losses"])
+
+
+def swing(first: float) -> Edit:
+    """Return an edit by which validation is 6% higher and 4% lower in turns, from a fraction of the run on."""
+    numbers = iter(range(10**6))
+    return set_bits(lambda old, at: old * (1.06 if next(numbers) % 2 else 0.96), "eval", first, 1.0)
+
+
+def grow_tenfold(name: str) -> Edit:
+    """Return an edit by which a number grows evenly to ten times its value."""
+
+    def edit(events: list[Event]) -> None:
+        end = max(event["step"] for event in events)
+        for event in (event for event in events if name in event):
+            event[name] *= 1 + 9 * event["step"] / end
+
+    return edit
+
+
+def drop_field(name: str) -> Edit:
+    return change("step", lambda event: event.pop(name, None))
 
 
 def raise_wait(event: Event) -> None:
@@ -520,6 +568,62 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
     ("selection in the window, late", STAGED, set_list("sel_window_overlap", 1.0, 0.9, 1), *OVERLAP),
     ("selection in the window, without keys", RESUMED, set_list("sel_window_overlap", 0.7, -1, 1), *OVERLAP),
     ("selection out of the window", RESUMED, set_list("sel_window_overlap", 0.2, -1, 1), *OVERLAP),
+    (
+        "no selection loss",
+        RECENT,
+        set_fields("step", selection_loss=0.0),
+        "statistics",
+        "selection_loss is 0 in 526 readings",
+    ),
+    ("no selection loss for a while", STAGED, set_fields("step", 0.4, 0.6, selection_loss=0.0), "statistics", "is 0 in"),
+    (
+        "a missing selection loss",
+        STAGED,
+        drop_field("selection_loss"),
+        "statistics",
+        "missing in all 107 readings, although",
+    ),
+    (
+        "a selection loss that grows",
+        RECENT,
+        grow_tenfold("selection_loss"),
+        "loss course",
+        "the selection loss rises to 3.",
+    ),
+    ("a selection loss that grows, in stages", STAGED, grow_tenfold("selection_loss"), "loss course", "loss rises to 3."),
+    (
+        "a validation loss in turns",
+        RECENT,
+        swing(0.3),
+        "loss course",
+        "validation rises and falls in turns, by at least 3%",
+    ),
+    ("equal layers for a while", RECENT, copy_to_all_layers(0.3, 0.7), "layers differ", "is equal in 5 readings in a row"),
+    (
+        "equal layers for a while, in stages",
+        STAGED,
+        copy_to_all_layers(0.3, 0.7),
+        "layers differ",
+        "is equal in 5 readings",
+    ),
+    (
+        "equal windows",
+        RECENT,
+        change("eval", equalize_windows),
+        "consistent numbers",
+        "windows of an evaluation are",
+    ),
+    *(
+        (
+            f"a GPU that leaks in {count} steps, {index}",
+            record,
+            leak_in_steps(count),
+            "memory",
+            "within the stages of attempt",
+        )
+        for count in (5, 20)
+        for index, record in enumerate((RECENT, STAGED))
+    ),
     ("a plateau that ends", RECENT, hold_level, "loss course", "a plateau before"),
     ("an oscillation that ends", RECENT, oscillate, "loss course", "its scatter is"),
     ("a rise that ends", RESUMED, set_bits(lambda old, at: old * 1.4, "step", 0.4, 0.6), "loss course", "rises"),
@@ -705,6 +809,20 @@ def test_percentiles_of_one_wait_are_no_copies(records: dict[str, History]) -> N
 
     dense = edit_history(copied, number_readings)
     assert "equals data_s" not in next(v for v in examine(dense).verdicts if v.name == "consistent numbers").text
+
+
+def test_peaks_of_first_steps_and_of_longer_texts_are_no_leak(records: dict[str, History]) -> None:
+    """A stage may need more memory than the one before it, and its first steps less than the later ones."""
+
+    def edit(events: list[Event]) -> None:
+        own = list(select(events, "step", -1.0, 1.0))
+        for stage, (first, last) in enumerate(((0, 786), (786, 1832), (1832, 2582))):
+            for number, event in enumerate(event for event in own if first < event["step"] <= last):
+                settled = 2e10 * 1.1**stage * (1 + 1e-4 * (number // 5))
+                event["mem_peak_bytes"] = int(settled * min(1.0, 0.91 + 0.03 * number))
+
+    verdict = next(v for v in examine(edit_history(records[STAGED], edit)).verdicts if v.name == "memory")
+    assert verdict.ok is True, verdict.text
 
 
 def test_a_fall_of_both_losses_is_no_leak(records: dict[str, History]) -> None:

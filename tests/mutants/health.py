@@ -262,7 +262,7 @@ MUTANTS = [
         Mutant(f"health: a fault passes: {function}", "health.consistency_checks", f"    {function},\n", "")
         for function in (
             *("_check_gate_shares", "_check_gate_entropy", "_check_training_bits", "_check_validation_bits", "_check_rate"),
-            *("_check_waits", "_check_peak_memory", "_check_gradient_sum", "_check_window_losses", "_check_selected_keys"),
+            *("_check_waits", "_check_peak_memory", "_check_gradient_sum", "_check_window_losses", "_check_selection"),
             *("_check_fields_differ", "_check_work", "_check_step_time", "_check_sizes", "_check_answers"),
             "_check_entropies",
         )
@@ -687,5 +687,60 @@ MUTANTS = [
         "health.selection_geometry",
         "np.where(is_known & (not is_masked), selected,",
         "np.where(is_known, selected,",
+    ),
+    Mutant(
+        "health: a selection loss of 0 passes",
+        "health.log_integrity",
+        "if not is_zero[end] or streak < min(MIN_ZERO_LOSSES, len(values)):",
+        "if True:",
+    ),
+    Mutant(
+        "health: a selection loss that was never recorded passes",
+        "health.log_integrity",
+        'if not steps.has("selection_loss").any():',
+        "if False:",
+    ),
+    Mutant(
+        "health: a selection loss that grows passes",
+        "health.loss_course",
+        "if rise <= limits.selection_loss_growth:",
+        "if rise >= 0:",
+    ),
+    Mutant(
+        "health: the selection loss of the last stage only is judged",
+        "health.loss_course",
+        "rise *= float(medians[-1] / medians.min())",
+        "rise = float(medians[-1] / medians.min())",
+    ),
+    Mutant(
+        "health: validation in turns passes",
+        "health.loss_course",
+        "if streak + 1 >= limits.validation_swings:",
+        "if streak >= 10**6:",
+    ),
+    Mutant("health: equal layers in half of the run pass", "health.repetition_checks", "if in_a_row.any():", "if False:"),
+    Mutant(
+        "health: equal losses of all windows pass",
+        "health.consistency_checks",
+        'if is_equal.any() and history.config.data.source != "synthetic":',
+        "if False:",
+    ),
+    Mutant(
+        "health: a leak of a GPU in the first half passes",
+        "health.throughput_checks",
+        "if growth - 1 <= limits.peak_growth_steps or n_rises < MIN_RISES:",
+        "if True:",
+    ),
+    Mutant(
+        "health: longer texts of the next stage are a leak",
+        "health.throughput_checks",
+        "growth, n_rises = growth * float(settled[-1] / settled[0]), n_rises",
+        "growth, n_rises = float(np.nanmax(peaks) / np.nanmin(peaks)), n_rises",
+    ),
+    Mutant(
+        "health: memory of the first steps of a stage is a leak",
+        "health.throughput_checks",
+        "peaks[stages == stage][SETTLED_READINGS:]",
+        "peaks[stages == stage]",
     ),
 ]
