@@ -16,7 +16,7 @@ from nsa_lab.health import start_checks
 from nsa_lab.health.repetition_checks import MIN_EQUAL_READINGS, VARYING_FIELDS
 from nsa_lab.health.verdict import LIMITS, Limits, Problem, Verdict
 from nsa_lab.runs.event_columns import NUMBERS
-from nsa_lab.runs.event_schema import is_number
+from nsa_lab.runs.event_schema import is_finite, is_number
 from nsa_lab.runs.event_table import Events
 from nsa_lab.runs.history import History, find_stages
 
@@ -290,7 +290,8 @@ def _check_work(history: History) -> Problem | None:
 def _check_answers(history: History) -> Problem | None:
     """A wrong token is not the most likely one, so it costs at least ln 2; all tokens of a right answer cost at most ln V.
 
-    `accuracy` is the share of answers with right tokens only, and `answer_loss` the mean over their `value_length` tokens.
+    `accuracy` is the share of answers with right tokens only, one of each sequence, and `answer_loss` the mean over their
+    `value_length` tokens.
     """
     least_of_wrong = math.log(2) / history.config.data.value_length
     highest_of_right = math.log(history.config.model.vocab_size)
@@ -300,11 +301,15 @@ def _check_answers(history: History) -> Problem | None:
             continue
         for name, share in accuracies.items():
             loss = losses.get(name)
-            if share is None or loss is None or not is_number(share) or not is_number(loss):
+            if not is_finite(share) or loss is None or not is_number(loss):
                 continue
             lowest, highest = (1 - share) * least_of_wrong, highest_of_right if share == 1 else math.inf
             if not lowest - ROUNDING <= loss <= highest + ROUNDING:
                 text = f"{name}: {share:.0%} of the answers are right with a loss of {loss:.4g} nats per token,"
+                return Problem(np.array([event["step"]]), text)
+            right = (event.get("sequences") or 0) * share
+            if abs(right - round(right)) > ROUNDING:
+                text = f"{name}: {share:.4g} of {event['sequences']:,} answers are right, which is no number of answers,"
                 return Problem(np.array([event["step"]]), text)
     return None
 

@@ -5,6 +5,8 @@ A missing entry that was due fails the check. If nothing was due yet, the result
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,9 +17,12 @@ from nsa_lab.config import ModelConfig
 from nsa_lab.health import start_checks
 from nsa_lab.health.due_steps import DueSteps
 from nsa_lab.health.verdict import Limits, Verdict, join_lines
+from nsa_lab.runs import directory
 from nsa_lab.runs.event_columns import NUMBER
-from nsa_lab.runs.event_schema import FIRST_KINDS, SUPERSEDED_KINDS, GuardEvent
+from nsa_lab.runs.event_schema import FIRST_KINDS, SUPERSEDED_KINDS, GuardEvent, is_finite
 from nsa_lab.runs.history import Attempt, History, find_stages
+
+DAY_S = 86_400.0
 
 
 def list_layer_statistics(model: ModelConfig) -> list[str]:
@@ -137,8 +142,33 @@ def check_clock(history: History, limits: Limits) -> Verdict:
     ok = back <= limits.clock_back_s
     if ok and (problem := _find_disorder(history)):
         return Verdict("clock", False, 1, 0, problem)
+    if ok and (problem := _find_other_date(history)):
+        return Verdict("clock", False, 1, 0, problem)
+    if ok and (ahead := float(times.max()) - time.time()) > DAY_S:
+        text = f"the last event is {ahead / DAY_S:,.0f} days ahead of this machine's clock; one of the two clocks is wrong"
+        return Verdict("clock", None, None, limits.clock_back_s, text)
     text = "increases from event to event" if ok else f"goes back by {back:,.0f} s at step {steps[worst]:,}"
     return Verdict("clock", ok, back, limits.clock_back_s, text)
+
+
+def _find_other_date(history: History) -> str | None:
+    """Return a text on a status that was written days before or after the events of its attempt; None without one.
+
+    The status of a finished run was written with its last event. Any other is written again by later commands.
+    """
+    updated: Any = history.status.get("updated")
+    attempt = history.last_attempt
+    times = history.events.numbers("t")[history.events.ints("attempt") == attempt]
+    if not is_finite(updated) or history.status.get("attempt") not in (None, attempt):
+        return None
+    state = history.status.get("status")
+    first, last = (float(function(times)) for function in (np.nanmin, np.nanmax))
+    lowest = (last if state in (directory.DONE, directory.HALTED) else first) - DAY_S
+    highest = last + DAY_S if state == directory.DONE else math.inf
+    if lowest <= updated <= highest:
+        return None
+    text = f"status.json was written {abs(updated - last) / DAY_S:,.0f} days {'after' if updated > last else 'before'}"
+    return f"{text} the last event of attempt {attempt}"
 
 
 # A guard may be about an earlier step.

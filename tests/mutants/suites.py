@@ -205,6 +205,7 @@ OTHERS = {
     ],
     **{
         f"health.{part}": [
+            "tests/health/test_record_edits.py",
             *(f"tests/health/test_{name}.py" for name in ("stage_verdicts", "verdicts", "fault_classes", "edited_records")),
             "tests/runs/test_finite_weights.py",
         ]
@@ -212,7 +213,8 @@ OTHERS = {
     },
     **{
         f"health.{part}": [
-            f"tests/health/test_{name}.py" for name in ("stage_verdicts", "verdicts", "fault_classes", "edited_records")
+            f"tests/health/test_{name}.py"
+            for name in ("record_edits", "stage_verdicts", "verdicts", "fault_classes", "edited_records")
         ]
         for part in (
             "attempt_checks",
@@ -231,6 +233,7 @@ OTHERS = {
     "health.start_checks": ["tests/health/test_start_checks.py"],
     "health.due_steps": ["tests/health/test_due_steps.py", "tests/health/test_verdicts.py"],
     "health.log_integrity": [
+        "tests/health/test_record_edits.py",
         "tests/health/test_attempts.py",
         "tests/health/test_verdicts.py",
         "tests/health/test_fault_classes.py",
