@@ -314,6 +314,23 @@ def _check_answers(history: History) -> Problem | None:
     return None
 
 
+def _check_phase_ages(history: History) -> Problem | None:
+    """A phase of the trainer is younger than the last step but one, which was recorded in an earlier phase."""
+    beats, all_steps = history.events_of_kind("heartbeat"), history.events_of_kind("step")
+    for attempt in np.unique(beats.ints("attempt")):
+        own = beats.select(beats.ints("attempt") == attempt)
+        recorded = np.sort(all_steps.numbers("t")[all_steps.ints("attempt") == attempt])
+        n_before = np.searchsorted(recorded, own.numbers("t"))
+        own, n_before = own.select(n_before >= 2), n_before[n_before >= 2]
+        ages = own.numbers("phase_age_s")
+        is_wrong = ages > own.numbers("t") - recorded[n_before - 2] + LIMITS.clock_back_s
+        if is_wrong.any():
+            name = own[int(is_wrong.argmax())].get("phase")
+            text = f"the phase {name} is {ages[is_wrong][0]:,.0f} s old, which is longer than two recorded steps,"
+            return Problem(own.ints("step")[is_wrong], text)
+    return None
+
+
 def _check_entropies(history: History) -> Problem | None:
     """The entropy of bytes is at most 8 bits, and not higher if the previous byte is known."""
     references = {event.get("name"): event for event in history.events_of_kind("reference")}
@@ -345,6 +362,7 @@ RELATIONS: tuple[Callable[[History], Problem | None], ...] = (
     _check_fields_differ,
     _check_work,
     _check_answers,
+    _check_phase_ages,
     _check_entropies,
     *start_checks.RELATIONS,
 )

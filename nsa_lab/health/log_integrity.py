@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from nsa_lab.config import ModelConfig
-from nsa_lab.health import start_checks
+from nsa_lab.config.errors import shorten
+from nsa_lab.health import evaluation_checks, start_checks
 from nsa_lab.health.due_steps import DueSteps
 from nsa_lab.health.verdict import Limits, Verdict, join_lines
 from nsa_lab.runs import directory
 from nsa_lab.runs.event_columns import NUMBER
-from nsa_lab.runs.event_schema import FIRST_KINDS, SUPERSEDED_KINDS, GuardEvent, is_finite
+from nsa_lab.runs.event_schema import FIRST_KINDS, PHASES, SCHEMA_VERSION, SUPERSEDED_KINDS, GuardEvent, is_finite
 from nsa_lab.runs.history import Attempt, History, find_stages
 
 DAY_S = 86_400.0
@@ -72,7 +73,7 @@ def check_one_run(history: History, limits: Limits) -> Verdict:
 
 
 def _find_foreign_file(history: History) -> str | None:
-    """Return a text on config.yaml, environment.json or status.json of another run; None if there is none."""
+    """Return a text on a file of another run, or that contradicts the events; None if there is none."""
     n_steps, n_layers = history.config.train.steps, history.config.model.n_layers
     for event in history.first_events:
         if event.get("steps") not in (None, n_steps):
@@ -88,7 +89,11 @@ def _find_foreign_file(history: History) -> str | None:
     created, recorded = history.environment.get("config_hash"), history.first_events[:1].values("config_hash")
     if created and recorded and created != recorded[0]:
         return f"environment.json belongs to configuration {created}, the first event to {recorded[0]}"
-    return start_checks.find_wrong_environment(history) or start_checks.find_contradiction(history)
+    return (
+        start_checks.find_wrong_environment(history)
+        or start_checks.find_contradiction(history)
+        or evaluation_checks.find_foreign_evaluation(history)
+    )
 
 
 def check_record_format(history: History, limits: Limits) -> Verdict:
@@ -99,8 +104,11 @@ def check_record_format(history: History, limits: Limits) -> Verdict:
     """
     name, violations = "record format", history.events.violations
     expected = _find_explained_lines(history)
+    unknown = _find_unknown_values(history)
     others = [violation for violation in violations.listed if violation.line not in expected]
     count = violations.count - (len(violations.listed) - len(others))
+    if not others and unknown:
+        return Verdict(name, False, 1, 0, unknown).to_warning()
     if not others:
         note = f"; {len(expected)} incomplete at the end of an attempt" if expected else ""
         return (
@@ -112,6 +120,22 @@ def check_record_format(history: History, limits: Limits) -> Verdict:
     verdict = Verdict(name, False, count, 0, f"{others[0]}" + (f" ({count} such lines)" if count > 1 else ""))
     is_damage = others[0].is_skipped and others[0].line not in violations.torn
     return verdict if is_damage else verdict.to_warning()
+
+
+def _find_unknown_values(history: History) -> str | None:
+    """Return a text on events of another version of the format, or on an unknown phase; None if there are none.
+
+    A newer version may write both.
+    """
+    versions = history.events.numbers("v")
+    others = versions[np.isfinite(versions) & (versions != SCHEMA_VERSION)]
+    remedy = "a newer version of nsa_lab may have written it; read the run with that version"
+    if len(others):
+        return f"{len(others):,} events have version {others[0]:g} of the format, expected {SCHEMA_VERSION}: {remedy}"
+    for event in history.events_of_kind("heartbeat"):
+        if event.get("phase") is not None and event["phase"] not in PHASES:
+            return f"the phase {shorten(str(event['phase']))!r} at step {event['step']:,} is unknown: {remedy}"
+    return None
 
 
 def _find_explained_lines(history: History) -> set[int]:

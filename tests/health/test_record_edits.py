@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +18,16 @@ from nsa_lab.health import LIMITS, Limits, Verdict
 from nsa_lab.health.attempt_checks import check_attempts_agree, check_evaluated_text
 from nsa_lab.health.consistency_checks import check_consistent
 from nsa_lab.health.ending_checks import check_status_agrees
-from nsa_lab.health.log_integrity import check_clock
+from nsa_lab.health.log_integrity import check_clock, check_one_run, check_record_format
 from nsa_lab.health.step_accounting import check_checkpoints
 from nsa_lab.runs import resolve
+from nsa_lab.runs.evaluation import EVALUATION
+from nsa_lab.runs.event_schema import PHASES
 from nsa_lab.runs.history import History
 
 OUTPUTS = resolve.get_root() / "outputs"
 RECENT, RESUMED = "whole4-20261126T030637Z-8c93", "production_50k-20261121T141448Z-afd3"
+EVALUATED = "long_64k-20261126T122445Z-0d29"
 Check = Callable[[History, Limits], Verdict]
 Edit = Callable[[list[Event]], Any]
 DAY_S = 86_400.0
@@ -77,6 +84,7 @@ def test_edits_fail(records: dict[str, History]) -> None:
         ),
         (RECENT, set_fields("reach", 5000, sequences=4), check_evaluated_text, "reach: 4 sequences at step 5,250, 16 at 0"),
         (RECENT, set_fields("reach", 5000, length=1024), check_evaluated_text, "reach: sequences of 1,024 tokens at step"),
+        (RECENT, set_fields("heartbeat", 5000, phase_age_s=500.0), check_consistent, "the phase step is 500 s old"),
         (RECENT, change("reach", set_accuracy), check_consistent, "random: 0.3 of 16 answers are right"),
         (RECENT, shift_time(73 * 365 * DAY_S), check_clock, "status.json was written 26,645 days before the last event"),
         (RECENT, shift_time(-56 * 365 * DAY_S), check_clock, "status.json was written 20,440 days after the last event"),
@@ -110,7 +118,7 @@ def test_status_with_another_reason_or_time(records: dict[str, History]) -> None
 
 
 def test_record_of_the_future_is_unknown(records: dict[str, History]) -> None:
-    """Nobody knows which clock is wrong: that of the trainer, or that of the reader."""
+    """Nobody knows which clock is wrong, the trainer's or the reader's."""
     history = records[RECENT]
     ahead = time.time() + 2 * DAY_S - history.status["updated"]
     status = history.status | {"updated": history.status["updated"] + ahead}
@@ -126,3 +134,39 @@ def test_more_questions_of_a_newer_version_are_a_warning(records: dict[str, Hist
 
     verdict = check_evaluated_text(edit_history(records[RECENT], add), LIMITS)
     assert verdict.level == "warning" and "reach: 32 sequences" in verdict.text
+
+
+def test_unknown_versions_and_phases_are_a_warning(records: dict[str, History]) -> None:
+    for edit, text in (
+        (set_fields("step", 5000, v=2), "276 events have version 2 of the format, expected 1"),
+        (set_fields("heartbeat", 5000, phase="banana"), "the phase 'banana' at step"),
+    ):
+        verdict = check_record_format(edit_history(records[RECENT], edit), LIMITS)
+        assert verdict.level == "warning" and text in verdict.text, verdict.text
+    assert check_record_format(records[RECENT], LIMITS).level == "passed"
+
+
+def test_the_trainer_has_no_other_phases() -> None:
+    sources = "".join(path.read_text() for path in (resolve.get_root() / "nsa_lab/train").rglob("*.py"))
+    found = set(re.findall(r'(?:phases?|_exclude_from_step_time)\("(\w+)"', sources))
+    assert found - set(PHASES) == set() and len(found) >= 9
+
+
+def test_foreign_evaluations_fail(tmp_path: Path) -> None:
+    run = tmp_path / EVALUATED
+    shutil.copytree(OUTPUTS / EVALUATED, run)
+    history, file = History.read(run), run / EVALUATION
+    record = json.loads(file.read_text())
+    for value, text in (
+        ([1], "evaluation.json: expected a JSON object"),
+        (record | {"config_hash": "0" * 16}, "evaluation.json belongs to configuration 0000000000000000"),
+        (record | {"step": 777}, "evaluation.json is of step 777, which the run did not save"),
+        (record | {"run": "another"}, "evaluation.json: it is of another run"),
+        (record | {"retrieval": 3}, "evaluation.json: retrieval"),
+    ):
+        file.write_text(json.dumps(value))
+        verdict = check_one_run(history, LIMITS)
+        assert verdict.ok is False and text in verdict.text, verdict.text
+    for value in (record, record | {"step": 1000}, {"v": 2}):
+        file.write_text(json.dumps(value))
+        assert check_one_run(history, LIMITS).ok, value.keys()

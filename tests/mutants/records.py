@@ -89,6 +89,30 @@ MUTANTS = [
         'if event.get("path") and event["path"][-8:] != path[-8:]:',
     ),
     Mutant(
+        "records: an old phase passes",
+        "health.consistency_checks",
+        "    _check_phase_ages,\n",
+        "",
+    ),
+    Mutant(
+        "records: events of another version are read without a word",
+        "health.log_integrity",
+        "if not others and unknown:",
+        "if False:",
+    ),
+    Mutant(
+        "records: an evaluation of another configuration passes",
+        "health.evaluation_checks",
+        "if recorded is not None and hashes and recorded not in hashes:",
+        "if False:",
+    ),
+    Mutant(
+        "records: an evaluation of a checkpoint fails",
+        "health.evaluation_checks",
+        "return {history.config.train.steps, *saved,",
+        "return {history.config.train.steps,",
+    ),
+    Mutant(
         "records: a lost hash passes",
         "health.start_checks",
         'if is_recent and not isinstance(history.environment.get("config_hash"), str):',

@@ -230,6 +230,7 @@ OTHERS = {
         )
     },
     **{f"health.{part}": ["tests/health/test_references.py"] for part in ("verdict_file", "summary_sentence")},
+    "health.evaluation_checks": ["tests/health/test_record_edits.py"],
     "health.start_checks": ["tests/health/test_start_checks.py"],
     "health.due_steps": ["tests/health/test_due_steps.py", "tests/health/test_verdicts.py"],
     "health.log_integrity": [
