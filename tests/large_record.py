@@ -29,6 +29,7 @@ def write_long_run(folder: Path, n_bytes: int, log_every: int = 1, stats_every: 
             for event in _make_events(step, config, rng):
                 envelope = {"v": 1, "t": 2000.0 + step / 2, "run": run_dir.name, "tokens": config.train.tokens_until(step)}
                 file.write(json.dumps({**envelope, **event}, separators=(",", ":")) + "\n")
+    directory.write_status(run_dir, run=run_dir.name, status=directory.DONE, updated=2000.0 + steps / 2)
     return run_dir
 
 
@@ -58,7 +59,7 @@ def _make_events(step: int, config: fake_run.RunConfig, rng: random.Random) -> l
     if step % train.save_every == 0:
         events.append(fake_run.make_checkpoint_event(step))
     if step == train.steps:
-        end = {"status": directory.DONE, "exit_code": 0, "reason": "done"}
+        end = {"status": directory.DONE, "exit_code": 0, "reason": directory.format_done_reason(step)}
         events.append({"kind": "end", "attempt": 1, "step": step, **end})
     return events
 

@@ -56,6 +56,7 @@ def make_resumed_events() -> list[Event]:
             second.append(make_checkpoint_event(step, attempt=2))
         second.append({"kind": "heartbeat", "attempt": 2, "step": step, "phase": "step", "rss_bytes": 10**9})
     end = {"kind": "end", "attempt": 2, "step": 200, "status": directory.DONE, "exit_code": 0}
+    end |= {"reason": directory.format_done_reason(200)}
     return [*first, *second, end]
 
 
