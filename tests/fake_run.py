@@ -183,8 +183,8 @@ def make_healthy_events(config: RunConfig) -> list[Event]:
                 events.append(make_reach_event(step))
         if train.save_every and step % train.save_every == 0:
             events.append(make_checkpoint_event(step))
-    end = {"kind": "end", "attempt": 1, "step": train.steps, "status": directory.DONE, "exit_code": 0, "reason": "done"}
-    return [*events, end]
+    end = {"kind": "end", "attempt": 1, "step": train.steps, "status": directory.DONE, "exit_code": 0}
+    return [*events, end | {"reason": directory.format_done_reason(train.steps)}]
 
 
 def make_eval_event(step: int, bpb: float, attempt: int = 1) -> Event:
@@ -231,15 +231,17 @@ def write_run(
     first = next((event for event in events if isinstance(event, dict) and event.get("kind") in ("start", "resume")), {})
     environment = {"versions": {"python": "3.11.0"}, "config_hash": first.get("config_hash") or config.hash()}
     (run_dir / directory.ENVIRONMENT).write_text(json.dumps(environment), encoding="utf-8")
+    last_time = 0.0
     with open(run_dir / directory.EVENTS, "w", encoding="utf-8") as file:
         for index, event in enumerate(events):
             tokens = config.train.tokens_until(event["step"])
             # About the time of the steps: two events every ten steps of 0.5 s.
             envelope = {"v": 1, "t": 1000.0 + 2 * index, "run": run_dir.name, "tokens": tokens}
-            file.write(json.dumps({**envelope, **event}) + "\n")
-    directory.write_status(
-        run_dir, run=run_dir.name, **{"status": directory.DONE, "reason": "all steps done", **(status or {})}
-    )
+            written = {**envelope, **event}
+            last_time = max(last_time, written["t"]) if isinstance(written["t"], float) else last_time
+            file.write(json.dumps(written) + "\n")
+    done = {"status": directory.DONE, "reason": directory.format_done_reason(config.train.steps), "updated": last_time}
+    directory.write_status(run_dir, run=run_dir.name, **{**done, **(status or {})})
     return run_dir
 
 

@@ -34,7 +34,7 @@ def write_long_run(folder: Path, n_bytes: int, log_every: int = 1, stats_every: 
             for event in own:
                 envelope = {"v": 1, "t": 2000.0 + step / 2, "run": run_dir.name, "tokens": config.train.tokens_until(step)}
                 file.write(json.dumps({**envelope, **event}, separators=(",", ":")) + "\n")
-    status = {"status": directory.DONE, "attempt": attempt, "step": steps, "exit_code": 0}
+    status = {"status": directory.DONE, "attempt": attempt, "step": steps, "exit_code": 0, "updated": 2000.0 + steps / 2}
     directory.write_status(run_dir, run=run_dir.name, **status)
     return run_dir
 
@@ -73,7 +73,7 @@ def _make_events(step: int, config: fake_run.RunConfig, rng: random.Random) -> l
     if step % train.save_every == 0:
         events.append(fake_run.make_checkpoint_event(step))
     if step == train.steps:
-        end = {"status": directory.DONE, "exit_code": 0, "reason": "done"}
+        end = {"status": directory.DONE, "exit_code": 0, "reason": directory.format_done_reason(step)}
         events.append({"kind": "end", "attempt": 1, "step": step, **end})
     return events
 

@@ -32,12 +32,15 @@ def check_attempts_agree(history: History, limits: Limits) -> Verdict:
     for other in others:
         for subject, get_value in FACTS.items():
             values = get_value(first), get_value(other)
+            if values[0] is not None and values[1] is None:
+                text = f"attempt {other['attempt']} does not record its {subject}, but attempt {first['attempt']} does"
+                return Verdict(name, False, 1, 0, text)
             if None not in values and values[0] != values[1]:
                 shown = " and ".join(str(value)[:16] for value in values)
                 text = f"attempts {first['attempt']} and {other['attempt']} differ in {subject}: {shown}"
                 return Verdict(name, False, 1, 0, text)
         folder, from_step = other.get("checkpoint"), other.get("from_step") or 0
-        if folder is not None and Path(folder).name != get_checkpoint_path(Path(), from_step).name:
+        if folder is not None and folder != get_checkpoint_path(Path(), from_step).name:
             text = f"attempt {other['attempt']} continues at step {from_step:,}, but from {shorten(folder)}"
             return Verdict(name, False, 1, 0, text)
         difference, limit = other.get("probe_difference"), limits.probe_difference
@@ -57,7 +60,7 @@ def check_attempts_agree(history: History, limits: Limits) -> Verdict:
 
 FACTS: dict[str, Any] = {
     "code": lambda event: (event.get("code") or {}).get("source"),
-    "text": lambda event: event.get("data_identity"),
+    "text": lambda event: event.get("data_identity") or None,
     "parameters": lambda event: event.get("params"),
     "steps": lambda event: event.get("steps"),
     "work per token": lambda event: event.get("flops_per_token"),
@@ -81,9 +84,12 @@ def check_evaluated_text(history: History, limits: Limits) -> Verdict:
     `train.eval_batches` may change when a run is resumed. Losses before and after cannot be compared, which is a warning.
     """
     name, evaluations = "evaluated text", history.evaluations
+    questions = _check_questions(history, name)
+    if questions and questions.ok is False:
+        return questions
     recorded = evaluations.select(evaluations.has("text") | evaluations.has("windows"))
     if len(recorded) < 2:
-        return Verdict(name, None, None, 0, "fewer than two evaluations record their text")
+        return questions or Verdict(name, None, None, 0, "fewer than two evaluations record their text")
     stages = find_stages(recorded.ints("step"), history.config.train)
     lengths = np.array([stage.seq_len for stage in history.config.train.plan])[stages]
     sizes = list(zip(*(recorded.values(field) for field in ("text", "windows", "seq_len")), strict=True))
@@ -101,6 +107,32 @@ def check_evaluated_text(history: History, limits: Limits) -> Verdict:
             if not is_setting:
                 return verdict
             warning = verdict.to_warning()
+    warning = warning or questions
     if not warning and not recorded.has("text").any():
         return Verdict(name, None, None, 0, "fewer than two evaluations record their text")
     return warning or Verdict(name, True, 0, 0, f"the same in all {len(recorded)} evaluations of a length")
+
+
+def _check_questions(history: History, name: str) -> Verdict | None:
+    """Return a failed check of measurements of another length than the training, or of fewer sequences; None without one.
+
+    A newer version, which resumed the run, may measure more sequences. Then it is a warning.
+    """
+    warning = None
+    for kind, field in (("reach", "sequences"), ("conversion", "windows")):
+        before: dict[int, Any] = {}
+        for event in (event for event in history.current_events(kind) if "why_not" not in event):
+            step, length = event["step"], history.config.train.stage_at(event["step"]).seq_len
+            if event.get("length") not in (None, length):
+                text = f"{kind}: sequences of {event['length']:,} tokens at step {step:,}, configured: {length:,}"
+                return Verdict(name, False, 1, 0, text)
+            previous = before.setdefault(length, event)
+            if previous.get(field) != event.get(field):
+                text = (
+                    f"{kind}: {event.get(field)} sequences at step {step:,}, {previous.get(field)} at {previous['step']:,}"
+                )
+                verdict = Verdict(name, False, 1, 0, text)
+                if previous["attempt"] == event["attempt"]:
+                    return verdict
+                warning, before[length] = verdict.to_warning(), event
+    return warning

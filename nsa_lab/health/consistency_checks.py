@@ -18,7 +18,7 @@ from nsa_lab.health.selection_geometry import find_impossible_keys, find_impossi
 from nsa_lab.health.verdict import LIMITS, Limits, Problem, Verdict
 from nsa_lab.runs.attempts import group_positions
 from nsa_lab.runs.event_columns import NUMBERS
-from nsa_lab.runs.event_schema import is_number
+from nsa_lab.runs.event_schema import is_finite, is_number
 from nsa_lab.runs.event_table import Events
 from nsa_lab.runs.history import History, find_stages
 
@@ -291,7 +291,8 @@ def _check_work(history: History) -> Problem | None:
 def _check_answers(history: History) -> Problem | None:
     """A wrong token is not the most likely one, so it costs at least ln 2; all tokens of a right answer cost at most ln V.
 
-    `accuracy` is the share of answers with right tokens only, and `answer_loss` the mean over their `value_length` tokens.
+    `accuracy` is the share of answers with right tokens only, one of each sequence, and `answer_loss` the mean over their
+    `value_length` tokens.
     """
     least_of_wrong = math.log(2) / history.config.data.value_length
     highest_of_right = math.log(history.config.model.vocab_size)
@@ -301,12 +302,33 @@ def _check_answers(history: History) -> Problem | None:
             continue
         for name, share in accuracies.items():
             loss = losses.get(name)
-            if share is None or loss is None or not is_number(share) or not is_number(loss):
+            if not is_finite(share) or loss is None or not is_number(loss):
                 continue
             lowest, highest = (1 - share) * least_of_wrong, highest_of_right if share == 1 else math.inf
             if not lowest - ROUNDING <= loss <= highest + ROUNDING:
                 text = f"{name}: {share:.0%} of the answers are right with a loss of {loss:.4g} nats per token,"
                 return Problem(np.array([event["step"]]), text)
+            right = (event.get("sequences") or 0) * share
+            if abs(right - round(right)) > ROUNDING:
+                text = f"{name}: {share:.4g} of {event['sequences']:,} answers are right, which is no number of answers,"
+                return Problem(np.array([event["step"]]), text)
+    return None
+
+
+def _check_phase_ages(history: History) -> Problem | None:
+    """A phase of the trainer is younger than the last step but one, which was recorded in an earlier phase."""
+    beats, all_steps = history.events_of_kind("heartbeat"), history.events_of_kind("step")
+    for attempt in np.unique(beats.ints("attempt")):
+        own = beats.select(beats.ints("attempt") == attempt)
+        recorded = np.sort(all_steps.numbers("t")[all_steps.ints("attempt") == attempt])
+        n_before = np.searchsorted(recorded, own.numbers("t"))
+        own, n_before = own.select(n_before >= 2), n_before[n_before >= 2]
+        ages = own.numbers("phase_age_s")
+        is_wrong = ages > own.numbers("t") - recorded[n_before - 2] + LIMITS.clock_back_s
+        if is_wrong.any():
+            name = own[int(is_wrong.argmax())].get("phase")
+            text = f"the phase {name} is {ages[is_wrong][0]:,.0f} s old, which is longer than two recorded steps,"
+            return Problem(own.ints("step")[is_wrong], text)
     return None
 
 
@@ -341,6 +363,7 @@ RELATIONS: tuple[Callable[[History], Problem | None], ...] = (
     _check_fields_differ,
     _check_work,
     _check_answers,
+    _check_phase_ages,
     _check_entropies,
     *start_checks.RELATIONS,
 )

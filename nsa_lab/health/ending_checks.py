@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from nsa_lab.config.errors import shorten
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs import directory
 from nsa_lab.runs.event_schema import EndEvent
@@ -16,6 +17,8 @@ def check_status_agrees(history: History, limits: Limits) -> Verdict:
     attempt = history.last_attempt
     endings = [event for event in history.events_of_kind("end", "halt") if event["attempt"] == attempt]
     status = history.status
+    if problem := _find_other_reason(history, endings):
+        return Verdict(name, False, 1, 0, problem)
     if history.is_alive or not endings:
         return Verdict(name, None, None, 0, "no attempt has ended" if not endings else "a trainer is at work")
     ending = endings[-1]
@@ -23,9 +26,9 @@ def check_status_agrees(history: History, limits: Limits) -> Verdict:
         return Verdict(name, False, 1, 0, problem)
     recorded_status = ending.get("status") or (directory.HALTED if ending["kind"] == "halt" else directory.DONE)
     recorded = {"status": recorded_status, "attempt": attempt, "step": ending["step"], "tokens": ending.get("tokens")}
-    recorded["exit_code"] = ending.get("exit_code")
+    recorded |= {key: ending.get(key) for key in ("exit_code", "reason")}
     different = [
-        f"{key} {status[key]}, event {value}"
+        f"{key} {shorten(str(status[key]))}, event {shorten(str(value))}"
         for key, value in recorded.items()
         if value is not None and status.get(key) is not None and status[key] != value
     ]
@@ -33,6 +36,16 @@ def check_status_agrees(history: History, limits: Limits) -> Verdict:
     if different:
         return Verdict(name, False, len(different), 0, f"status.json and the last event disagree: {'; '.join(different)}")
     return Verdict(name, True, 0, 0, f"status.json and the last event: {recorded_status} at step {ending['step']:,}")
+
+
+def _find_other_reason(history: History, endings: list[EndEvent]) -> str | None:
+    """Return a text on a run that is DONE with another reason than that all steps are done; None without one."""
+    expected = directory.format_done_reason(history.config.train.steps)
+    for place, ending in (("status.json", history.status), *(("the last event", ending) for ending in endings)):
+        reason = ending.get("reason")
+        if ending.get("status") == directory.DONE and reason not in (None, expected):
+            return f"{place} has status DONE with the reason {shorten(str(reason))!r}, expected {expected!r}"
+    return None
 
 
 def _find_late_event(history: History, ending: EndEvent) -> str | None:

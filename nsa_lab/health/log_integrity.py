@@ -5,6 +5,8 @@ A missing entry that was due fails the check. If nothing was due yet, the result
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,15 +15,19 @@ from typing import Any
 import numpy as np
 
 from nsa_lab.config import ModelConfig
-from nsa_lab.health import start_checks
+from nsa_lab.config.errors import shorten
+from nsa_lab.health import evaluation_checks, start_checks
 from nsa_lab.health.due_steps import DueSteps
 from nsa_lab.health.verdict import Limits, Verdict, join_lines
+from nsa_lab.runs import directory
 from nsa_lab.runs.attempts import Attempt, group_positions
 from nsa_lab.runs.event_columns import NUMBER
-from nsa_lab.runs.event_schema import FIRST_KINDS, SUPERSEDED_KINDS, GuardEvent
+from nsa_lab.runs.event_schema import FIRST_KINDS, PHASES, SCHEMA_VERSION, SUPERSEDED_KINDS, GuardEvent, is_finite
 from nsa_lab.runs.history import History, find_stages
 
 MIN_ZERO_LOSSES = 5
+
+DAY_S = 86_400.0
 
 
 def list_layer_statistics(model: ModelConfig) -> list[str]:
@@ -71,7 +77,7 @@ def check_one_run(history: History, limits: Limits) -> Verdict:
 
 
 def _find_foreign_file(history: History) -> str | None:
-    """Return a text on config.yaml, environment.json or status.json of another run; None if there is none."""
+    """Return a text on a file of another run, or that contradicts the events; None if there is none."""
     n_steps, n_layers = history.config.train.steps, history.config.model.n_layers
     for event in history.first_events:
         if event.get("steps") not in (None, n_steps):
@@ -87,7 +93,11 @@ def _find_foreign_file(history: History) -> str | None:
     created, recorded = history.environment.get("config_hash"), history.first_events[:1].values("config_hash")
     if created and recorded and created != recorded[0]:
         return f"environment.json belongs to configuration {created}, the first event to {recorded[0]}"
-    return start_checks.find_wrong_environment(history) or start_checks.find_contradiction(history)
+    return (
+        start_checks.find_wrong_environment(history)
+        or start_checks.find_contradiction(history)
+        or evaluation_checks.find_foreign_evaluation(history)
+    )
 
 
 def check_record_format(history: History, limits: Limits) -> Verdict:
@@ -98,8 +108,11 @@ def check_record_format(history: History, limits: Limits) -> Verdict:
     """
     name, violations = "record format", history.events.violations
     expected = _find_explained_lines(history)
+    unknown = _find_unknown_values(history)
     others = [violation for violation in violations.listed if violation.line not in expected]
     count = violations.count - (len(violations.listed) - len(others))
+    if not others and unknown:
+        return Verdict(name, False, 1, 0, unknown).to_warning()
     if not others:
         note = f"; {len(expected)} incomplete at the end of an attempt" if expected else ""
         return (
@@ -111,6 +124,22 @@ def check_record_format(history: History, limits: Limits) -> Verdict:
     verdict = Verdict(name, False, count, 0, f"{others[0]}" + (f" ({count} such lines)" if count > 1 else ""))
     is_damage = others[0].is_skipped and others[0].line not in violations.torn
     return verdict if is_damage else verdict.to_warning()
+
+
+def _find_unknown_values(history: History) -> str | None:
+    """Return a text on events of another version of the format, or on an unknown phase; None if there are none.
+
+    A newer version may write both.
+    """
+    versions = history.events.numbers("v")
+    others = versions[np.isfinite(versions) & (versions != SCHEMA_VERSION)]
+    remedy = "a newer version of nsa_lab may have written it; read the run with that version"
+    if len(others):
+        return f"{len(others):,} events have version {others[0]:g} of the format, expected {SCHEMA_VERSION}: {remedy}"
+    for event in history.events_of_kind("heartbeat"):
+        if event.get("phase") is not None and event["phase"] not in PHASES:
+            return f"the phase {shorten(str(event['phase']))!r} at step {event['step']:,} is unknown: {remedy}"
+    return None
 
 
 def _find_explained_lines(history: History) -> set[int]:
@@ -141,8 +170,33 @@ def check_clock(history: History, limits: Limits) -> Verdict:
     ok = back <= limits.clock_back_s
     if ok and (problem := _find_disorder(history)):
         return Verdict("clock", False, 1, 0, problem)
+    if ok and (problem := _find_other_date(history)):
+        return Verdict("clock", False, 1, 0, problem)
+    if ok and (ahead := float(times.max()) - time.time()) > DAY_S:
+        text = f"the last event is {ahead / DAY_S:,.0f} days ahead of this machine's clock; one of the two clocks is wrong"
+        return Verdict("clock", None, None, limits.clock_back_s, text)
     text = "increases from event to event" if ok else f"goes back by {back:,.0f} s at step {steps[worst]:,}"
     return Verdict("clock", ok, back, limits.clock_back_s, text)
+
+
+def _find_other_date(history: History) -> str | None:
+    """Return a text on a status that was written days before or after the events of its attempt; None without one.
+
+    The status of a finished run was written with its last event. Any other is written again by later commands.
+    """
+    updated: Any = history.status.get("updated")
+    attempt = history.last_attempt
+    times = history.events.numbers("t")[history.events.ints("attempt") == attempt]
+    if not is_finite(updated) or history.status.get("attempt") not in (None, attempt):
+        return None
+    state = history.status.get("status")
+    first, last = (float(function(times)) for function in (np.nanmin, np.nanmax))
+    lowest = (last if state in (directory.DONE, directory.HALTED) else first) - DAY_S
+    highest = last + DAY_S if state == directory.DONE else math.inf
+    if lowest <= updated <= highest:
+        return None
+    text = f"status.json was written {abs(updated - last) / DAY_S:,.0f} days {'after' if updated > last else 'before'}"
+    return f"{text} the last event of attempt {attempt}"
 
 
 # A guard may be about an earlier step.

@@ -1,8 +1,8 @@
 """Compare the first event of an attempt with config.yaml, environment.json, and the measured sizes.
 
 A run may be created on one machine and start on another, or with code that was changed in between, so a difference to
-environment.json is a warning. A combination that no run can record fails. A value that was not recorded agrees with
-everything.
+environment.json is a warning. A combination that no run can record fails. A value that was not recorded
+agrees with everything.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from nsa_lab.config.errors import shorten
 from nsa_lab.health.due_steps import DueSteps
 from nsa_lab.health.log_integrity import COMPLETED_KINDS, format_recovered, require_known_settings, split_by_attempt
 from nsa_lab.health.verdict import Limits, Verdict, join_lines, list_names
+from nsa_lab.runs import directory
 from nsa_lab.runs.attempts import Attempt, shorten_middle
 from nsa_lab.runs.checkpoint_files import (
     WEIGHT_FILES,
@@ -116,9 +117,9 @@ def check_checkpoints(history: History, limits: Limits) -> Verdict:
 def _find_wrong_folder(history: History) -> str | None:
     """Return a text on a save in the folder of another step; None if there is none."""
     for event in history.events_of_kind("checkpoint"):
-        name = get_checkpoint_path(Path(), event["step"]).name
-        if event.get("path") is not None and Path(event["path"]).name != name:
-            return f"step {event['step']:,} was saved as {shorten(event['path'])}, expected {name}"
+        path = get_checkpoint_path(Path(directory.CHECKPOINTS), event["step"]).as_posix()
+        if event.get("path") not in (None, path):
+            return f"step {event['step']:,} was saved as {shorten(event['path'])}, expected {path}"
     return None
 
 

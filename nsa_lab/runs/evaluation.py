@@ -120,6 +120,19 @@ def _find_other_run(record: dict[str, Any], run_dir: Path) -> str | None:
     return None if record["run"] == run else f"it is of another run: {record['run']!r:.100}"
 
 
+def find_file_problem(run_dir: Path, name: str) -> str | None:
+    """Return the problem of `evaluation.json` or `ruler.json`; None if it is valid, missing, or of a newer version."""
+    if not (run_dir / name).exists():
+        return None
+    record = read_json(run_dir / name)
+    version = record.get("v")
+    if type(version) is int and version > VERSION:
+        return None
+    if not record:
+        return "expected a JSON object with results"
+    return _find_problem(record, name) or _find_other_run(record, run_dir)
+
+
 def get_depth_counts(cell: dict[str, Any]) -> tuple[int, int] | None:
     """Return (number of facts found, number of facts) at the depth of a cell of `retrieval`.
 

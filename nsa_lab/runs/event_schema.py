@@ -26,6 +26,12 @@ LAST_TIME = 4_102_444_800.0
 # Resident memory of any Python process, in bytes.
 LEAST_MEMORY = 1 << 20
 
+# Phases of the trainer, in heartbeats and stalls. A newer version may add some.
+PHASES = (
+    *("start", "prepare", "build", "restore", "preflight", "compile", "data", "step", "stats", "eval", "save"),
+    *("diagnosis",),
+)
+
 Number = float | None
 """A finite number; None if it was not finite."""
 PerLayer = list[Number]

@@ -205,7 +205,8 @@ class _Attempt:
             trainer.run()
         finally:
             heartbeat.stop()
-        return self._record_end("end", directory.DONE, directory.EXIT_DONE, f"all {self.config.train.steps} steps done")
+        reason = directory.format_done_reason(self.config.train.steps)
+        return self._record_end("end", directory.DONE, directory.EXIT_DONE, reason)
 
     def _remove_leftovers(self) -> None:
         """Remove the files that a killed process left: folders of a preflight, and a half-written status."""

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from fake_run import (
     Event,
+    make_attempt_facts,
     make_checkpoint_event,
     make_config,
     make_eval_event,
@@ -44,7 +45,8 @@ def make_resumed_events() -> list[Event]:
         make_checkpoint_event(120),
         {"kind": "end", "attempt": 1, "step": 120, "status": directory.PREEMPTED, "reason": "stopped"},
     ]
-    second: list[Event] = [{"kind": "resume", "attempt": 2, "step": 120, "from_step": 120, "steps": 200, "device": "cpu"}]
+    first_event = {"kind": "resume", "attempt": 2, "step": 120, "from_step": 120, "steps": 200}
+    second: list[Event] = [first_event | make_attempt_facts()]
     for step in range(121, 201):
         if step % 7 == 0 or step % 30 == 0 or step == 200:
             second.append(make_step_event(step, AFTER, attempt=2))
@@ -53,7 +55,8 @@ def make_resumed_events() -> list[Event]:
         if step % 60 == 0 or step == 200:
             second.append(make_checkpoint_event(step, attempt=2))
         second.append({"kind": "heartbeat", "attempt": 2, "step": step, "phase": "step", "rss_bytes": 10**9})
-    end = {"kind": "end", "attempt": 2, "step": 200, "status": directory.DONE, "exit_code": 0, "reason": "done"}
+    end = {"kind": "end", "attempt": 2, "step": 200, "status": directory.DONE, "exit_code": 0}
+    end |= {"reason": directory.format_done_reason(200)}
     return [*first, *second, end]
 
 

@@ -426,7 +426,7 @@ FALLEN_KEYS = "consistent numbers", "selected keys or fewer in"
 CHECKPOINT_SIZE = "consistent numbers", "a checkpoint: 1,739,629,928 bytes, expected 579,876,635 to"
 PERMANENT = "checkpoints", "removed step 10,000, which train.keep_every = 10,000 keeps"
 REMOVED = "checkpoints", "removed step 10,000 with"
-CHECKPOINT_FOLDER = "checkpoints", "step 7,000 was saved as checkpoints/step-00000001, expected step-00007000"
+CHECKPOINT_FOLDER = "checkpoints", "step 7,000 was saved as checkpoints/step-00000001, expected checkpoints/step-00007000"
 # Class, record, edit, the check that must fail, part of its text.
 EDITS: list[tuple[str, str, Edit, str, str]] = [
     ("equal speeds", RECENT, freeze("step", "tokens_per_s", "dt_s"), "repeated values", "is bitwise equal in"),

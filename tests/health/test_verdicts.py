@@ -498,9 +498,10 @@ def test_duplicated_step_is_named(tmp_path: Path) -> None:
 
 
 def test_halt_is_reported_before_the_unfinished_run(tmp_path: Path) -> None:
+    reason = "step 91: the loss is nan; the update was skipped"
+
     def spoil(events: list[Event]) -> list[Event]:
         remaining = [e for e in events if e["step"] <= 90 and e["kind"] != "end"]
-        reason = "step 91: the loss is nan; the update was skipped"
         guard = {
             "kind": "guard",
             "attempt": 1,
@@ -515,7 +516,7 @@ def test_halt_is_reported_before_the_unfinished_run(tmp_path: Path) -> None:
         halt = {"kind": "halt", "attempt": 1, "step": 90, "status": "HALTED", "exit_code": 3, "reason": reason}
         return [*remaining, guard, halt]
 
-    run_dir = write_run(tmp_path, spoil=spoil, status={"status": directory.HALTED, "reason": "step 91: the loss is nan"})
+    run_dir = write_run(tmp_path, spoil=spoil, status={"status": directory.HALTED, "reason": reason})
     health = examine(run_dir)
     assert health.headline.startswith("NOT healthy: guards: non_finite (halt): step 91: the loss is nan")
     assert get_verdict(health.verdicts, "finished").ok is False
@@ -556,7 +557,8 @@ def kill_and_resume(events: list[Event]) -> list[Event]:
     second = [make_step_event(step, config, attempt=2) for step in range(110, 201, 10)]
     second += [make_eval_event(step, 2.1 + 5.9 * math.exp(-step / 40), attempt=2) for step in (150, 200)]
     second.append(make_checkpoint_event(200, attempt=2))
-    end = {"kind": "end", "attempt": 2, "step": 200, "status": directory.DONE, "exit_code": 0, "reason": "done"}
+    end = {"kind": "end", "attempt": 2, "step": 200, "status": directory.DONE, "exit_code": 0}
+    end |= {"reason": directory.format_done_reason(200)}
     return [*first, resume, *sorted(second, key=lambda e: e["step"]), end]
 
 

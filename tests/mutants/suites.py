@@ -218,6 +218,7 @@ OTHERS = {
     ],
     **{
         f"health.{part}": [
+            "tests/health/test_record_edits.py",
             *(f"tests/health/test_{name}.py" for name in ("stage_verdicts", "verdicts", "fault_classes", "edited_records")),
             "tests/runs/test_finite_weights.py",
         ]
@@ -226,7 +227,14 @@ OTHERS = {
     **{
         f"health.{part}": [
             f"tests/health/test_{name}.py"
-            for name in ("stage_verdicts", "selection_geometry", "verdicts", "fault_classes", "edited_records")
+            for name in (
+                "record_edits",
+                "stage_verdicts",
+                "selection_geometry",
+                "verdicts",
+                "fault_classes",
+                "edited_records",
+            )
         ]
         + LINEAR
         for part in (
@@ -244,9 +252,11 @@ OTHERS = {
     },
     **{f"health.{part}": ["tests/health/test_references.py"] for part in ("verdict_file", "summary_sentence")},
     "health.selection_geometry": [f"tests/health/test_{name}.py" for name in ("selection_geometry", "fault_classes")],
+    "health.evaluation_checks": ["tests/health/test_record_edits.py"],
     "health.start_checks": ["tests/health/test_start_checks.py"],
     "health.due_steps": ["tests/health/test_due_steps.py", "tests/health/test_verdicts.py"],
     "health.log_integrity": [
+        "tests/health/test_record_edits.py",
         "tests/health/test_attempts.py",
         "tests/health/test_verdicts.py",
         "tests/health/test_fault_classes.py",

@@ -1,0 +1,37 @@
+"""Check that `evaluation.json` and `ruler.json` are readable and belong to the run."""
+
+from __future__ import annotations
+
+from nsa_lab.runs.checkpoint_files import get_checkpoint_dir, list_steps
+from nsa_lab.runs.evaluation import EVALUATION, RULER, find_file_problem, read_evaluation, read_ruler
+from nsa_lab.runs.history import History
+
+
+def find_foreign_evaluation(history: History) -> str | None:
+    """Return a text on an evaluation that is damaged, or of another run, configuration or step; None if there is none."""
+    for name, read in ((EVALUATION, read_evaluation), (RULER, read_ruler)):
+        if problem := find_file_problem(history.run_dir, name):
+            return f"{name}: {problem}; restore the file, or run nsa-lab evaluate again"
+        record = read(history.run_dir)
+        if record is None:
+            continue
+        recorded, hashes = record.get("config_hash"), _list_config_hashes(history)
+        if recorded is not None and hashes and recorded not in hashes:
+            return f"{name} belongs to configuration {recorded}, the run to {history.config.hash()}"
+        if record["step"] not in _list_saved_steps(history):
+            return f"{name} is of step {record['step']:,}, which the run did not save; run nsa-lab evaluate again"
+    return None
+
+
+def _list_config_hashes(history: History) -> set[str]:
+    """Return the hashes of the configuration of every attempt. Settings may change when a run is resumed."""
+    recorded = {event.get("config_hash") for event in history.first_events}
+    return {history.config.hash(), *(value for value in recorded if isinstance(value, str))}
+
+
+def _list_saved_steps(history: History) -> set[int]:
+    """Return the steps of all checkpoints that are recorded or on disk, and the last step."""
+    folder = get_checkpoint_dir(history.run_dir)
+    saved = {event["step"] for event in history.events_of_kind("checkpoint")}
+    resumed = {event.get("from_step") or 0 for event in history.events_of_kind("resume")}
+    return {history.config.train.steps, *saved, *resumed, *(list_steps(folder) if folder.is_dir() else ())}
