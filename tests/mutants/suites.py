@@ -173,6 +173,7 @@ HF_MODELS = cases(
 OTHERS = {
     "config.base": ["tests/test_config.py"],
     "cli.bench_commands": ["tests/bench/test_bench_commands.py"],
+    "cli.status_table": cases("runs/test_scale.py", "status_reads_only_the_end_of_records"),
     "cli.inspect_commands": cases("test_cli.py", "report_record_option_is_passed_on"),
     "data.paths": ["tests/data/test_paths.py"],
     "runs.event_schema": ["tests/runs/test_event_schema.py"],
