@@ -85,7 +85,7 @@ def _parse_simple(text: str) -> Any:
 
 
 def _construct(node: yaml.Node) -> Any:
-    """Return the value of a node of a simple text, as `_Loader` would, but three times as fast: `status` reads many files."""
+    """Return the value of a node of a simple text, as `_Loader` does, but faster: `nsa-lab status` reads many files."""
     if isinstance(node, yaml.MappingNode):
         return {key.value: _construct(value) for key, value in node.value}
     if isinstance(node, yaml.SequenceNode):

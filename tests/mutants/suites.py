@@ -173,6 +173,7 @@ HF_MODELS = cases(
 OTHERS = {
     "config.base": ["tests/test_config.py"],
     "cli.bench_commands": ["tests/bench/test_bench_commands.py"],
+    "runs.record_digest": ["tests/health/test_verdict_file.py"],
     "cli.status_table": cases("runs/test_scale.py", "status_reads_only_the_end_of_records"),
     "cli.inspect_commands": cases("test_cli.py", "report_record_option_is_passed_on"),
     "data.paths": ["tests/data/test_paths.py"],
@@ -229,7 +230,8 @@ OTHERS = {
             "throughput_checks",
         )
     },
-    **{f"health.{part}": ["tests/health/test_references.py"] for part in ("verdict_file", "summary_sentence")},
+    "health.verdict_file": ["tests/health/test_verdict_file.py", "tests/health/test_references.py"],
+    "health.summary_sentence": ["tests/health/test_references.py"],
     "health.due_steps": ["tests/health/test_due_steps.py", "tests/health/test_verdicts.py"],
     "health.log_integrity": [
         "tests/health/test_attempts.py",
