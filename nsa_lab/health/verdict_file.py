@@ -67,7 +67,7 @@ def write_verdict(run: str | Path | History, health: Health | None = None) -> Pa
 
 
 def read_verdict(run: str | Path | History) -> dict[str, Any] | None:
-    """Return the content of `verdict.json`; None if it is missing, damaged, or if anything that the checks read has changed.
+    """Return the content of `verdict.json`; None if it is missing or damaged, or if the checks would read anything new.
 
     The verdict of a recorded run holds for every copy of its record, with checkpoints or without. One of an older version,
     which has no digest of the surroundings, is out of date.

@@ -108,6 +108,7 @@ CLOCK = cases(
     "the_clock_stands_still_only_during_a_suspension",
     "a_clock_without_ticks_ignores_sigcont",
     "waiting_for_data_does_not_time_out_in_a_suspension",
+    "a_suspension_is_no_stall_in_whichever_order_threads_continue",
 )
 DAMAGED = cases(
     "crash/test_damaged_checkpoint.py",
@@ -516,7 +517,7 @@ OTHERS = {
     "train.telemetry.heartbeat": ["tests/train/test_telemetry.py"],
     "train.telemetry.tensorboard_writer": ["tests/crash/test_full_disk.py"],
     "train.telemetry.awake_clock": CLOCK,
-    "train.telemetry.phases": ["tests/train/test_telemetry.py"],
+    "train.telemetry.phases": ["tests/train/test_telemetry.py", *CLOCK],
     "train.telemetry.system_metrics": ["tests/train/test_telemetry.py", "tests/train/test_training_run.py"],
     "runs.csv_export": ["tests/runs/test_csv_export.py"],
     "train.validation": ["tests/train/test_validation_loss.py", *MASKED],
