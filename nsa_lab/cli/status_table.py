@@ -35,9 +35,13 @@ def summarize_run(run_dir: Path) -> dict[str, Any]:
     """
     history = History.read(run_dir)
     verdict = read_verdict(history)
-    verdict_summary = verdict and {key: verdict[key] for key in ("ok", "level", "headline")}
+    verdict_summary = _summarize_verdict(verdict)
     state = {"state": lifecycle.get_state(run_dir), "reason": history.status.get("reason"), "advice": list_advice(history)}
     return {**asdict(collect_facts(history)), **state, "verdict": verdict_summary, "folder": str(run_dir)}
+
+
+def _summarize_verdict(verdict: dict[str, Any] | None) -> dict[str, Any] | None:
+    return verdict and {key: verdict[key] for key in ("ok", "level", "headline")}
 
 
 def list_runs(folder: Path, recorded: bool) -> list[Path]:
@@ -47,12 +51,15 @@ def list_runs(folder: Path, recorded: bool) -> list[Path]:
 
 
 def summarize_runs(folder: Path, *, recorded: bool = False) -> list[dict[str, Any]]:
-    """Return `summarize_run` of the user's or the recorded runs in `folder`, newest first; of an unreadable run its name,
-    directory and problem."""
+    """Return the line of the table of each of the user's or the recorded runs in `folder` as an object, newest first.
+
+    Keys: run, state, reason, step, steps, last_validation_bpb, tokens_per_s, verdict, folder, as in `summarize_run`, which
+    reads the whole record. Of an unreadable run: its name, directory and problem.
+    """
     summaries = []
     for run_dir in list_runs(folder, recorded):
         try:
-            summaries.append(summarize_run(run_dir))
+            summaries.append(_summarize_briefly(run_dir))
         except READ_ERRORS as error:
             summaries.append({"run": run_dir.name, "folder": str(run_dir), "problem": describe_read_error(error)})
     return summaries
@@ -99,16 +106,32 @@ def render_runs(folder: Path, width: int, *, recorded: bool = False) -> tuple[li
     return [*lines, *problems], max(needed, width)
 
 
-def _format_row(run_dir: Path, show_speed: bool) -> list[str]:
-    """Return a run's cells: from its verdict, if that is of the present record, else from the end of its events."""
+def _summarize_briefly(run_dir: Path) -> dict[str, Any]:
+    """Return a run's facts from its verdict, if that is of the present record, else from the end of its events."""
     state = lifecycle.get_state(run_dir)
-    verdict = read_verdict(run_dir)
-    facts = verdict["facts"] if verdict else _read_quick_facts(run_dir)
-    bpb, speeds = facts["validation_bpb"], facts["tokens_per_s"]
+    status, verdict = directory.read_status(run_dir), read_verdict(run_dir)
+    facts = verdict["facts"] if verdict else _read_quick_facts(run_dir, status.get("step", 0))
+    return {
+        "run": run_dir.name,
+        "state": state,
+        "reason": status.get("reason"),
+        "step": facts["step"],
+        "steps": facts["steps"],
+        "last_validation_bpb": facts["validation_bpb"],
+        "tokens_per_s": facts["tokens_per_s"][-1] if facts["tokens_per_s"] else None,
+        "verdict": _summarize_verdict(verdict),
+        "folder": str(run_dir),
+    }
+
+
+def _format_row(run_dir: Path, show_speed: bool) -> list[str]:
+    """Return a run's cells."""
+    own = _summarize_briefly(run_dir)
+    bpb, tokens_per_s, verdict = (own[key] for key in ("last_validation_bpb", "tokens_per_s", "verdict"))
     loss = "–" if bpb is None else f"{bpb:.3f}"
-    speed = [f"{speeds[0]:,.0f}" if speeds else "–"] if show_speed else []
+    speed = ["–" if tokens_per_s is None else f"{tokens_per_s:,.0f}"] if show_speed else []
     result = _shorten_headline(verdict["headline"]) if verdict else "not checked yet"
-    return [state, f"{facts['step']:,}", loss, *speed, result]
+    return [own["state"], f"{own['step']:,}", loss, *speed, result]
 
 
 def _shorten_headline(headline: str) -> str:
@@ -116,11 +139,13 @@ def _shorten_headline(headline: str) -> str:
     return headline.partition(":")[0].removeprefix("passed with ")
 
 
-def _read_quick_facts(run_dir: Path) -> dict[str, Any]:
-    """Return the last step, the last validation loss and the median of the last speeds of a run."""
+def _read_quick_facts(run_dir: Path, recorded_step: int = 0) -> dict[str, Any]:
+    """Return the steps, the last validation loss and the median of the last speeds of a run.
+
+    `recorded_step`: the last one according to its status.
+    """
     config = RunConfig.from_yaml(directory.check_run_dir(run_dir) / directory.CONFIG)
     steps = config.train.steps
-    recorded_step = directory.read_status(run_dir).get("step", 0)
     events = read_last_events(run_dir, steps, SPEED_READINGS)
     if recorded_step > steps or any("step: expected 0 to" in own.problem for own in events.violations.listed):
         raise RunDirectoryError(
@@ -129,7 +154,12 @@ def _read_quick_facts(run_dir: Path) -> dict[str, Any]:
     history = History(run_dir, config, {}, {}, events, get_step_events(events), get_eval_events(events))
     _, validation = history.validation()
     bpb = float(validation[-1]) if len(validation) and np.isfinite(validation[-1]) else None
-    return {"step": history.last_step, "validation_bpb": bpb, "tokens_per_s": compute_median_speeds(history)}
+    return {
+        "step": history.last_step,
+        "steps": steps,
+        "validation_bpb": bpb,
+        "tokens_per_s": compute_median_speeds(history),
+    }
 
 
 def format_verdict(history: History) -> str:

@@ -1,4 +1,6 @@
-"""`verdict.json` of a run: the results of all checks, a summary, and the digest of the record that was examined."""
+"""`verdict.json` of a run: the results of all checks, a summary, and the digests of the record that was examined and of
+what else the checks read (`record_digest`).
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,13 @@ from nsa_lab.health.summary_sentence import describe_outcome, describe_purpose
 from nsa_lab.runs import directory
 from nsa_lab.runs.atomic_io import read_json, warn_once, write_text
 from nsa_lab.runs.history import History, collect_facts, compute_median_speeds
+from nsa_lab.runs.record_digest import compute_surroundings_digest
 
 MAX_BYTES = 1 << 24
 
 
 def to_record(history: History, health: Health) -> dict[str, Any]:
-    """Return the content of `verdict.json` without its digest. Non-finite numbers are null.
+    """Return the content of `verdict.json` without its digests. Non-finite numbers are null.
 
     `description`: purpose of the run, from its configuration. `summary`: a sentence. `facts`: the numbers of the run's line
     in `nsa-lab status`.
@@ -56,16 +59,18 @@ def write_verdict(run: str | Path | History, health: Health | None = None) -> Pa
         run, health = run.run_dir, None
     run_dir = run.run_dir if isinstance(run, History) else directory.check_run_dir(run)
     # Before the record is read: a digest of a later record would make these results look current.
-    digest = directory.compute_record_digest(run_dir)
+    digests = {"digest": directory.compute_record_digest(run_dir), "surroundings": compute_surroundings_digest(run_dir)}
     history = History.read(run)
-    record = {**to_record(history, health or examine(history)), "digest": digest}
+    record = {**to_record(history, health or examine(history)), **digests}
     write_text(run_dir / directory.VERDICT, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     return run_dir / directory.VERDICT
 
 
 def read_verdict(run: str | Path | History) -> dict[str, Any] | None:
-    """Return the content of `verdict.json`; None if it is missing, damaged, or of another record than the present one.
+    """Return the content of `verdict.json`; None if it is missing or damaged, or if the checks would read anything new.
 
+    The verdict of a recorded run holds for every copy of its record, with checkpoints or without. One of an older version,
+    which has no digest of the surroundings, is out of date.
     Raises OSError if the record cannot be read.
     """
     run_dir = run.run_dir if isinstance(run, History) else Path(run)
@@ -76,6 +81,8 @@ def read_verdict(run: str | Path | History) -> dict[str, Any] | None:
         return None
     if problem := find_problem(record):
         warn_once(f"{path}: damaged and ignored ({problem})")
+        return None
+    if not directory.is_recorded(run_dir) and record.get("surroundings") != compute_surroundings_digest(run_dir):
         return None
     return record if record["digest"] == directory.compute_record_digest(run_dir) else None
 

@@ -18,7 +18,7 @@ import signal
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from nsa_lab.config import ConfigError, UsageError
 from nsa_lab.config.errors import describe_os_error
@@ -168,30 +168,30 @@ def _make_rights_error(run_dir: Path, name: str) -> RunDirectoryError:
     return RunDirectoryError(NO_RIGHTS.format(run_dir=run_dir, name=name, reason="permission denied"))
 
 
-# The files that the checks of a run read. Checkpoints may be missing in a copy.
+# The record of a run. The checks also read what `record_digest` lists.
 RECORD_FILES = (CONFIG, STATUS, EVENTS)
 
 
 def compute_record_digest(run_dir: Path) -> str:
-    """Return the SHA-256 of the names and contents of the files that the checks of a run read, 64 hex digits.
+    """Return the SHA-256 of the names and contents of the files of a run's record, 64 hex digits.
 
     Raises OSError if one is not a regular file or cannot be read. A missing file counts as such.
     """
     digest = hashlib.sha256()
     for name in RECORD_FILES:
-        try:
-            with open_regular(run_dir / name) as file:
-                content = _compute_file_digest(file)
-        except FileNotFoundError:
-            content = "missing"
-        digest.update(f"{name} {content}\n".encode())
+        digest.update(f"{name} {compute_file_digest(run_dir / name)}\n".encode())
     return digest.hexdigest()
 
 
-def _compute_file_digest(file: BinaryIO) -> str:
+def compute_file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file, 64 hex digits, or "missing". Raises OSError if it is not a regular file."""
     digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
+    try:
+        with open_regular(path) as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except FileNotFoundError:
+        return "missing"
     return digest.hexdigest()
 
 

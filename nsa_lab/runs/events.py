@@ -88,11 +88,13 @@ def infer_status(events: Iterable[Event]) -> dict[str, Any]:
 def drop_superseded(events: Iterable[Event]) -> Events[Event]:
     """Return the events without those about steps that a later attempt repeated, so that each step counts once."""
     record = make_events(events)
+    attempts, indices = np.unique(record.ints("attempt"), return_inverse=True)
+    if len(attempts) < 2:
+        return record
     first_events = record.of_kind(*FIRST_KINDS)
     from_steps = np.nan_to_num(first_events.numbers("from_step")).tolist()
     resumed_at = dict(zip(first_events.ints("attempt").tolist(), from_steps, strict=True))
     # Also attempts without a first event, which may be lost or before a part of the record.
-    attempts, indices = np.unique(record.ints("attempt"), return_inverse=True)
     limits, lowest = np.full(len(attempts), math.inf), math.inf
     for index in reversed(range(len(attempts))):
         limits[index] = lowest

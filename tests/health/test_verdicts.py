@@ -1049,7 +1049,7 @@ def assert_verdict_follows(run: Path) -> None:
 
     def drop_texts(record: dict[str, Any]) -> dict[str, Any]:
         verdicts = [{key: value for key, value in verdict.items() if key != "text"} for verdict in record["verdicts"]]
-        return {**record, "headline": None, "summary": None, "verdicts": verdicts}
+        return {**record, "headline": None, "summary": None, "surroundings": None, "verdicts": verdicts}
 
     recorded = json.loads((run / directory.VERDICT).read_text(encoding="utf-8"))
     history = History.read(run)

@@ -430,6 +430,30 @@ MUTANTS = [
         "return record",
     ),
     Mutant(
+        "health: the verdict of an older version",
+        "health.verdict_file",
+        "if not directory.is_recorded(run_dir) and",
+        'if "surroundings" in record and',
+    ),
+    Mutant(
+        "health: the verdict before its checkpoints changed",
+        "runs.record_digest",
+        "lines += _describe_folder(get_checkpoint_dir(run_dir), MAX_DEPTH)",
+        "",
+    ),
+    Mutant(
+        "health: the verdict of weights of the same size",
+        "runs.record_digest",
+        " {info.st_size} {info.st_mtime_ns}",
+        " {info.st_size}",
+    ),
+    Mutant(
+        "health: the verdict of a run whose trainer was killed since",
+        "runs.record_digest",
+        'f"trainer {lock_owner(run_dir) is not None}"',
+        '""',
+    ),
+    Mutant(
         "health: a verdict of wrong types",
         "health.verdict_file",
         "if problem := find_problem(record):",

@@ -18,6 +18,18 @@ MUTANTS = [
         "lowest = resumed_at.get(int(attempts[index]), math.inf)",
     ),
     Mutant(
+        "events: the second of two attempts supersedes nothing",
+        "runs.events",
+        "if len(attempts) < 2:",
+        "if len(attempts) < 3:",
+    ),
+    Mutant(
+        "status: a list of objects reads whole records",
+        "cli.status_table",
+        "summaries.append(_summarize_briefly(run_dir))",
+        "summaries.append(summarize_run(run_dir))",
+    ),
+    Mutant(
         "history: the best validation is the worst",
         "runs.history",
         "best_validation_bpb=float(np.nanmin(validation))",

@@ -108,6 +108,7 @@ CLOCK = cases(
     "the_clock_stands_still_only_during_a_suspension",
     "a_clock_without_ticks_ignores_sigcont",
     "waiting_for_data_does_not_time_out_in_a_suspension",
+    "a_suspension_is_no_stall_in_whichever_order_threads_continue",
 )
 DAMAGED = cases(
     "crash/test_damaged_checkpoint.py",
@@ -185,6 +186,8 @@ OTHERS = {
     "cli.bench_commands": ["tests/bench/test_bench_commands.py"],
     "cli.training_commands": ["tests/test_cli_options.py::test_values_arrive[plan]"],
     "cli.model_commands": ["tests/test_cli_options.py::test_values_arrive[evaluate]"],
+    "runs.record_digest": ["tests/health/test_verdict_file.py"],
+    "cli.status_table": cases("runs/test_scale.py", "status_reads_only_the_end_of_records"),
     "cli.inspect_commands": cases("test_cli.py", "report_record_option_is_passed_on"),
     "data.paths": ["tests/data/test_paths.py"],
     "runs.event_schema": ["tests/runs/test_event_schema.py"],
@@ -250,10 +253,11 @@ OTHERS = {
             "throughput_checks",
         )
     },
-    **{f"health.{part}": ["tests/health/test_references.py"] for part in ("verdict_file", "summary_sentence")},
     "health.selection_geometry": [f"tests/health/test_{name}.py" for name in ("selection_geometry", "fault_classes")],
     "health.evaluation_checks": ["tests/health/test_record_edits.py"],
     "health.start_checks": ["tests/health/test_start_checks.py"],
+    "health.verdict_file": ["tests/health/test_verdict_file.py", "tests/health/test_references.py"],
+    "health.summary_sentence": ["tests/health/test_references.py"],
     "health.due_steps": ["tests/health/test_due_steps.py", "tests/health/test_verdicts.py"],
     "health.log_integrity": [
         "tests/health/test_record_edits.py",
@@ -550,7 +554,7 @@ OTHERS = {
     "train.telemetry.heartbeat": ["tests/train/test_telemetry.py"],
     "train.telemetry.tensorboard_writer": ["tests/crash/test_full_disk.py"],
     "train.telemetry.awake_clock": CLOCK,
-    "train.telemetry.phases": ["tests/train/test_telemetry.py"],
+    "train.telemetry.phases": ["tests/train/test_telemetry.py", *CLOCK],
     "train.telemetry.system_metrics": ["tests/train/test_telemetry.py", "tests/train/test_training_run.py"],
     "runs.csv_export": ["tests/runs/test_csv_export.py"],
     "train.validation": ["tests/train/test_validation_loss.py", *MASKED],

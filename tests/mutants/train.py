@@ -563,8 +563,26 @@ MUTANTS = [
     Mutant(
         "phases: a filling that goes on is a stall",
         "train.telemetry.phases",
-        "max(self._current[1], self._progress_time)",
-        "self._current[1]",
+        "max(self._current[2], self._progress_time)",
+        "self._current[2]",
+    ),
+    Mutant(
+        "stalls: a suspension counts until SIGCONT is handled",
+        "train.telemetry.phases",
+        "return self.clock.get_watched_s() - max(",
+        "return self.clock.now() - max(",
+    ),
+    Mutant(
+        "stalls: a gap counts once the clock has ticked",
+        "train.telemetry.awake_clock",
+        "unwatched_s + max(0.0, now - last_tick - MAX_WATCHED_GAP_S))",
+        "unwatched_s)",
+    ),
+    Mutant(
+        "stalls: a gap counts until the clock ticks",
+        "train.telemetry.awake_clock",
+        "gap_s = max(0.0, now - last_tick - MAX_WATCHED_GAP_S) if self._is_ticking else 0.0",
+        "gap_s = 0.0",
     ),
     Mutant(
         "stalls: a trainer that does not answer is waited for for ever",
@@ -575,8 +593,8 @@ MUTANTS = [
     Mutant(
         "stalls: a save on the way out is no answer",
         "train.telemetry.heartbeat",
-        "self._stop_requested_at is not None\n                and occurrence == self._reported_occurrence\n                and",
-        "self._stop_requested_at is not None\n                and",
+        "self._stop_requested_at is not None\n            and occurrence == self._reported_occurrence\n            and",
+        "self._stop_requested_at is not None\n            and",
     ),
     Mutant(
         "preflight: NaN is no error", "train.preflight.branch_parity", "math.inf if math.isnan(ratio) else ratio", "ratio"

@@ -104,6 +104,8 @@ def test_status_reads_only_the_end_of_records(tmp_path: Path, monkeypatch: pytes
         return decode(line)
 
     monkeypatch.setattr(events, "_decode", count)
-    result = CliRunner().invoke(cli.app, ["status", "--outputs", str(outputs)], env={"COLUMNS": "200"})
-    assert result.exit_code == 0 and result.output.count("DONE") == 40
-    assert n_decoded[0] < 40 * 100
+    for options in ([], ["--json"]):
+        n_decoded[0] = 0
+        result = CliRunner().invoke(cli.app, ["status", "--outputs", str(outputs), *options], env={"COLUMNS": "200"})
+        assert result.exit_code == 0 and result.output.count("DONE") == 40
+        assert 40 < n_decoded[0] < 40 * 100, options

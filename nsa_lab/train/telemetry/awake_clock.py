@@ -3,6 +3,9 @@
 Linux has no such clock: CLOCK_MONOTONIC continues for a stopped process. A thread ticks; the gap between its ticks that
 ends with SIGCONT was a suspension. A gap without SIGCONT was not: the process was busy, for example in a call that holds
 Python's lock. CLOCK_MONOTONIC excludes the time in which the whole machine is suspended.
+
+Threads run in any order after a suspension, so another thread may read the time before SIGCONT is handled. A stall is
+therefore measured by `get_watched_s`, which counts only time in which the thread ticked, whatever the reason of a gap.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import threading
 import time
 
 TICK_S = 0.5
+# Of the time between two ticks, at most this much is watched.
+MAX_WATCHED_GAP_S = 2 * TICK_S
 # A gap may have ended this long before its SIGCONT is handled.
 GAP_AGE_S = 5.0
 
@@ -20,7 +25,9 @@ class AwakeClock:
 
     def __init__(self) -> None:
         now = time.monotonic()
-        self._suspended_s, self._last_tick = 0.0, now
+        self._suspended_s = 0.0
+        # The last tick, and the seconds in gaps until then. One object, so that a reader never sees a part of a tick.
+        self._ticked = (now, 0.0)
         self._gap_end, self._gap_s = now, 0.0
         # A signal handler may interrupt another call in the same thread.
         self._lock = threading.RLock()
@@ -37,10 +44,10 @@ class AwakeClock:
             self._tick()
 
     def _tick(self) -> None:
-        now = time.monotonic()
-        if (gap := now - self._last_tick - TICK_S) > TICK_S:
+        now, (last_tick, unwatched_s) = time.monotonic(), self._ticked
+        if (gap := now - last_tick - TICK_S) > TICK_S:
             self._gap_end, self._gap_s = now, gap
-        self._last_tick = now
+        self._ticked = (now, unwatched_s + max(0.0, now - last_tick - MAX_WATCHED_GAP_S))
 
     def note_continued(self) -> None:
         """Record that the process was continued (SIGCONT): the gap that has just ended was a suspension."""
@@ -52,9 +59,15 @@ class AwakeClock:
                 self._suspended_s += self._gap_s
             self._gap_s = 0.0
 
-    def is_behind(self) -> bool:
-        """Return whether the process has not ticked for long: it was suspended, and SIGCONT is not handled yet."""
-        return self._is_ticking and time.monotonic() - self._last_tick > 4 * TICK_S
+    def get_watched_s(self) -> float:
+        """Return seconds, like `now`, without gaps between ticks, in which the process was suspended or busy.
+
+        Without a thread that ticks, all time counts.
+        """
+        last_tick, unwatched_s = self._ticked  # before the time, so that a suspension here is part of the gap
+        now = time.monotonic()
+        gap_s = max(0.0, now - last_tick - MAX_WATCHED_GAP_S) if self._is_ticking else 0.0
+        return now - unwatched_s - gap_s
 
     def take_suspended_s(self) -> float:
         """Return the seconds for which the process or the machine was suspended since the last call."""
@@ -71,7 +84,7 @@ class AwakeClock:
                 self.tick()
             self._is_ticking = False
 
-        self._last_tick, self._is_ticking = time.monotonic(), True
+        self._ticked, self._is_ticking = (time.monotonic(), self._ticked[1]), True
         threading.Thread(target=run, name="clock", daemon=True).start()
 
 

@@ -1,8 +1,8 @@
 """The heartbeat: a thread that regularly records that the trainer is alive, its phase, and the age of the phase.
 
 It is driven by time, so a run that hangs still records where. A stall is a phase that lasts much longer than the run's
-own median for that phase. If a stall halts the run, the heartbeat requests a save and exit, and ends the process if the
-trainer does not respond.
+own median for that phase, in watched time (`awake_clock`), so a suspended process does not stall. If a stall halts the run,
+the heartbeat requests a save and exit, and ends the process if the trainer does not respond.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ class StallRule:
 
 # Seconds that a trainer may stay in a stalled phase after a stop request.
 STOP_TIMEOUT_S = 60.0
-# Seconds in which SIGCONT is handled after a suspension.
-SETTLE_S = 1.0
 
 
 class Heartbeat:
@@ -68,7 +66,7 @@ class Heartbeat:
         self._reported_occurrence: tuple[str, float] | None = None
         self._stop_requested_at: float | None = None
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
         self._phases.clock.start_ticking(self._stopped)
@@ -79,41 +77,40 @@ class Heartbeat:
         if self._thread.is_alive():
             self._thread.join(timeout=5)
 
-    def _beat(self) -> None:
+    def _run(self) -> None:
         while not self._stopped.wait(self._every_s):
-            if self._phases.clock.is_behind():
-                time.sleep(SETTLE_S)
-            occurrence = self._phases.occurrence
-            phase, age_s = occurrence[0], self._phases.clock.now() - occurrence[1]
-            suspended_s = round(self._phases.clock.take_suspended_s(), 3)
-            self._log.append(
-                "heartbeat",
-                phase=phase,
-                phase_age_s=round(age_s, 3),
-                rss_bytes=get_resident_bytes(),
-                gpu_util=self._get_gpu_util(),
-                **({"suspended_s": suspended_s} if suspended_s > 0 else {}),
-            )
-            idle_s, limit_s = (
-                self._phases.get_idle_s(),
-                self._rule.get_limit_s(phase, self._phases.get_median_duration(phase)),
-            )
-            if idle_s > limit_s and occurrence != self._reported_occurrence:
-                self._reported_occurrence = occurrence
-                self._report_stall(phase, age_s, limit_s)
-                if self._stop_requested_at is not None:
-                    self._on_unresponsive()
-                elif self._on_stall(phase, idle_s, limit_s):
-                    self._stop_requested_at = self._phases.clock.now()
-            elif (
-                self._stop_requested_at is not None
-                and occurrence == self._reported_occurrence
-                and self._get_wait_s() > STOP_TIMEOUT_S
-            ):
+            self.beat()
+
+    def beat(self) -> None:
+        """Write a heartbeat, and judge the current phase."""
+        occurrence = self._phases.occurrence
+        phase, age_s = occurrence[0], self._phases.clock.now() - occurrence[1]
+        suspended_s = round(self._phases.clock.take_suspended_s(), 3)
+        self._log.append(
+            "heartbeat",
+            phase=phase,
+            phase_age_s=round(age_s, 3),
+            rss_bytes=get_resident_bytes(),
+            gpu_util=self._get_gpu_util(),
+            **({"suspended_s": suspended_s} if suspended_s > 0 else {}),
+        )
+        limit_s, idle_s = self._rule.get_limit_s(phase, self._phases.get_median_duration(phase)), self._phases.get_idle_s()
+        if idle_s > limit_s and occurrence != self._reported_occurrence:
+            self._reported_occurrence = occurrence
+            self._report_stall(phase, age_s, limit_s)
+            if self._stop_requested_at is not None:
                 self._on_unresponsive()
+            elif self._on_stall(phase, idle_s, limit_s):
+                self._stop_requested_at = self._phases.clock.get_watched_s()
+        elif (
+            self._stop_requested_at is not None
+            and occurrence == self._reported_occurrence
+            and self._get_wait_s() > STOP_TIMEOUT_S
+        ):
+            self._on_unresponsive()
 
     def _get_wait_s(self) -> float:
-        return self._phases.clock.now() - self._stop_requested_at if self._stop_requested_at is not None else 0.0
+        return 0.0 if self._stop_requested_at is None else self._phases.clock.get_watched_s() - self._stop_requested_at
 
     def _report_stall(self, phase: str, age_s: float, limit_s: float) -> None:
         try:
