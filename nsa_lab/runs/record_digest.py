@@ -1,8 +1,8 @@
 """Digests of everything that the checks of a run read. If one has changed, recorded verdicts are out of date.
 
-`directory.compute_record_digest` is that of the record, with which recorded runs are published. This module adds what a copy
-may lack: environment.json, checkpoints, and a trainer at work. Weights may have gigabytes, so checkpoints are compared by
-names, sizes, modes and modification times.
+`directory.compute_record_digest` is that of the record, with which recorded runs are published. This module adds what a
+copy may lack: environment.json, checkpoints, and a trainer at work. Weights may have gigabytes, so checkpoints are compared
+by names, sizes, modes and modification times.
 """
 
 from __future__ import annotations
