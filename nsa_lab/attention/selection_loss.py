@@ -54,6 +54,7 @@ def selection_loss(
     span: Span | None = None,
     layout: Layout | None = None,
     held: HeldRows | None = None,
+    query_weights: Tensor | None = None,
     backend: str | Mapping[str, ResolvedBackend] = "auto",
 ) -> Tensor:
     """Return the cross-entropy of block importances against the selected branch's attention mass, nats, 0-d.
@@ -71,7 +72,8 @@ def selection_loss(
     The sample is the same in every step, so a resumed run repeats it. Memory is proportional to the sampled queries times
     all keys, or all blocks with the kernels. `layout`: the span's layout for `nsa`; None: build it. `held`: the result of
     `select_held_rows`, if q and attention_q belong to a rank that shares a text with others, k_cmp and k_sel to the whole
-    text; the sum of the results of all ranks is the loss of the text.
+    text; the sum of the results of all ranks is the loss of the text. `query_weights` [B, R]: the weights of the R sampled
+    queries (see `sample_rows`), by which the losses are summed instead of averaged; the mean over groups remains.
 
     `backend`: a name, or the result of `resolve_backend`. With the backend triton, kernels compute the loss of keys that do
     not overlap (l = d, as for an indexer) and whose probabilities are summed over blocks and heads. PyTorch computes all
@@ -110,7 +112,10 @@ def selection_loss(
         )
         is_free, importance = is_free[:, None], importance + MIN_IMPORTANCE
         log_share = importance.log() - (importance * is_free).sum(-1, keepdim=True).clamp_min(MIN_IMPORTANCE).log()
-        return -(mass * is_free * log_share).sum() / (q.shape[0] * G * n_rows)
+        losses = mass * is_free * log_share
+        if query_weights is None:
+            return -losses.sum() / (q.shape[0] * G * n_rows)
+        return -(losses.sum((2, 3)) * query_weights.to(losses)).sum() / G
 
 
 class SampledQueries(NamedTuple):

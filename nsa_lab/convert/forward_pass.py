@@ -28,6 +28,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
@@ -47,13 +48,14 @@ from nsa_lab.inference.hf.inputs import (
     check_item_count,
     check_tensor_arguments,
     slice_mask,
+    weigh_queries,
 )
 from nsa_lab.inference.hf.modeling import CACHE_ARGUMENT, AddedLoss
 from nsa_lab.model import Indexer, ProjectedHeads, Rotary, SparseAttention
 from nsa_lab.model.attention_layers import SelectionInputs, get_layouts
 
 SPARSE, DENSE = "nsa_lab", "nsa_lab_dense"
-PASS, LOSSES, HIDDEN = "nsa_pass", "nsa_losses", "nsa_hidden_states"
+PASS, LOSSES, LABELS, HIDDEN = "nsa_pass", "nsa_losses", "nsa_labels", "nsa_hidden_states"
 """Keyword arguments that the hooks add."""
 CACHE_NAMES = ("cache", "past_key_values")
 
@@ -79,6 +81,8 @@ class ForwardPass:
     losses: dict[int, Tensor] | None
     """Selection loss by layer; None: not requested."""
     has_gradients: bool
+    query_weights: Tensor | None
+    """Weights of the sampled queries in the selection loss, [B, R]; None: equal."""
     blocks: dict[tuple[int, int], Tensor] = field(default_factory=dict[tuple[int, int], Tensor])
     """Selected blocks by layer and first column, for layers that have no indexer (`indexer_every`)."""
 
@@ -104,6 +108,7 @@ class ForwardPass:
                 n_queries=c.selection_queries,
                 span=self.span,
                 layout=selection_layout,
+                query_weights=self.query_weights,
                 backend=backends,
             )
         if self.is_dense:
@@ -218,6 +223,8 @@ def begin_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
         args, kwargs = (), {**arguments, "labels": labels, "shift_labels": shifted}
     if model.training and torch.is_grad_enabled():
         kwargs = {**kwargs, LOSSES: {}}
+        if arguments.get("num_items_in_batch") is not None and _has_labels(arguments):
+            kwargs[LABELS] = _find_labels(arguments)
     return args, kwargs
 
 
@@ -254,11 +261,16 @@ def _has_labels(arguments: Mapping[str, Any]) -> bool:
 
 def _compute_label_share(arguments: Mapping[str, Any]) -> Tensor | float:
     """Return this batch's share of the labels, by which a Trainer weighs the losses of micro-batches; 1 without it."""
-    n_labels, shifted, labels = (arguments.get(name) for name in ("num_items_in_batch", "shift_labels", "labels"))
-    if n_labels is None:
-        return 1.0
-    counted = cast(Tensor, shifted if shifted is not None else cast(Tensor, labels)[:, 1:])
-    return (counted != IGNORED_LABEL).sum() / n_labels
+    n_labels = arguments.get("num_items_in_batch")
+    return 1.0 if n_labels is None else _find_labels(arguments).sum() / n_labels
+
+
+def _find_labels(arguments: Mapping[str, Any]) -> Tensor:
+    """Return where a label is predicted, bool [B, T]."""
+    shifted, labels = arguments.get("shift_labels"), arguments.get("labels")
+    if shifted is None:
+        shifted = pad(cast(Tensor, labels)[:, 1:], (0, 1), value=IGNORED_LABEL)
+    return cast(Tensor, shifted) != IGNORED_LABEL
 
 
 def begin_pass(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -301,6 +313,11 @@ def begin_pass(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
         inputs, positions = permutation.apply(inputs), permutation.apply(positions.expand(n_rows, -1))
         inputs, positions = inputs[:, : max(counts)], positions[:, : max(counts)]
     steps = cache.make_steps(counts) if cache is not None else []
+    query_weights, is_label = None, arguments.pop(LABELS, None)
+    if is_label is not None and is_label.shape == (n_rows, n_columns):  # transformers reports other shapes
+        n_tokens = None if permutation is None else permutation.mask.sum(1)
+        n_queries = base.conversion.model.selection_queries
+        query_weights = weigh_queries(is_label, inputs.shape[1], n_queries, span=span, n_tokens=n_tokens)
     arguments[PASS] = ForwardPass(
         settings=base.conversion,
         is_dense=base.config._attn_implementation == DENSE,
@@ -314,6 +331,7 @@ def begin_pass(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
         steps=steps,
         losses=arguments.get(LOSSES, {} if base.training and torch.is_grad_enabled() else None),
         has_gradients=torch.is_grad_enabled(),
+        query_weights=query_weights,
     )
     for name in CACHE_NAMES:
         arguments.pop(name, None)

@@ -191,13 +191,15 @@ class SparseAttention(nn.Module):
         layouts: tuple[Layout, ...] | None = None,
         cache: CachedLayer | None = None,
         blocks: Tensor | None = None,
+        query_weights: Tensor | None = None,
     ) -> tuple[Tensor, Selection]:
         """Return the output and the result of block selection.
 
         `layouts`: the result of `get_layouts` for this layer; None: build it here, which breaks a compiled graph in two.
         `cache`: the cache of this layer, if x are new tokens; it holds the selected blocks. `blocks`: the blocks that an
         earlier layer selected, for a layer without an indexer in a model with one. With a `ContextShard`, x, the output and
-        the blocks belong to this rank, and `rotary` has the positions of the whole text.
+        the blocks belong to this rank, and `rotary` has the positions of the whole text. `query_weights`: as in
+        `selection_loss`, not with a ContextShard.
         """
         if cache is not None:
             return self.out(cache.attend(self, x)), Selection()
@@ -225,6 +227,7 @@ class SparseAttention(nn.Module):
                 n_queries=n_queries,
                 span=span,
                 layout=selection_layout,
+                query_weights=query_weights,
                 backend=backends or "torch",
             )
         if self.training and self.trains_densely and inputs[3] is not None and inputs[4] is not None:
@@ -405,8 +408,10 @@ class DenseAttention(nn.Module):
         layouts: tuple[Layout, ...] | None = None,
         cache: CachedLayer | None = None,
         blocks: None = None,
+        query_weights: None = None,
     ) -> tuple[Tensor, Selection]:
-        """Return the output and an empty `Selection`; `layouts`: the result of `get_layouts`; there are no blocks.
+        """Return the output and an empty `Selection`; `layouts`: the result of `get_layouts`; there are no blocks
+        and no selection loss.
 
         `cache` as in `SparseAttention.forward`.
         """

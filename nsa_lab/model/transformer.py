@@ -55,16 +55,17 @@ class Block(nn.Module):
         layouts: tuple[Layout, ...] | None = None,
         cache: CachedLayer | None = None,
         blocks: Tensor | None = None,
+        query_weights: Tensor | None = None,
     ) -> tuple[Tensor, Selection]:
         """Return the output and the result of block selection; `layouts`: the result of `get_layouts`.
 
-        `blocks`: as in `SparseAttention.forward`. With a `cache`, x are new tokens, `rotary` is not used, and the selection
-        is empty.
+        `blocks`, `query_weights`: as in `SparseAttention.forward`. With a `cache`, x are new tokens, `rotary` is not used,
+        and the selection is empty.
         """
         if cache is not None:
             return cache.run_block(self, x), Selection()
         # The loss is returned, not stored: FSDP and activation checkpointing handle only the outputs of a block.
-        attended, selection = self.attention(self.attention_norm(x), rotary, span, layouts, None, blocks)
+        attended, selection = self.attention(self.attention_norm(x), rotary, span, layouts, None, blocks, query_weights)
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), selection
 
@@ -133,6 +134,7 @@ class NSATransformer(nn.Module):
         cache: CachedPass | None = None,
         columns: Tensor | slice | None = None,
         output: Literal["logits", "hidden", "all"] = "logits",
+        query_weights: Tensor | None = None,
     ) -> Any:
         """Return logits [B, T, V] for tokens int64 [B, T].
 
@@ -145,6 +147,7 @@ class NSATransformer(nn.Module):
         output: "hidden" returns the normalized output of the last block, [B, T, C], instead of logits. "all" returns both,
             logits first, with the inputs of all blocks: a tuple of n_layers + 1 tensors [B, T, C], of which the last is
             normalized.
+        query_weights: as in `selection_loss`; None: the selection loss is a mean over all sampled queries.
 
         Raise ValueError for tokens of another shape or dtype, and for a chunk that starts after position 0.
         """
@@ -170,9 +173,9 @@ class NSATransformer(nn.Module):
                 continue
             blocks = None if self.config.has_indexer_in(index) else selected
             if self.gradient_checkpointing and self.training and index % self.checkpoint_interval == 0:
-                x, selection = self.checkpoint_function(block, x, rotary, span, layouts, None, blocks)
+                x, selection = self.checkpoint_function(block, x, rotary, span, layouts, None, blocks, query_weights)
             else:
-                x, selection = block(x, rotary, span, layouts, None, blocks)
+                x, selection = block(x, rotary, span, layouts, None, blocks, query_weights)
             selected = selection.blocks
             if selection.loss is not None:
                 losses.append(selection.loss)

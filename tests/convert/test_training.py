@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from looping import looped
+from micro_batches import LENGTH, check_gradients
 from tiny_dense_models import FEW, make_dense, make_tokens
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -57,6 +58,10 @@ def test_the_loss_includes_the_selection_loss() -> None:
     )
     with torch.no_grad():
         assert model(tokens, labels=tokens).get("aux_loss") is None
+
+
+def test_gradients_do_not_depend_on_micro_batches() -> None:
+    check_gradients(convert(selection_queries=256), make_tokens(2, LENGTH))
 
 
 def test_shifted_labels_give_the_loss_of_labels() -> None:

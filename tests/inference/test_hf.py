@@ -17,6 +17,7 @@ import torch
 import transformers
 from fake_run import make_config, write_checkpoint, write_run
 from looping import looped
+from micro_batches import LENGTH, check_gradients
 from safetensors.torch import load_file, save
 from tiny_models import TINY_NSA, tiny_config
 from torch import Tensor
@@ -550,14 +551,15 @@ def test_loss_does_not_depend_on_micro_batches(options: dict) -> None:
         model.zero_grad()
         for rows in batches:
             model(tokens[rows], labels=labels[rows], num_items_in_batch=n_items).loss.backward()
-        return torch.cat([p.grad.flatten() for name, p in model.named_parameters() if "indexer" not in name])
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
     whole, split = compute_gradients(slice(0, 2)), compute_gradients(slice(0, 1), slice(1, 2))
     assert model.accepts_loss_kwargs and n_items == 110
     assert find_labels(type(model)) == ["labels"]  # columns that a Trainer expects; without one, it reports no loss
     torch.testing.assert_close(split, whole, rtol=1e-4, atol=1e-7)
     mean = model(tokens, labels=labels).loss
-    torch.testing.assert_close(model(tokens, labels=labels, num_items_in_batch=110).loss, mean)
+    if not options:  # with its number, labels also weight the selection losses of the texts
+        torch.testing.assert_close(model(tokens, labels=labels, num_items_in_batch=110).loss, mean)
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     torch.testing.assert_close(model(tokens, shift_labels=shifted).loss, mean)
     shifted[:, 5:] = -100  # other labels than the tokens
@@ -567,6 +569,18 @@ def test_loss_does_not_depend_on_micro_batches(options: dict) -> None:
     views = [x.T.contiguous().T for x in (tokens, labels, shifted)]
     assert not any(view.is_contiguous() for view in views)
     torch.testing.assert_close(model(views[0], labels=views[1], shift_labels=views[2]).loss, other)
+
+
+def test_selection_loss_does_not_depend_on_micro_batches() -> None:
+    """A text has the weight of its labels; those of padding and of other documents do not count."""
+    model = make_model(**INDEXER, selection_queries=256).train()
+    check_gradients(model, sample_bytes(2, LENGTH))
+    # Without labels for a text, and for a whole batch.
+    tokens, no_labels = sample_bytes(2, 40), torch.full((2, 40), -100)
+    one = torch.cat([no_labels[:1], tokens[1:]])
+    output, alone = (model(x, labels=y, num_items_in_batch=39) for x, y in ((tokens, one), (tokens[1:], tokens[1:])))
+    torch.testing.assert_close(output.aux_loss, alone.aux_loss)
+    assert model(tokens, labels=no_labels, num_items_in_batch=39).aux_loss == 0
 
 
 def test_selection_loss_is_part_of_the_training_loss() -> None:

@@ -11,6 +11,7 @@ MUTANTS = [
     Mutant("convert: columns are not moved back", "convert.forward_pass", "return permutation.restore(value) if", "return value if"),
     Mutant("convert: layers without an indexer use the first blocks", "convert.forward_pass", "self.blocks[index - index % c.indexer_every, 0]", "self.blocks[0, 0]"),
     Mutant("convert: dense attention in sparse passes", "convert.forward_pass", "        if self.is_dense:\n", "        if True:\n"),
+    Mutant("convert: selection losses of texts have equal weights", "convert.forward_pass", "query_weights=self.query_weights,", "query_weights=None,"),
     Mutant("convert: another attention function keeps the hooks", "convert.forward_pass", "in (SPARSE, DENSE)", "is not None"),
     Mutant("convert: micro-batches all have the full selection loss", "convert.forward_pass", "weighted * _compute_label_share(arguments) if", "weighted if"),
     Mutant("convert: a loss of the logits does not train the indexer", "convert.forward_pass", "else AddedLoss.apply(first, weighted)", "else first"),

@@ -232,8 +232,8 @@ MUTANTS = [
     Mutant(
         "transformers: packed documents attend to each other",
         "inference.hf.modeling",
-        "self.model(tokens, span, embeddings=embeddings, columns",
-        "self.model(tokens, embeddings=embeddings, columns",
+        "tokens, span, embeddings=embeddings, columns",
+        "tokens, embeddings=embeddings, columns",
     ),
     Mutant(
         "transformers: masks with other values are accepted",
@@ -362,6 +362,24 @@ MUTANTS = [
         "if True:",
     ),
     Mutant(
+        "transformers: selection losses of texts have equal weights",
+        "inference.hf.causal_lm",
+        "find_labels=find_labels if num_items_in_batch is not None and has_labels else None,",
+        "",
+    ),
+    Mutant(
+        "transformers: selection losses of padding count",
+        "inference.hf.inputs",
+        "is_token = rows < n_tokens.to(rows.device)[:, None]",
+        "is_token = rows < n_columns + 0 * n_tokens[:, None]",
+    ),
+    Mutant(
+        "transformers: documents of a row share a weight in the selection loss",
+        "inference.hf.inputs",
+        "n_sampled = torch.searchsorted(rows, bounds).diff()[document]",
+        "n_sampled = torch.full_like(rows, len(rows))",
+    ),
+    Mutant(
         "transformers: an early exit is tried",
         "inference.hf.causal_lm",
         "if generation_config.assistant_early_exit is not None:",
@@ -412,8 +430,8 @@ MUTANTS = [
     Mutant(
         "hf: a label that padding predicts counts",
         "inference.hf.causal_lm",
-        "is_padding = attention_mask[:, -logits.shape[1] :] == 0",
-        "is_padding = attention_mask[:, -logits.shape[1] :] == 2",
+        "is_padding = attention_mask[:, -shape[1] :] == 0",
+        "is_padding = attention_mask[:, -shape[1] :] == 2",
     ),
     Mutant(
         "hf: sizes that contradict the architecture are accepted",

@@ -180,6 +180,7 @@ HF_MODELS = cases(
     "tied_embedding_is_saved",
     "a_generated_pad_token_is_a_token_for_an_assistant",
     "early_exit_is_refused",
+    "selection_loss_does_not_depend_on_micro_batches",
 )
 OTHERS = {
     "config.base": ["tests/test_config.py"],
@@ -275,7 +276,11 @@ OTHERS = {
         "a_model_that_fails_parity_gets_no_speed",
         "random_caches_hold_finite_index_keys",
     ),
-    "inference.hf.inputs": cases("inference/test_hf.py", "invalid_masks_and_positions_are_rejected"),
+    "inference.hf.inputs": cases(
+        "inference/test_hf.py",
+        "invalid_masks_and_positions_are_rejected",
+        "selection_loss_does_not_depend_on_micro_batches",
+    ),
     "inference.hf.exporting": cases(
         "inference/test_hf.py",
         "requested_step_is_exported_with_the_settings_of_its_stage",

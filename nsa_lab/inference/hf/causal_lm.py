@@ -140,7 +140,9 @@ class NSALabForCausalLM(PassesCacheToPeft, NSALabModel, GenerationMixin):
             NLL over labels; in training, plus the selection loss of an indexer (`aux_loss`) times its weight in the
             configuration.
         num_items_in_batch: number of labels in all micro-batches of an optimizer step, by which the loss is then divided.
-            Without labels it has no effect: every call adds the whole gradient of the selection loss to the logits.
+            The selection loss of a text is then weighted by its number of labels, so that it does not depend on how a
+            batch is divided either. Without labels the number has no effect: every call adds the whole gradient of the
+            selection loss to the logits.
         output_hidden_states: return the inputs of all blocks and the normalized output of the last block.
         logits_to_keep: number of columns at the end (0: all), or an index of columns.
         output_hidden_states, return_dict: None: as in the configuration.
@@ -162,6 +164,13 @@ class NSALabForCausalLM(PassesCacheToPeft, NSALabModel, GenerationMixin):
             )
         else:
             columns = slice(-logits_to_keep, None) if logits_to_keep else None
+
+        def shift(inputs: Tensor) -> Tensor:
+            return _shift_labels(inputs, labels, shift_labels, attention_mask)
+
+        def find_labels(inputs: Tensor) -> Tensor:
+            return shift(inputs).to(inputs.device) != IGNORED_LABEL
+
         outputs = self._run(
             Inputs(input_ids, inputs_embeds, attention_mask, position_ids),
             self._get_cache(cache, past_key_values),
@@ -170,21 +179,11 @@ class NSALabForCausalLM(PassesCacheToPeft, NSALabModel, GenerationMixin):
             others=others,
             output="logits",
             columns=None if has_labels else columns,
+            find_labels=find_labels if num_items_in_batch is not None and has_labels else None,
         )
         logits, loss, aux_loss = outputs.result, None, self._selection_loss
         if has_labels:
-            for name, given in (("labels", labels), ("shift_labels", shift_labels)):
-                if given is not None and (given.shape != logits.shape[:2] or given.dtype != torch.int64):
-                    raise ValueError(
-                        f"{name}: expected int64 [B, T], {tuple(logits.shape[:2])}, got {given.dtype} {tuple(given.shape)}"
-                    )
-            if shift_labels is None:
-                shift_labels = pad(cast(Tensor, labels)[:, 1:], (0, 1), value=IGNORED_LABEL)
-            if attention_mask is not None:
-                # Logits of padding are undefined, also those before the first token of a row.
-                is_padding = attention_mask[:, -logits.shape[1] :] == 0
-                shift_labels = shift_labels.masked_fill(is_padding.to(shift_labels.device), IGNORED_LABEL)
-            loss = self._compute_loss(logits, labels, shift_labels, num_items_in_batch)
+            loss = self._compute_loss(logits, labels, shift(logits), num_items_in_batch)
             logits = logits if columns is None else logits[:, columns]
         elif aux_loss is not None:
             logits, aux_loss = self._add_selection_loss(logits), aux_loss.detach()
@@ -215,6 +214,27 @@ class NSALabForCausalLM(PassesCacheToPeft, NSALabModel, GenerationMixin):
             return loss
         weighted = self.model.auxiliary_loss().to(loss.device)
         if num_items_in_batch is not None:
-            # The losses of all micro-batches are added: weight each by its share of the labels.
+            # The losses of all micro-batches are added: weight each by its share of the labels, as `weigh_queries` weights
+            # the texts of a micro-batch.
             weighted = weighted * (shift_labels != IGNORED_LABEL).sum() / num_items_in_batch
         return loss + weighted
+
+
+def _shift_labels(
+    inputs: Tensor, labels: Tensor | None, shift_labels: Tensor | None, attention_mask: Tensor | None
+) -> Tensor:
+    """Return the label that each column predicts, int64 [B, T], `IGNORED_LABEL` at padding. inputs: [B, T, ...].
+
+    Raises ValueError for labels of another shape or dtype.
+    """
+    shape = inputs.shape[:2]
+    for name, given in (("labels", labels), ("shift_labels", shift_labels)):
+        if given is not None and (given.shape != shape or given.dtype != torch.int64):
+            raise ValueError(f"{name}: expected int64 [B, T], {tuple(shape)}, got {given.dtype} {tuple(given.shape)}")
+    if shift_labels is None:
+        shift_labels = pad(cast(Tensor, labels)[:, 1:], (0, 1), value=IGNORED_LABEL)
+    if attention_mask is not None:
+        # Logits of padding are undefined, also those before the first token of a row.
+        is_padding = attention_mask[:, -shape[1] :] == 0
+        shift_labels = shift_labels.masked_fill(is_padding.to(shift_labels.device), IGNORED_LABEL)
+    return shift_labels

@@ -14,6 +14,8 @@ from torch.nn.functional import pad
 
 from nsa_lab.attention import Span
 from nsa_lab.attention.input_checks import check_tensors
+from nsa_lab.attention.segment_ops import find_documents_of_rows
+from nsa_lab.attention.selection_loss import sample_rows
 
 TENSOR_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels")
 
@@ -141,6 +143,32 @@ def find_end_offsets(positions: Tensor, mask: Tensor | None) -> tuple[Tensor, Te
     n_columns, is_text = is_token.shape[1], is_token.any(1, keepdim=True)
     first, last = is_token.byte().argmax(1, keepdim=True), n_columns - 1 - is_token.byte().flip(1).argmax(1, keepdim=True)
     return offsets.gather(1, first) * is_text, offsets.gather(1, last) * is_text
+
+
+def weigh_queries(
+    is_label: Tensor, n_columns: int, n_queries: int | None, *, span: Span | None = None, n_tokens: Tensor | None = None
+) -> Tensor:
+    """Return the `query_weights` of `selection_loss` by which each text has the weight of its share of the labels.
+
+    A text is a row, or a document of packed `span`. `is_label` [B, T]: where a label is predicted. The sampled queries of a
+    text have equal weights, those at padding 0. `n_columns`, `n_queries`: number of queries per row, and of sampled ones;
+    `n_tokens` [B]: tokens per row, at its beginning; None: all. The sum over micro-batches, each times its share of the
+    labels, then does not depend on how texts are divided, if all queries are sampled or all rows have equal length.
+    """
+    rows = sample_rows(n_columns, n_queries, is_label.device)
+    is_token = torch.ones(len(is_label), len(rows), dtype=torch.bool, device=rows.device)
+    if n_tokens is not None:
+        is_token = rows < n_tokens.to(rows.device)[:, None]
+    if span is None:
+        n_labels, n_sampled = is_label.sum(1, keepdim=True), is_token.sum(1, keepdim=True)
+    else:
+        bounds = torch.tensor(span.bounds, device=rows.device)
+        document = find_documents_of_rows(rows, bounds)
+        n_labels = pad(is_label[0].cumsum(0), (1, 0))[bounds].diff()[document]
+        n_sampled = torch.searchsorted(rows, bounds).diff()[document]
+    # All of these are integers. float64 would not run on MPS, and float32 rounds the weights in float64 models.
+    dtype = torch.float32 if rows.device.type == "mps" else torch.float64
+    return is_token * (n_labels.to(dtype) / (n_sampled.clamp_min(1) * is_label.sum().clamp_min(1)))
 
 
 class PaddingPermutation:

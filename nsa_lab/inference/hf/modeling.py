@@ -30,6 +30,7 @@ from nsa_lab.inference.hf.inputs import (
     check_flag,
     check_tensor_arguments,
     slice_mask,
+    weigh_queries,
 )
 from nsa_lab.model import Block, NSATransformer
 from nsa_lab.model.placement import Placement, find_placement
@@ -243,8 +244,13 @@ class NSALabModel(SavedModel, PreTrainedModel):
         others: Mapping[str, Any],
         output: str,
         columns: Tensor | slice | None = None,
+        find_labels: Callable[[Tensor], Tensor] | None = None,
     ) -> Outputs:
-        """Check the arguments of `forward` and run the model. `output`, `columns`: as in `NSATransformer.forward`."""
+        """Check the arguments of `forward` and run the model. `output`, `columns`: as in `NSATransformer.forward`.
+
+        `find_labels`: returns, for the tokens or their embeddings, where a label is predicted, bool [B, T]. The selection
+        loss of a text is then weighted by its number of labels.
+        """
         self._check_names(others)
         names = "input_ids", "inputs_embeds", "attention_mask", "position_ids"
         check_tensor_arguments(dict(zip(names, inputs, strict=True)))
@@ -273,6 +279,15 @@ class NSALabModel(SavedModel, PreTrainedModel):
         mask = None if inputs.mask is None else slice_mask(inputs.mask, *data.shape[:2])
         permutation = None if mask is None else PaddingPermutation(mask)
         span = build_layout(data, mask, has_cache, {"position_ids": inputs.positions, **others})
+        query_weights = None
+        if find_labels is not None and self.training and self.model.config.has_selection_loss:
+            query_weights = weigh_queries(
+                find_labels(data),
+                data.shape[1],
+                self.model.config.selection_queries,
+                span=span,
+                n_tokens=None if permutation is None else permutation.mask.sum(1),
+            )
         if permutation is not None:
             tokens, embeddings = (None if x is None else permutation.apply(x) for x in (tokens, embeddings))
         with_hidden = self._get_flag(output_hidden_states, "output_hidden_states")
@@ -288,9 +303,13 @@ class NSALabModel(SavedModel, PreTrainedModel):
                 tokens, embeddings, permutation, with_hidden=with_hidden or output == "hidden"
             )
         elif with_hidden:
-            result, hidden_states = self.model(tokens, span, embeddings=embeddings, output="all")
+            result, hidden_states = self.model(
+                tokens, span, embeddings=embeddings, output="all", query_weights=query_weights
+            )
         else:
-            result = self.model(tokens, span, embeddings=embeddings, columns=early_columns, output=output)
+            result = self.model(
+                tokens, span, embeddings=embeddings, columns=early_columns, output=output, query_weights=query_weights
+            )
         if output == "hidden" and hidden_states:
             result = hidden_states[-1]
         if permutation is not None:
