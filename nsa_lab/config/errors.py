@@ -28,7 +28,7 @@ _REMEDIES = {
     errno.EROFS: "choose a folder on a disk that is not read-only",
     **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.EEXIST), _FILE_KIND),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space"),
-    errno.ELOOP: "remove the links that lead to each other",
+    errno.ELOOP: "remove the symbolic link",
     errno.ENAMETOOLONG: "choose a shorter path",
 }
 
@@ -41,6 +41,8 @@ def describe_os_error(error: OSError) -> str | None:
         return str(error)
     if isinstance(error, FileNotFoundError) and not has_working_dir():
         return "the working directory was deleted; change to another folder"
+    if isinstance(error, FileNotFoundError) and "temporary directory" in (error.strerror or ""):
+        return "no folder for temporary files is writable; set the variable TMPDIR to one that is"
     if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"a file or the output: {os.strerror(error.errno).lower()}; {_REMEDIES[error.errno]}"
     if error.filename is None or error.errno not in _REMEDIES:

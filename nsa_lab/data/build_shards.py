@@ -19,6 +19,7 @@ import errno
 import hashlib
 import heapq
 import json
+import logging
 import os
 import shutil
 import time
@@ -41,6 +42,8 @@ from nsa_lab.data.shards import (
 )
 from nsa_lab.data.sources import Document, Source
 from nsa_lab.data.tokenizer import Tokenizer
+
+logger = logging.getLogger("nsa_lab.data")
 
 # A build reports thousands of documents per second; an event every few seconds is enough for a reader.
 REPORT_INTERVAL_S = 5.0
@@ -198,7 +201,8 @@ class _ShardBuilder:
         self._options = plan
         self._dtype = get_token_dtype(plan.tokenizer.vocab_size)
         self._separator = np.array([plan.tokenizer.separator], self._dtype).tobytes()
-        self.state = _read_progress(folder) or {"cursor": None, **SplitCounter(plan).counts}
+        first = {"cursor": None, **SplitCounter(plan).counts}
+        self.state = _read_progress(folder, first) or first
         self._counter = SplitCounter(plan, self.state)
         self._cursor = self.state["cursor"]
         self._part: dict[str, _ShardWriter] = {}
@@ -303,9 +307,21 @@ def _to_bytes(text: str | bytes) -> bytes:
     return text.encode("utf-8") if isinstance(text, str) else text
 
 
-def _read_progress(folder: Path) -> dict[str, Any] | None:
+def _read_progress(folder: Path, first: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the recorded state of a build, with the keys of `first`; None if there is none or it is damaged."""
     path = folder / PROGRESS_FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    try:
+        state = json.loads(path.read_bytes())
+        if state.keys() == first.keys() and all(
+            state["splits"][split].keys() == entry.keys() for split, entry in first["splits"].items()
+        ):
+            return state
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
+        pass
+    logger.warning("%s: damaged and ignored; the shards are built from the start", path)
+    return None
 
 
 class ProgressMeter:

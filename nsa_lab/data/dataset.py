@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -173,6 +174,8 @@ def _build_if_missing(
     folder = cache / _make_cache_key(source.identity, settings)
     if folder.is_dir():
         return folder
+    if os.path.lexists(folder) and not folder.is_dir():  # another process may have built it meanwhile
+        raise DataError(f"{folder}: expected a folder of token shards, got a file or a link to nothing; remove it")
     cache.mkdir(parents=True, exist_ok=True)
     with _hold_lock(
         folder.with_name(folder.name + ".lock"), _make_tick(progress, "waiting for another process that builds the shards")

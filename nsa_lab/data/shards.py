@@ -107,6 +107,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         is_intact = manifest["format"] == FORMAT and manifest["identity"] == compute_content_identity(manifest)
         is_intact = is_intact and _is_consistent(manifest)
+    except PermissionError:
+        raise DataError(f"{path}: permission denied; let its owner open the folder {folder}, or move it away") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         is_intact = False
     if not is_intact:

@@ -1,9 +1,11 @@
+import errno
 import io
 import itertools
 import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -286,6 +288,39 @@ def test_a_killed_build_continues(tmp_path: Path) -> None:
     build_shards(source, plan(shard_bytes=500), tmp_path / "killed")
     assert source.asked[0] > 200
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def test_a_damaged_record_of_progress_starts_the_build_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build_shards(ListSource(["one", "two"]), plan(), tmp_path / "whole")
+    for content in (b"", b"\0\0", b"[1]", b"{}", b'{"cursor": 3, "splits": 4}', b'"text"'):
+        (tmp_path / "odd.partial").mkdir()
+        (tmp_path / "odd.partial" / "progress.json").write_bytes(content)
+        build_shards(ListSource(["one", "two"]), plan(), tmp_path / "odd")
+        assert contents(tmp_path / "odd") == contents(tmp_path / "whole"), content
+        shutil.rmtree(tmp_path / "odd")
+    assert caplog.text.count("progress.json: damaged and ignored") == 6
+
+
+def test_a_cache_folder_of_another_kind_is_named(corpus: Path, tmp_path: Path, refuses) -> None:
+    folder = prepare(local(corpus), 256, 32, cache=tmp_path / "cache").folder
+    for put in (lambda: folder.write_text(""), lambda: folder.symlink_to("absent")):
+        folder.rename(tmp_path / "saved")
+        put()
+        refuses(lambda: prepare(local(corpus), 256, 32, cache=tmp_path / "cache"), f"{folder}: expected a folder of token")
+        folder.unlink()
+        (tmp_path / "saved").rename(folder)
+
+
+def test_a_manifest_without_permission_is_not_called_damaged(
+    corpus: Path, tmp_path: Path, refuses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = prepare(local(corpus), 256, 32, cache=tmp_path / "cache").folder
+
+    def refuse(path: Path, **options: object) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    refuses(lambda: read_manifest(folder), "manifest.json: permission denied; let its owner open")
 
 
 def test_a_build_without_a_complete_part_leaves_nothing(tmp_path: Path) -> None:

@@ -193,6 +193,18 @@ MUTANTS = [
         "    except BlockingIOError as error:\n        reason = ",
     ),
     Mutant(
+        "data: a damaged record of progress is read",
+        "data.build_shards",
+        "if state.keys() == first.keys() and all(",
+        "if state.keys() or all(",
+    ),
+    Mutant(
+        "data: a cache folder may be a file",
+        "data.dataset",
+        "if os.path.lexists(folder) and not folder.is_dir():",
+        "if False:",
+    ),
+    Mutant(
         "checkpoints: what cannot be removed blocks the temporary folder",
         "train.checkpoint",
         "number = find_free_number(self.get_temporary_path(step))",

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -172,6 +173,12 @@ def test_errors_of_the_system_that_a_user_can_fix_have_a_remedy() -> None:
         text = describe_os_error(OSError(number, os.strerror(number), "/a/b"))
         assert text and text.startswith(f"/a/b: {os.strerror(number).lower()}; ")
     assert describe_os_error(OSError(errno.ENOENT, "no", "/a/b")) is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+        patch.setattr(tempfile, "tempdir", None)
+        with pytest.raises(FileNotFoundError) as caught:
+            tempfile.mkdtemp()
+    assert "TMPDIR" in (describe_os_error(caught.value) or "")
     assert describe_os_error(OSError(errno.EACCES, "no")) is None and describe_os_error(OSError("text")) is None
 
 
