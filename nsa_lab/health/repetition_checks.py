@@ -31,6 +31,8 @@ DISTINCT_STATISTICS = (
     *("grad_norm_layers", "gate_entropy", "gate_update", "sel_sink_share"),
     *(f"norm_{branch}" for branch in BRANCHES),
 )
+# Ratios of counts: on short texts, and in many readings, a value returns by chance.
+COUNTED_STATISTICS = ("sel_reuse", "sel_distance", "sel_window_overlap")
 MIN_EQUAL_READINGS = 5
 MIN_ORDERED = 3, 10  # layers and readings
 
@@ -50,7 +52,10 @@ def check_repeated_values(history: History, limits: Limits) -> Verdict:
         if streak >= limit:
             text = f"{name} is bitwise equal in {streak} readings in a row, up to step {steps[end]:,}"
             return Verdict("repeated values", False, streak, limit, text)
-        for find_problem in find_problems if values.ndim == 1 else ():
+        own_finders = [
+            find for find in find_problems if find is not _find_few_values or not name.startswith(COUNTED_STATISTICS)
+        ]
+        for find_problem in own_finders if values.ndim == 1 else ():
             is_used = np.isfinite(values) & (values != 0)  # a batch may have no waits, and a branch may be disabled
             if problem := find_problem(name, steps[is_used], values[is_used], limits):
                 return Verdict("repeated values", False, *problem)

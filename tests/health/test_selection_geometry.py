@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,21 @@ def test_impossible_keys_and_overlaps_fail(tmp_path: Path) -> None:
         values = {"sel_window_overlap": overlap, "sel_keys": keys, "sel_keys_most": 64.0}
         verdict = examine_statistics(next(folders), config, **values)["consistent numbers"]
         assert verdict.ok is (problem is None) and (problem or "") in verdict.text, (documents, keys, overlap, verdict.text)
+
+
+def test_ratios_of_counts_may_return(tmp_path: Path) -> None:
+    """With few queries there are few ratios; a loss that takes turns among as few values is no measurement."""
+
+    def take_turns(name: str) -> Callable[[list[Event]], None]:
+        def edit(events: list[Event]) -> None:
+            for number, event in enumerate(event for event in events if event["kind"] == "step"):
+                value = 0.6 + 0.01 * (number * number % 7)
+                event[name] = [value] * LAYERS if isinstance(event.get(name), list) else value
+
+        return edit
+
+    config = make_config(train__log_every=2, train__stats_every=2)
+    for name, may_return in (("sel_reuse", True), ("sel_distance", True), ("sel_sink_share", False), ("grad_norm", False)):
+        run = write_run(tmp_path / name, config, take_turns(name))
+        verdict = next(verdict for verdict in examine(run).verdicts if verdict.name == "repeated values")
+        assert verdict.ok is may_return, (name, verdict.text)

@@ -767,4 +767,10 @@ MUTANTS = [
         "peaks[stages == stage][SETTLED_READINGS:]",
         "peaks[stages == stage]",
     ),
+    Mutant(
+        "health: a ratio of few counts may not return",
+        "health.repetition_checks",
+        "not name.startswith(COUNTED_STATISTICS)",
+        "False",
+    ),
 ]
