@@ -1,8 +1,8 @@
-"""Digests of everything that the checks of a run read. If one has changed, recorded verdicts are out of date.
+"""Digest of the files that the checks of a run read in addition to its record: if it has changed, a verdict is out of date.
 
-`directory.compute_record_digest` is that of the record, with which recorded runs are published. This module adds what a
-copy may lack: environment.json, checkpoints, and a trainer at work. Weights may have gigabytes, so checkpoints are compared
-by names, sizes, modes and modification times.
+`directory.compute_record_digest` covers the record, with which recorded runs are published. This one covers what copies may
+lack: environment.json, checkpoints, and a trainer at work. Weights may have gigabytes, so checkpoints are compared by name,
+size, mode and modification time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_DEPTH = 2  # checkpoints/step-00005000/model.safetensors
 
 
 def compute_surroundings_digest(run_dir: Path) -> str:
-    """Return the SHA-256 of what the checks of a run read besides its record, 64 hex digits."""
+    """Return the SHA-256 of everything else that the checks of a run read, 64 hex digits."""
     try:
         environment = compute_file_digest(run_dir / ENVIRONMENT)
     except OSError as error:

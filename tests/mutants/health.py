@@ -764,8 +764,8 @@ MUTANTS = [
     Mutant(
         "health: memory of the first steps of a stage is a leak",
         "health.throughput_checks",
-        "peaks[stages == stage][SETTLED_READINGS:]",
-        "peaks[stages == stage]",
+        "settled[np.isfinite(settled)][SETTLED_READINGS:]",
+        "settled[np.isfinite(settled)]",
     ),
     Mutant(
         "health: a ratio of few counts may not return",

@@ -81,8 +81,8 @@ MUTANTS = [
     Mutant(
         "attempts: each attempt compares all events",
         "health.throughput_checks",
-        "groups = {attempt: values[own] for attempt, own in group_positions(attempts).items()}",
-        "groups = {attempt: values[attempts == attempt] for attempt in group_positions(attempts)}",
+        "own_beats, own_steps = beats_of.get(attempt, none), steps_of.get(attempt, none)",
+        'own_beats, own_steps = (part.ints("attempt") == attempt for part in (beats, steps))',
     ),
     Mutant(
         "history: a mean instead of the median speed",

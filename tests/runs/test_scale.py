@@ -72,7 +72,7 @@ def test_the_work_of_health_is_linear_in_the_number_of_attempts(tmp_path: Path, 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_health_of_a_long_record_takes_bounded_memory(tmp_path: Path) -> None:
-    run_dir = write_long_run(tmp_path, RECORD_BYTES)
+    run_dir = write_long_run(tmp_path, RECORD_BYTES, n_attempts=600)
     assert (run_dir / directory.EVENTS).stat().st_size > RECORD_BYTES * 0.95
     # The peak of a process includes the size of its parent at the fork. This process may be large, a new one is not.
     measure = (

@@ -14,7 +14,7 @@ import threading
 import time
 
 TICK_S = 0.5
-# Of the time between two ticks, at most this much is watched.
+# At most this much of the time between two ticks is watched.
 MAX_WATCHED_GAP_S = 2 * TICK_S
 # A gap may have ended this long before its SIGCONT is handled.
 GAP_AGE_S = 5.0
