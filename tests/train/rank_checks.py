@@ -177,7 +177,7 @@ def check_shared_sequences(world: World, folder: str, only: str = "") -> None:
         context = make_context(world, Path(folder), builders, **{**sections, "runtime": runtime})
         assert context.stepper.context_size > 1, name
         single = make_context(World(), Path(folder), builders, **{**sections, "runtime": {}})
-        # The initial weights of a sharded model are drawn in float64, those of one rank in float32.
+        # A sharded model draws its initial weights in float64, one rank in float32.
         for key, value in single.model.named_parameters():
             context.world.copy_rows(context.model.get_parameter(key).detach(), value.detach())
         losses = [take_steps(some, range(1, n_steps + 1)) for some in (context, single)]
