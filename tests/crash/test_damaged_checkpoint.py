@@ -408,7 +408,7 @@ def test_later_and_broken_entries_do_not_cost_the_new_checkpoint(tmp_path: Path)
     assert path == store.get_path(3) and [checkpoint.step for checkpoint in quarantined] == [9]
     (store.folder / "latest").unlink()
     (store.folder / "latest").mkdir()
-    with pytest.raises(IsADirectoryError, match="/latest'$"):
+    with pytest.raises(IsADirectoryError, match=r"/latest'$"):
         store.save(4, {MODEL: lambda: b"weights"}, {})
 
 

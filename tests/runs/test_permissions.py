@@ -249,7 +249,7 @@ def test_checkpoints_that_are_no_folder_are_named_before_a_trainer_starts(tmp_pa
     status.mkdir()
     with pytest.raises(directory.RunDirectoryError, match=r"status\.json: expected a file, got a folder"):
         take_lock(run_dir)
-    with pytest.raises(IsADirectoryError, match="/status.json'$"):
+    with pytest.raises(IsADirectoryError, match=r"/status\.json'$"):
         write_text(status, "text")
     status.rmdir()
     status.write_text(content)
