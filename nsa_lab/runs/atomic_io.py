@@ -105,10 +105,18 @@ def write_bytes(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        replace_file(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def replace_file(source: Path, target: Path) -> None:
+    """Rename `source` to `target`. An error about a folder at `target` names that, not `source`."""
+    try:
+        os.replace(source, target)
+    except IsADirectoryError as error:
+        raise IsADirectoryError(error.errno, error.strerror, str(target)) from None
 
 
 def open_without_following(path: str, flags: int) -> int:

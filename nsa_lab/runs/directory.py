@@ -132,6 +132,10 @@ def check_run_dir(run_dir: str | Path) -> Path:
     """Return `run_dir` as an absolute path. Raises `RunDirectoryError` if it is not a run directory."""
     path = Path(run_dir).resolve()
     if not (path / CONFIG).is_file():
+        if os.path.lexists(path / CONFIG):
+            raise RunDirectoryError(
+                f"{path / CONFIG}: expected a file, got a folder or a link to nothing; restore the file"
+            )
         raise RunDirectoryError(f"{path} is not a run directory: it has no {CONFIG}; pass a folder created by a run")
     return path
 
@@ -150,6 +154,8 @@ def check_writable(run_dir: Path) -> None:
     Checked before a trainer is started, whose errors only its log would have.
     """
     check_checkpoint_folder(run_dir)
+    if (run_dir / STATUS).is_dir():
+        raise RunDirectoryError(f"{run_dir / STATUS}: expected a file, got a folder; move it away")
     for name in APPENDED:
         try:
             os.close(open_in_place(run_dir / name, APPEND & ~os.O_CREAT))

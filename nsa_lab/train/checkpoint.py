@@ -31,6 +31,7 @@ from nsa_lab.runs.atomic_io import (
     is_disk_full,
     open_without_following,
     remove_path,
+    replace_file,
     warn_of_remainder,
 )
 from nsa_lab.runs.checkpoint_files import (
@@ -76,7 +77,7 @@ class Filesystem:
             os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        os.replace(source, target)
+        replace_file(source, target)
 
     def unlink(self, path: Path) -> None:
         path.unlink()
@@ -166,7 +167,7 @@ class CheckpointStore:
         start_time = time.monotonic()
         target = self.get_path(step)
         self._remove_leftovers()
-        if target.exists():
+        if os.path.lexists(target):
             if not find_problems(target):
                 return SavedCheckpoint(target, _get_size_bytes(target), time.monotonic() - start_time, [])
             self._quarantine(step)
@@ -200,7 +201,7 @@ class CheckpointStore:
             self._fs.rename(started.folder, target)
             self._fs.sync_dir(self.folder)
             self._update_latest(target)
-            pruned = self._prune()
+            pruned = self._prune(started.step)
         except Exception as error:
             self.abandon(started, error)
             raise
@@ -252,9 +253,11 @@ class CheckpointStore:
         self._fs.rename(temporary, self.folder / LATEST)
         self._fs.sync_dir(self.folder)
 
-    def _prune(self) -> list[str]:
+    def _prune(self, saved_step: int) -> list[str]:
         steps = self.list_steps()
         permanent = {step for step in steps if self._keep_every and step % self._keep_every == 0}
+        # Folders of later steps may be there, for example copied ones.
+        permanent.add(saved_step)
         removed = [step for step in steps[: -self._keep_last] if step not in permanent]
         return [self.get_path(step).name for step in removed if self._remove_checkpoint(self.get_path(step))]
 

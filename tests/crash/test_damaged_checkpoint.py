@@ -396,6 +396,22 @@ def test_files_that_cannot_be_removed_block_no_save(
     assert caplog.text.count("/.removing-step-00000002: could not be removed (permission denied)") == 1
 
 
+def test_later_and_broken_entries_do_not_cost_the_new_checkpoint(tmp_path: Path) -> None:
+    """Regression: next to a folder of a later step, a save pruned the checkpoint that it had just written."""
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    store.get_path(9).mkdir()
+    store.get_path(2).symlink_to("absent")
+    for step in (1, 2, 3):
+        saved = store.save(step, {MODEL: lambda: b"weights"}, {})
+        assert saved.path.is_dir() and not saved.path.is_symlink() and store.list_steps() == [step, 9]
+    path, quarantined = store.load_latest()
+    assert path == store.get_path(3) and [checkpoint.step for checkpoint in quarantined] == [9]
+    (store.folder / "latest").unlink()
+    (store.folder / "latest").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"/latest'$"):
+        store.save(4, {MODEL: lambda: b"weights"}, {})
+
+
 def test_checkpoints_that_are_a_file_stop_the_run_with_a_line(finished_run: Path) -> None:
     shutil.rmtree(finished_run / "checkpoints")
     (finished_run / "checkpoints").write_text("")

@@ -193,6 +193,12 @@ MUTANTS = [
         "    except BlockingIOError as error:\n        reason = ",
     ),
     Mutant(
+        "checkpoints: a save removes its own checkpoint",
+        "train.checkpoint",
+        "        permanent.add(saved_step)\n",
+        "",
+    ),
+    Mutant(
         "data: a damaged record of progress is read",
         "data.build_shards",
         "if state.keys() == first.keys() and all(",

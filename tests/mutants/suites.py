@@ -62,6 +62,7 @@ FILLING = cases(
     "copies_of_a_text_are_in_the_same_split",
     "interruptions_change_nothing",
     "damage_is_detected_and_reported",
+    "a_damaged_record_of_progress_starts_the_build_again",
 )
 CHUNKS = cases("kernels/test_packed_tiles.py", "chunks[base]")
 SHARDS = cases(
@@ -119,6 +120,7 @@ DAMAGED = cases(
     "moments_are_those_of_the_optimizer",
     "odd_files_among_the_checkpoints_block_no_save",
     "files_that_cannot_be_removed_block_no_save",
+    "later_and_broken_entries_do_not_cost_the_new_checkpoint",
     "checkpoints_that_are_a_file_stop_the_run_with_a_line",
     "many_files_of_a_manifest_start_few_threads",
     "manifest_without_weights_is_not_whole",
@@ -547,6 +549,7 @@ OTHERS = {
     "data.dataset": [
         "tests/data/test_build_shards.py::test_a_run_continues_from_the_cache_if_its_source_is_missing",
         "tests/data/test_build_shards.py::test_without_a_source_every_shard_is_hashed_whatever_its_size",
+        "tests/data/test_build_shards.py::test_a_cache_folder_of_another_kind_is_named",
     ],
     "train.attempt": [
         *cases("crash/test_damaged_checkpoint.py", "run_with_a_signed_but_bad_checkpoint_resumes_from_the_one_before"),

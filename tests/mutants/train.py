@@ -508,8 +508,8 @@ MUTANTS = [
     Mutant(
         "disk: what a failed save wrote stays",
         "train.checkpoint",
-        "            pruned = self._prune()\n        except Exception as error:\n            self.abandon(started, error)\n",
-        "            pruned = self._prune()\n        except Exception:\n",
+        "            pruned = self._prune(started.step)\n        except Exception as error:\n            self.abandon(started, error)\n",
+        "            pruned = self._prune(started.step)\n        except Exception:\n",
     ),
     Mutant(
         "disk: a full one is not told as such",

@@ -243,6 +243,20 @@ def test_checkpoints_that_are_no_folder_are_named_before_a_trainer_starts(tmp_pa
             find_checkpoint(run_dir)
         checkpoints.unlink()
     checkpoints.symlink_to(tmp_path / "elsewhere")
+    status = run_dir / directory.STATUS
+    content = status.read_text()
+    status.unlink()
+    status.mkdir()
+    with pytest.raises(directory.RunDirectoryError, match=r"status\.json: expected a file, got a folder"):
+        take_lock(run_dir)
+    with pytest.raises(IsADirectoryError, match=r"/status\.json'$"):
+        write_text(status, "text")
+    status.rmdir()
+    status.write_text(content)
+    (run_dir / directory.CONFIG).rename(tmp_path / "config")
+    (run_dir / directory.CONFIG).symlink_to("absent")
+    with pytest.raises(directory.RunDirectoryError, match=r"config\.yaml: expected a file, got"):
+        directory.check_run_dir(run_dir)
     lock = take_lock(run_dir)
     assert lock is not None, "a link to a folder is one"
     os.close(lock)
