@@ -40,8 +40,6 @@ def check_gates_moved(history: History, limits: Limits) -> Verdict | None:
     constant = (update == 0).all(axis=0) if len(update) else np.zeros(entropy.shape[1], bool)
     if constant.any():
         return Verdict("gates moved", False, 0.0, 0.0, f"the gate weights never changed in {format_layers(constant)}")
-    if problem := _find_large_movement(history, limits):
-        return Verdict("gates moved", False, *problem)
     if len(entropy) < 3:
         return Verdict(
             "gates moved", None, None, limits.gate_min_change, f"{len(entropy)} readings are too few to detect changes"
@@ -68,6 +66,8 @@ def check_gates_moved(history: History, limits: Limits) -> Verdict | None:
                 f"{subject} in {streak.max()} readings in a row in {format_layers(streak >= limits.gate_constant_readings)}"
             )
             return Verdict("gates moved", False, float(streak.max()), limits.gate_constant_readings, text)
+    if problem := _find_large_movement(history, limits):
+        return Verdict("gates moved", False, *problem)
     if (half := entropy.shape[0] // 2) >= limits.gate_constant_readings:
         for name, values in statistics.items():
             recent = np.ptp(values[:, -half:], axis=1).max(axis=0)
