@@ -11,6 +11,7 @@ from nsa_lab.config import BRANCHES
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.history import History
 
+MIN_MOVEMENTS = 5  # readings with which a usual movement is known
 MAX_ENTROPY = math.log(3)  # of three branches, for which the limits hold
 
 
@@ -65,6 +66,8 @@ def check_gates_moved(history: History, limits: Limits) -> Verdict | None:
                 f"{subject} in {streak.max()} readings in a row in {format_layers(streak >= limits.gate_constant_readings)}"
             )
             return Verdict("gates moved", False, float(streak.max()), limits.gate_constant_readings, text)
+    if problem := _find_large_movement(history, limits):
+        return Verdict("gates moved", False, *problem)
     if (half := entropy.shape[0] // 2) >= limits.gate_constant_readings:
         for name, values in statistics.items():
             recent = np.ptp(values[:, -half:], axis=1).max(axis=0)
@@ -79,6 +82,31 @@ def check_gates_moved(history: History, limits: Limits) -> Verdict | None:
         f"{_describe_movement(entropy, _get_gate_shares(history))}; "
         f"{_describe_unspecialized(_get_gate_shares(history), limits)}",
     )
+
+
+def _find_large_movement(history: History, limits: Limits) -> tuple[float, float, str] | None:
+    """Return value, limit and text of gate weights that move too far for their learning rate; None if there are none.
+
+    An optimizer moves weights by about the sum of the rates since the last reading.
+    """
+    steps, update = history.layer_series("gate_update")
+    rate_steps, rates = history.series("lr")
+    if len(steps) < MIN_MOVEMENTS or not np.isfinite(rates).all() or len(rates) < 2:
+        return None
+    sums = np.concatenate([[0.0], np.cumsum(np.diff(rate_steps) * (rates[1:] + rates[:-1]) / 2)])
+    passed = np.diff(np.interp(steps, rate_steps, sums), prepend=0.0)
+    is_used = passed > 0
+    if is_used.sum() < MIN_MOVEMENTS:
+        return None
+    steps, relative = steps[is_used], update[is_used] / passed[is_used, None]
+    usual = np.median(relative, axis=0)
+    ratios = relative / np.where(usual > 0, usual, np.inf)
+    reading, layer = np.unravel_index(ratios.argmax(), ratios.shape)
+    ratio, limit = float(ratios[reading, layer]), limits.gate_update_range
+    if not ratio > limit:
+        return None
+    text = f"the gate weights of layer {layer} move {ratio:,.0f} times as far as usual for their learning rate"
+    return ratio, limit, f"{text}, at step {steps[reading]:,}"
 
 
 def _describe_movement(entropy: np.ndarray, shares: dict[str, np.ndarray]) -> str:

@@ -170,7 +170,8 @@ def _find_equal_statistic(history: History, n_layers: int, limits: Limits) -> st
             share = is_equal.mean(axis=0)
             if layer and share.max() > 0.5:
                 return f"{name} of layers {share.argmax()} and {layer} is equal in {share.max():.0%} of the readings"
-            in_a_row = np.lib.stride_tricks.sliding_window_view(is_equal, MIN_EQUAL_READINGS, axis=0).all(axis=-1)
+            is_measured = is_equal & (values[:, layer : layer + 1] != 0)  # other checks judge a branch of zeros
+            in_a_row = np.lib.stride_tricks.sliding_window_view(is_measured, MIN_EQUAL_READINGS, axis=0).all(axis=-1)
             if in_a_row.any():
                 first, other = (int(index[0]) for index in np.nonzero(in_a_row))
                 text = f"{name} of layers {other} and {layer} is equal in {MIN_EQUAL_READINGS} readings in a row"

@@ -86,6 +86,7 @@ class Limits:
     gate_share_failed: float = 0.01  # the same for shares
     gate_saturation_failed: float = 0.70  # the same for saturation
     gate_update_least: float = 1e-6  # minimum change of the gate weights / the largest of the layer (1e-4 measured)
+    gate_update_range: float = 100.0  # maximum change of the gate weights per learning rate / its median (6 measured)
     branch_fade: float = 0.05  # minimum RMS of a branch's output / the highest before it in the layer (0.27 measured)
     branch_least: float = 1e-3  # minimum RMS of a branch's output (0.17 measured)
     branch_range: float = (

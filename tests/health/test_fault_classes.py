@@ -313,6 +313,12 @@ def drop_field(name: str) -> Edit:
     return change("step", lambda event: event.pop(name, None))
 
 
+def reverse_updates(events: list[Event]) -> None:
+    own = [event for event in events if "gate_update" in event]
+    for event, update in zip(own, [event["gate_update"] for event in reversed(own)], strict=True):
+        event["gate_update"] = update
+
+
 def raise_wait(event: Event) -> None:
     event["data_s"] = event["dt_s"] * 2
 
@@ -421,6 +427,7 @@ def drop_answers(event: Event) -> None:
     event.pop("marked_loss", None)
 
 
+LARGE_MOVEMENT = "gates moved", "times as far as usual for their learning rate"
 OVERLAP = "consistent numbers", "but every selection has 0."
 FALLEN_KEYS = "consistent numbers", "selected keys or fewer in"
 CHECKPOINT_SIZE = "consistent numbers", "a checkpoint: 1,739,629,928 bytes, expected 579,876,635 to"
@@ -624,6 +631,9 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
         for count in (5, 20)
         for index, record in enumerate((RECENT, STAGED))
     ),
+    ("gates that move far once", RECENT, scale(1000, "gate_update", first=0.5, last=0.52), *LARGE_MOVEMENT),
+    ("a gate that moves far once", STAGED, scale(1000, "gate_update", first=0.5, last=0.52, layer=1), *LARGE_MOVEMENT),
+    ("gates that move in reverse", RESUMED, reverse_updates, *LARGE_MOVEMENT),
     ("a plateau that ends", RECENT, hold_level, "loss course", "a plateau before"),
     ("an oscillation that ends", RECENT, oscillate, "loss course", "its scatter is"),
     ("a rise that ends", RESUMED, set_bits(lambda old, at: old * 1.4, "step", 0.4, 0.6), "loss course", "rises"),

@@ -773,4 +773,11 @@ MUTANTS = [
         "not name.startswith(COUNTED_STATISTICS)",
         "False",
     ),
+    Mutant("health: any movement of gate weights passes", "health.branch_checks", "if not ratio > limit:", "if True:"),
+    Mutant(
+        "health: the movement of gate weights does not depend on the learning rate",
+        "health.branch_checks",
+        "update[is_used] / passed[is_used, None]",
+        "update[is_used]",
+    ),
 ]
