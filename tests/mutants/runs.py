@@ -73,16 +73,10 @@ MUTANTS = [
         'key = ""',
     ),
     Mutant(
-        "history: each attempt reads the first events of all others",
-        "runs.history",
-        "return self._configs.get(attempt",
-        "return History._configs.func(self).get(attempt",
-    ),
-    Mutant(
-        "attempts: each attempt compares all events",
-        "health.throughput_checks",
-        "groups = {attempt: values[own] for attempt, own in group_positions(attempts).items()}",
-        "groups = {attempt: values[attempts == attempt] for attempt in group_positions(attempts)}",
+        "attempts: each attempt is compared with all events",
+        "runs.attempts",
+        "own = positions[number]",
+        'own = np.flatnonzero(events.ints("attempt") == number)',
     ),
     Mutant(
         "history: a mean instead of the median speed",
