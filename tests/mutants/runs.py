@@ -73,13 +73,13 @@ MUTANTS = [
         'key = ""',
     ),
     Mutant(
-        "history: each attempt reads the first events of all others",
-        "runs.history",
-        "return self._configs.get(attempt",
-        "return History._configs.func(self).get(attempt",
+        "attempts: each attempt is compared with all events",
+        "runs.attempts",
+        "own = positions[number]",
+        'own = np.flatnonzero(events.ints("attempt") == number)',
     ),
     Mutant(
-        "attempts: each attempt compares all events",
+        "attempts: the memory of each attempt compares all events",
         "health.throughput_checks",
         "own_beats, own_steps = beats_of.get(attempt, none), steps_of.get(attempt, none)",
         'own_beats, own_steps = (part.ints("attempt") == attempt for part in (beats, steps))',

@@ -242,7 +242,6 @@ OTHERS = {
                 "edited_records",
             )
         ]
-        + LINEAR
         for part in (
             "attempt_checks",
             "branch_checks",
@@ -332,7 +331,7 @@ OTHERS = {
     "health.paired_text_loss": ["tests/health/test_comparison.py"],
     "health.comparison": ["tests/health/test_comparison.py"],
     "train.matched_baseline": ["tests/train/test_matched_baseline.py"],
-    "runs.attempts": ["tests/runs/test_history.py", "tests/health/test_verdicts.py", *LINEAR],
+    "runs.attempts": ["tests/runs/test_history.py", *LINEAR, "tests/health/test_verdicts.py"],
     "runs.events": [
         "tests/runs/test_history.py",
         "tests/train/test_telemetry.py",
@@ -562,13 +561,12 @@ OTHERS = {
     "train.telemetry.heartbeat": ["tests/train/test_telemetry.py"],
     "train.telemetry.tensorboard_writer": ["tests/crash/test_full_disk.py"],
     "train.telemetry.awake_clock": CLOCK,
-    "train.telemetry.phases": ["tests/train/test_telemetry.py", *CLOCK],
+    "train.telemetry.phases": [*CLOCK, "tests/train/test_telemetry.py"],
     "train.telemetry.system_metrics": ["tests/train/test_telemetry.py", "tests/train/test_training_run.py"],
     "runs.csv_export": ["tests/runs/test_csv_export.py"],
     "train.validation": ["tests/train/test_validation_loss.py", *MASKED],
     "runs.history": [
         "tests/runs/test_history.py",
-        *LINEAR,
         *cases("report/test_consistent_numbers.py", "run_list_has_verdict_loss_speed_and_model"),
         *cases(
             "health/test_verdicts.py",
