@@ -216,6 +216,17 @@ def copy_statistic(name: str) -> Edit:
     return edit
 
 
+def copy_most_readings(name: str, leave_out: int) -> Edit:
+    """Return an edit that copies a statistic of a layer to the next one, but for every `leave_out`th reading."""
+
+    def edit(events: list[Event]) -> None:
+        for number, event in enumerate(event for event in events if name in event):
+            if number % leave_out:
+                event[name][3] = event[name][2]
+
+    return edit
+
+
 def copy_to_all_layers(first: float, last: float) -> Edit:
     def edit(events: list[Event]) -> None:
         for event in select(events, "step", first, last):
@@ -689,6 +700,13 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
     ("a sawtooth", RESUMED, wave(0.25, 8, lambda at: at % 1 - 0.5, 0.35, 0.55), "loss course", "a period of 8.0 readings"),
     ("a GPU that leaks in steps", RECENT, grow_in_steps, "memory", "the peak memory grows 3 times in the second half"),
     ("a host that leaks late", RESUMED, grow_late, "memory", "grows steadily in attempt 2"),
+    (
+        "mostly equal norms",
+        RECENT,
+        copy_most_readings("norm_sel", 4),
+        "layers differ",
+        "norm_sel of layers 2 and 3 is equal in",
+    ),
     ("equal norms of two layers", RECENT, copy_statistic("norm_sel"), "layers differ", "norm_sel of layers 2 and 3"),
     (
         "equal gates of two layers",
@@ -814,8 +832,10 @@ def test_percentiles_of_one_wait_are_no_copies(records: dict[str, History]) -> N
     assert "data_s_p50 equals data_s" in next(v for v in examine(copied).verdicts if v.name == "consistent numbers").text
 
     def number_readings(events: list[Event]) -> None:
+        last = 0
         for index, event in enumerate(select(list(events), "step", -1.0, 1.0)):
-            event["step"] = index + 1
+            n_steps, last = event["step"] - last, event["step"]
+            event |= {"step": index + 1, "dt_s": event["dt_s"] * n_steps, "tokens_per_s": event["tokens_per_s"] / n_steps}
 
     dense = edit_history(copied, number_readings)
     assert "equals data_s" not in next(v for v in examine(dense).verdicts if v.name == "consistent numbers").text

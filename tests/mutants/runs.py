@@ -79,12 +79,6 @@ MUTANTS = [
         'own = np.flatnonzero(events.ints("attempt") == number)',
     ),
     Mutant(
-        "attempts: the memory of each attempt compares all events",
-        "health.throughput_checks",
-        "own_beats, own_steps = beats_of.get(attempt, none), steps_of.get(attempt, none)",
-        'own_beats, own_steps = (part.ints("attempt") == attempt for part in (beats, steps))',
-    ),
-    Mutant(
         "history: a mean instead of the median speed",
         "runs.history",
         "float(np.median(values)) for values",
