@@ -59,6 +59,8 @@ def _make_events(step: int, config: fake_run.RunConfig, rng: random.Random) -> l
         event |= {"loss": event["bpb"] * math.log(2), "grad_norm": 0.8 + rng.random() / 10}
         if "grad_norm_layers" in event:
             event["grad_norm_layers"] = fake_run.make_layers(0.2)
+        if "gate_update" in event:  # an optimizer moves weights by about the learning rate
+            event["gate_update"] = fake_run.make_layers(0.02 * (event["lr"] / train.lr + 0.02))
         for name in [name for name, value in event.items() if isinstance(value, list) and name != "gate_update"]:
             # The same for all layers, so their order stays. Gate shares add up to 1.
             noise = rng.gauss(0, 1e-4 if name.startswith("gate_") else 1e-3 * event[name][0])

@@ -12,6 +12,7 @@ from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.history import History
 
 MIN_MOVEMENTS = 5  # readings with which a usual movement is known
+MIN_RATE_SHARE = 0.01  # of the median of the rates between two readings
 MAX_ENTROPY = math.log(3)  # of three branches, for which the limits hold
 
 
@@ -95,7 +96,8 @@ def _find_large_movement(history: History, limits: Limits) -> tuple[float, float
         return None
     sums = np.concatenate([[0.0], np.cumsum(np.diff(rate_steps) * (rates[1:] + rates[:-1]) / 2)])
     passed = np.diff(np.interp(steps, rate_steps, sums), prepend=0.0)
-    is_used = passed > 0
+    # Where a schedule ends at 0, rounding moves weights as much as the rate.
+    is_used = passed > MIN_RATE_SHARE * np.median(passed)
     if is_used.sum() < MIN_MOVEMENTS:
         return None
     steps, relative = steps[is_used], update[is_used] / passed[is_used, None]

@@ -318,17 +318,18 @@ def _check_answers(history: History) -> Problem | None:
 def _check_phase_ages(history: History) -> Problem | None:
     """A phase of the trainer is younger than the last step but one, which was recorded in an earlier phase."""
     beats, all_steps = history.events_of_kind("heartbeat"), history.events_of_kind("step")
-    for attempt in np.unique(beats.ints("attempt")):
-        own = beats.select(beats.ints("attempt") == attempt)
-        recorded = np.sort(all_steps.numbers("t")[all_steps.ints("attempt") == attempt])
-        n_before = np.searchsorted(recorded, own.numbers("t"))
-        own, n_before = own.select(n_before >= 2), n_before[n_before >= 2]
-        ages = own.numbers("phase_age_s")
-        is_wrong = ages > own.numbers("t") - recorded[n_before - 2] + LIMITS.clock_back_s
+    beat_times, beat_ages, step_times = beats.numbers("t"), beats.numbers("phase_age_s"), all_steps.numbers("t")
+    steps_of = group_positions(all_steps.ints("attempt"))
+    for attempt, own in group_positions(beats.ints("attempt")).items():
+        recorded = np.sort(step_times[steps_of.get(attempt, np.zeros(0, dtype=int))])
+        n_before = np.searchsorted(recorded, beat_times[own])
+        own, n_before = own[n_before >= 2], n_before[n_before >= 2]
+        is_wrong = beat_ages[own] > beat_times[own] - recorded[n_before - 2] + LIMITS.clock_back_s
         if is_wrong.any():
-            name = own[int(is_wrong.argmax())].get("phase")
-            text = f"the phase {name} is {ages[is_wrong][0]:,.0f} s old, which is longer than two recorded steps,"
-            return Problem(own.ints("step")[is_wrong], text)
+            wrong = own[is_wrong]
+            name = beats[int(wrong[0])].get("phase")
+            text = f"the phase {name} is {beat_ages[wrong[0]]:,.0f} s old, which is longer than two recorded steps,"
+            return Problem(beats.ints("step")[wrong], text)
     return None
 
 

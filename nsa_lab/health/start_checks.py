@@ -55,9 +55,7 @@ def _is_configured_device(device: str, configured: str) -> bool:
 
 def _measures_gpu(history: History, event: Any) -> bool | None:
     """Return True if the attempt records the utilization of a GPU; None if it does not."""
-    own = history.events_of_kind("heartbeat")
-    is_measured = np.isfinite(own.select(own.ints("attempt") == event["attempt"]).numbers("gpu_util")).any()
-    return True if is_measured or event.get("gpu_util") == "on" else None
+    return True if event["attempt"] in history.gpu_attempts or event.get("gpu_util") == "on" else None
 
 
 def _get_backends(event: Any) -> dict[str, tuple[Any, Any]] | None:

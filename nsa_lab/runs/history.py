@@ -125,6 +125,12 @@ class History:
         """The first event of each attempt that recorded one."""
         return self.events.of_kind(*FIRST_KINDS)
 
+    @cached_property
+    def gpu_attempts(self) -> frozenset[int]:
+        """The attempts whose heartbeats have the utilization of a GPU."""
+        beats = self.events_of_kind("heartbeat")
+        return frozenset(beats.ints("attempt")[np.isfinite(beats.numbers("gpu_util"))].tolist())
+
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the steps and values of a numeric field of the `step` events. Values that were not finite are NaN."""
         recorded = self.steps.select(self.steps.has(name))

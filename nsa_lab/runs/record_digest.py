@@ -1,8 +1,8 @@
 """Digest of the files that the checks of a run read in addition to its record: if it has changed, a verdict is out of date.
 
 `directory.compute_record_digest` covers the record, with which recorded runs are published. This one covers what copies may
-lack: environment.json, checkpoints, and a trainer at work. Weights may have gigabytes, so checkpoints are compared by name,
-size, mode and modification time.
+lack: environment.json, evaluations, checkpoints, and a trainer at work. Weights may have gigabytes, so checkpoints are
+compared by name, size, mode and modification time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from nsa_lab.runs.checkpoint_files import get_checkpoint_dir
 from nsa_lab.runs.directory import ENVIRONMENT, compute_file_digest
+from nsa_lab.runs.evaluation import EVALUATION, RULER
 from nsa_lab.runs.lock import lock_owner
 
 MAX_DEPTH = 2  # checkpoints/step-00005000/model.safetensors
@@ -21,11 +22,12 @@ MAX_DEPTH = 2  # checkpoints/step-00005000/model.safetensors
 
 def compute_surroundings_digest(run_dir: Path) -> str:
     """Return the SHA-256 of everything else that the checks of a run read, 64 hex digits."""
-    try:
-        environment = compute_file_digest(run_dir / ENVIRONMENT)
-    except OSError as error:
-        environment = f"unreadable {error.errno}"
-    lines = [f"{ENVIRONMENT} {environment}", f"trainer {lock_owner(run_dir) is not None}"]
+    lines = [f"trainer {lock_owner(run_dir) is not None}"]
+    for name in (ENVIRONMENT, EVALUATION, RULER):
+        try:
+            lines.append(f"{name} {compute_file_digest(run_dir / name)}")
+        except OSError as error:
+            lines.append(f"{name}: {error.errno}")
     lines += _describe_folder(get_checkpoint_dir(run_dir), MAX_DEPTH)
     return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()
 

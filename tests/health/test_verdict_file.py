@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_evaluation import make_evaluation
 from fake_run import write_checkpoint, write_run
 
 from nsa_lab.health import examine
 from nsa_lab.health.verdict_file import read_verdict, write_verdict
 from nsa_lab.runs import directory, lock
+from nsa_lab.runs.evaluation import EVALUATION, RULER
 
 _recorded: list[set[Path]] = []
 
@@ -45,6 +47,8 @@ def write_saved_run(folder: Path) -> Path:
     for step in (100, 200):
         write_checkpoint(run_dir, step)
     (run_dir / directory.LOCK).touch()
+    (run_dir / EVALUATION).write_text(json.dumps(make_evaluation(0, run=run_dir.name, config_hash=None)))
+    (run_dir / RULER).write_text("{}\n")
     return run_dir
 
 
@@ -54,7 +58,15 @@ def test_every_file_that_the_checks_read_is_part_of_the_digests(tmp_path: Path, 
     paths = {path for path in record_opens(lambda: examine(run_dir)) if path.is_relative_to(run_dir)}
     files, folders = sorted(filter(Path.is_file, paths)), sorted(filter(Path.is_dir, paths))
     found = {path.name for path in files}
-    assert {directory.CONFIG, directory.EVENTS, directory.ENVIRONMENT, "MANIFEST.json", "model.safetensors"} <= found
+    assert {
+        directory.CONFIG,
+        directory.EVENTS,
+        directory.ENVIRONMENT,
+        "MANIFEST.json",
+        "model.safetensors",
+        EVALUATION,
+        RULER,
+    } <= found
     assert run_dir / directory.CHECKPOINTS in folders
     record = json.loads(write_verdict(run_dir).read_text(encoding="utf-8"))
     for path in files:
