@@ -39,12 +39,14 @@ def check_status_agrees(history: History, limits: Limits) -> Verdict:
 
 
 def _find_other_reason(history: History, endings: list[EndEvent]) -> str | None:
-    """Return a text on a run that is DONE with another reason than that all steps are done; None without one."""
+    """Return a text on a run that is DONE with another reason, or another exit code, than all steps done; None if not."""
     expected = directory.format_done_reason(history.config.train.steps)
     for place, ending in (("status.json", history.status), *(("the last event", ending) for ending in endings)):
         reason = ending.get("reason")
         if ending.get("status") == directory.DONE and reason not in (None, expected):
             return f"{place} has status DONE with the reason {shorten(str(reason))!r}, expected {expected!r}"
+        if ending.get("status") == directory.DONE and ending.get("exit_code") not in (None, 0):
+            return f"{place} has status DONE with exit code {ending['exit_code']}, expected 0"
     return None
 
 
