@@ -87,7 +87,10 @@ def save_adapter(model: PreTrainedModel, folder: str | Path, *, base_model: str,
     settings = _get_settings(model)
     tensors: dict[str, Tensor] = {}
     for name, value in _list_indexer_weights(model):
-        tensors |= _encode(name, value.detach().cpu(), DTYPES[dtype])
+        encoded = _encode(name, value.detach().cpu(), DTYPES[dtype])
+        if value.isfinite().all() and not all(tensor.isfinite().all() for tensor in encoded.values()):
+            raise ConfigError(f"dtype = {dtype!r}: {name} has values that it cannot hold; use bfloat16, float32 or int8")
+        tensors |= encoded
     weights, folder = save(tensors), Path(folder)
     info = AdapterInfo(
         base_model=base_model,
@@ -117,8 +120,11 @@ def load_adapter(model: Model, folder: str | Path, *, backend: str | None = None
             f"(hash {base_hash}); load {info.base_model}"
         )
     weights = _decode(_read_weights(folder, info))
-    settings, options = info.settings, read_indexer_options(info.settings)
-    sparsify(model, NSAConfig(**settings["nsa"]), backend=backend or settings["backend"], **cast(Any, options))
+    settings = info.settings
+    if missing := sorted({"nsa", "indexer", "backend"} - settings.keys()):
+        raise ConfigError(f"{folder / INFO}: settings.{missing[0]} is missing; download or save the adapter again")
+    options = cast(Any, read_indexer_options(settings))
+    sparsify(model, NSAConfig(**settings["nsa"]), backend=backend or settings["backend"], **options)
     own = dict(_list_indexer_weights(model))
     if own.keys() != weights.keys() or any(own[name].shape != value.shape for name, value in weights.items()):
         raise ConfigError(f"{folder / WEIGHTS}: its weights do not match the settings in {INFO}; download or save it again")
@@ -165,6 +171,11 @@ def _read_weights(folder: Path, info: AdapterInfo) -> dict[str, Tensor]:
     for name, weight in weights.items():
         if problem := describe_nonfinite(name, weight):
             raise ConfigError(f"{path}: {problem}; download or save the adapter again")
+        if not weight.is_floating_point() and weight.dtype != torch.int8:
+            raise ConfigError(
+                f"{path}: {name} has dtype {weight.dtype}, expected a floating-point type or int8; download or save the "
+                "adapter again"
+            )
         scale = weights.get(name + SCALE)
         if weight.dtype == torch.int8 and (scale is None or scale.shape != weight.shape[:-1]):
             raise ConfigError(f"{path}: {name}: expected a scale for each row of int8; download or save the adapter again")

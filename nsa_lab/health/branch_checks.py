@@ -96,7 +96,7 @@ def _find_large_movement(history: History, limits: Limits) -> tuple[float, float
         return None
     sums = np.concatenate([[0.0], np.cumsum(np.diff(rate_steps) * (rates[1:] + rates[:-1]) / 2)])
     passed = np.diff(np.interp(steps, rate_steps, sums), prepend=0.0)
-    # Where a schedule ends at 0, rounding moves weights as much as the rate.
+    # At the end of a schedule that reaches 0, rounding moves weights as much as the rate.
     is_used = passed > MIN_RATE_SHARE * np.median(passed)
     if is_used.sum() < MIN_MOVEMENTS:
         return None

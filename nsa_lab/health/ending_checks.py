@@ -35,18 +35,18 @@ def check_status_agrees(history: History, limits: Limits) -> Verdict:
     # A run that was resumed and has not recorded anything yet has the state RUNNING or PREEMPTED.
     if different:
         return Verdict(name, False, len(different), 0, f"status.json and the last event disagree: {'; '.join(different)}")
+    if recorded_status == directory.DONE and (code := ending.get("exit_code") or status.get("exit_code")):
+        return Verdict(name, False, 1, 0, f"a trainer that ended as DONE has exit code {code}, expected 0")
     return Verdict(name, True, 0, 0, f"status.json and the last event: {recorded_status} at step {ending['step']:,}")
 
 
 def _find_other_reason(history: History, endings: list[EndEvent]) -> str | None:
-    """Return a text on a run that is DONE with another reason, or another exit code, than all steps done; None if not."""
+    """Return a text on a run that is DONE with another reason than that all steps are done; None without one."""
     expected = directory.format_done_reason(history.config.train.steps)
     for place, ending in (("status.json", history.status), *(("the last event", ending) for ending in endings)):
         reason = ending.get("reason")
         if ending.get("status") == directory.DONE and reason not in (None, expected):
             return f"{place} has status DONE with the reason {shorten(str(reason))!r}, expected {expected!r}"
-        if ending.get("status") == directory.DONE and ending.get("exit_code") not in (None, 0):
-            return f"{place} has status DONE with exit code {ending['exit_code']}, expected 0"
     return None
 
 

@@ -362,9 +362,10 @@ def _find_repeated_readings(history: History, n_equal: int) -> str | None:
 
 
 def find_readings_with_selection(history: History, steps: np.ndarray) -> np.ndarray:
-    """Return which readings, at `steps`, are of stages in which not all blocks are selected, bool."""
+    """Return which readings, at `steps`, are of stages with a choice: blocks that are neither forced nor all selected."""
     nsa, train = history.config.nsa, history.config.train
-    has_selection = np.array([stage.seq_len > nsa.n_sel * nsa.l_sel for stage in train.plan])
+    has_choice = nsa.n_sel > nsa.sink_blocks + nsa.local_blocks
+    has_selection = np.array([has_choice and stage.seq_len > nsa.n_sel * nsa.l_sel for stage in train.plan])
     return has_selection[find_stages(steps, train)]
 
 

@@ -236,6 +236,6 @@ def check_structure(history: History, limits: Limits) -> Verdict | None:
     if ratio <= limit:
         return Verdict(name, True, ratio, limit, text)
     # In real text the previous byte tells much. A model between the two entropies has learned something, but little.
-    is_text = second["bpb"] < limits.structure_of_text * first["bpb"] and bpb[-1] <= limit * first["bpb"]
+    is_text = second["bpb"] < limits.structure_of_text * first["bpb"] and bpb[-1] <= first["bpb"]
     verdict = Verdict(name, False, ratio, limit, f"{text}: the model has learned no more, or the text is noise")
     return verdict.to_warning() if is_text else verdict

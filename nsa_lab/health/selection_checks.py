@@ -10,6 +10,7 @@ import numpy as np
 
 from nsa_lab.config import NSAConfig
 from nsa_lab.health.branch_checks import format_layers, is_dense, list_active_branches
+from nsa_lab.health.references import explain_trial
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.history import History, find_stages
 
@@ -93,6 +94,8 @@ def check_selection_finds(history: History, limits: Limits) -> Verdict | None:
     if history.config.data.source != "recall":
         text += ". The run was not trained on facts (data.source: recall), so this is not a failure"
         return Verdict(name, None, gain, limit, text)
+    if trial := explain_trial(history, limits):
+        return Verdict(name, None, gain, limit, f"{text}. Not judged: a trial run, {trial}")
     if last["step"] < limits.selection_gain_after * history.config.train.steps:
         return Verdict(name, None, gain, limit, f"{text}. Not judged before {limits.selection_gain_after:.0%} of the steps")
     return Verdict(name, False, gain, limit, text)

@@ -383,7 +383,7 @@ class SparseAttention(nn.Module):
                 q, k_sel, v_sel, blocks, nsa, backend=name["selected"], span=span
             )
             first_block = torch.full_like(blocks, -1)
-            first_block[..., 0] = 0
+            first_block[..., 0] = torch.where((blocks == 0).any(-1), 0, -1)  # it may be neither forced nor selected
             _, observed["lse_sink"] = selected_attention(
                 q, k_sel, v_sel, first_block, nsa, backend=name["selected"], span=span
             )

@@ -133,9 +133,9 @@ def check_run_dir(run_dir: str | Path) -> Path:
     path = Path(run_dir).resolve()
     if not (path / CONFIG).is_file():
         if os.path.lexists(path / CONFIG):
-            raise RunDirectoryError(
-                f"{path / CONFIG}: expected a file, got a folder or a link to nothing; restore the file"
-            )
+            others = "a link to nothing" if (path / CONFIG).is_symlink() else "a FIFO, socket or device"
+            found = "a folder" if (path / CONFIG).is_dir() else others
+            raise RunDirectoryError(f"{path / CONFIG}: expected a file, got {found}; restore the file")
         raise RunDirectoryError(f"{path} is not a run directory: it has no {CONFIG}; pass a folder created by a run")
     return path
 

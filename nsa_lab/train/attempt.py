@@ -367,7 +367,7 @@ class _Attempt:
         step = self.recorder.log.step
         text = (
             f"step {step}: the phase {phase} has made no progress for {seconds:.0f} s, limit {limit_s:.0f} s "
-            "(train.stall_action: halt); {directory.STACKS} has the stack of every thread"
+            f"(train.stall_action: halt); {directory.STACKS} has the stack of every thread"
         )
         self._stall_finding = Finding("stall", step, seconds, limit_s, "halt", text)
         self.recorder.record_finding(self._stall_finding)

@@ -140,8 +140,22 @@ def test_an_adapter_of_another_model_or_with_damage_is_refused(tmp_path: Path) -
     save_adapter(spoiled, tmp_path / "infinite", base_model="base")
     with pytest.raises(ConfigError, match=r"1 of .* values are NaN or infinite; download or save the adapter again"):
         load_adapter(make_dense(), tmp_path / "infinite")
-    path = tmp_path / "adapter.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
+    for parameter in (value for name, value in spoiled.named_parameters() if "indexer" in name):
+        parameter.data.fill_(1e5)
+    with pytest.raises(ConfigError, match=r"dtype = 'float16': .* has values that it cannot hold"):
+        save_adapter(spoiled, tmp_path / "float16", base_model="base", dtype="float16")
+    info, path = json.loads((tmp_path / "adapter.json").read_text()), tmp_path / "adapter.safetensors"
+    (tmp_path / "adapter.json").write_text(json.dumps(info | {"settings": {}}))
+    with pytest.raises(ConfigError, match=r"settings\.backend is missing"):
+        load_adapter(make_dense(), tmp_path)
+    save_file({name: value.long() for name, value in load_file(path).items()}, tmp_path / "integers")
+    content, own = path.read_bytes(), (tmp_path / "integers").read_bytes()
+    path.write_bytes(own)
+    (tmp_path / "adapter.json").write_text(json.dumps(info | {"sha256": hashlib.sha256(own).hexdigest()}))
+    with pytest.raises(ConfigError, match="expected a floating-point type or int8"):
+        load_adapter(make_dense(), tmp_path)
+    (tmp_path / "adapter.json").write_text(json.dumps(info))
+    path.write_bytes(content[:-1])
     with pytest.raises(ConfigError, match="another hash"):
         load_adapter(make_dense(), tmp_path)
     (tmp_path / "adapter.json").write_text('{"version": 1}')

@@ -86,7 +86,6 @@ def test_edits_fail(records: dict[str, History]) -> None:
             check_status_agrees,
             "the last event has status DONE with the reason",
         ),
-        (RECENT, set_fields("end", exit_code=3), check_status_agrees, "the last event has status DONE with exit code 3"),
         (RECENT, set_fields("reach", 5000, sequences=4), check_evaluated_text, "reach: 4 sequences at step 5,250, 16 at 0"),
         (RECENT, set_fields("reach", 5000, length=1024), check_evaluated_text, "reach: sequences of 1,024 tokens at step"),
         (RECENT, set_fields("heartbeat", 5000, phase_age_s=500.0), check_consistent, "the phase step is 500 s old"),
@@ -107,6 +106,8 @@ def test_status_with_another_reason_or_time(records: dict[str, History]) -> None
     def set_status(**values: Any) -> History:
         return replace(history, status=history.status | values)
 
+    both = replace(edit_history(history, set_fields("end", exit_code=3)), status=history.status | {"exit_code": 3})
+    assert "has exit code 3, expected 0" in check_status_agrees(both, LIMITS).text
     ended = history.status["updated"]
     for values, check, ok in (
         ({"reason": "loss is NaN"}, check_status_agrees, False),

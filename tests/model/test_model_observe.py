@@ -95,7 +95,12 @@ def test_gate_shares_have_the_right_branch_names(model: NSATransformer, monkeypa
         assert stats[f"gate_share_{name}"].tolist() == pytest.approx([weight] * 2)
 
 
-def test_the_sink_share_is_the_attention_to_the_first_block(model: NSATransformer) -> None:
+@pytest.mark.parametrize("sink_blocks", [0, 1])
+def test_the_sink_share_is_the_attention_to_the_first_block(model: NSATransformer, sink_blocks: int) -> None:
+    """Of queries that do not select it, if it is not forced, the share is 0."""
+    nsa = model.config.nsa.model_copy(update={"sink_blocks": sink_blocks, "local_blocks": 1})
+    weights, model = model.state_dict(), NSATransformer(model.config.model_copy(update={"nsa": nsa})).to(model.head.weight)
+    model.load_state_dict(weights)
     tokens = make_tokens(model.config, T, batch=1)
     x, rotary = model.prepare_inputs(tokens)
     layer = model.blocks[0]
@@ -108,7 +113,7 @@ def test_the_sink_share_is_the_attention_to_the_first_block(model: NSATransforme
                 s for j in seen["blocks"][0, t, n // 2].tolist() if j >= 0 for s in range(8 * j, 8 * j + 8) if s <= t
             ]
             p = (k[0, selected_tokens, n // 2] @ q[0, t, n] * 6**-0.5).softmax(0)
-            shares.append(p[:8].sum().item())
+            shares.append(sum(p[i].item() for i, s in enumerate(selected_tokens) if s < 8))
     expected = sum(shares) / len(shares)
     assert model.statistics(tokens)["sel_sink_share"][0].item() == pytest.approx(expected, rel=1e-4)
 

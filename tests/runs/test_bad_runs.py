@@ -102,15 +102,15 @@ BREAKS: dict[str, tuple[Break, str]] = {
     "folder of events": (make_folder, "expected a regular file"),
     "fifo status": (put_fifo(directory.STATUS), "DONE"),
     "fifo verdict": (put_fifo(directory.VERDICT), "not checked yet"),
-    "fifo config": (put_fifo(directory.CONFIG), "not a run directory"),
+    "fifo config": (put_fifo(directory.CONFIG), "expected a file, got a FIFO"),
     "fifo lock": (put_fifo(directory.LOCK), "DONE"),
     "markup": (put_markup, "[red]HALTED[/red] [/]"),
     "merge bomb": (write_merge_bomb, "keys after merges"),
     "endless events": (put_link(directory.EVENTS, "/dev/zero"), "expected a regular file"),
     "broken link to events": (put_link(directory.EVENTS, "/absent/events.jsonl"), "No such file or directory"),
     "events that link to themselves": (put_link(directory.EVENTS, directory.EVENTS), "too many levels of symbolic links"),
-    "broken link to config": (put_link(directory.CONFIG, "/absent/config.yaml"), "not a run directory"),
-    "config that links to itself": (put_link(directory.CONFIG, directory.CONFIG), "not a run directory"),
+    "broken link to config": (put_link(directory.CONFIG, "/absent/config.yaml"), "got a link to nothing"),
+    "config that links to itself": (put_link(directory.CONFIG, directory.CONFIG), "got a link to nothing"),
     "deep verdict": (write_deep_json, "not checked yet"),
 }
 
