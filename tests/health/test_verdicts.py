@@ -32,6 +32,7 @@ from looping import looped
 from nsa_lab.config import NSAConfig, RunConfig
 from nsa_lab.health import CHECKS, Verdict, examine, list_verdicts
 from nsa_lab.health.headline_questions import QUESTIONS, answer_questions
+from nsa_lab.health.log_integrity import find_readings_with_selection
 from nsa_lab.health.matched_pair import ALLOWED_DIFFERENCES, build_side_by_side, check_matched_pair, find_matched_pair
 from nsa_lab.health.selection_checks import compute_selection_range
 from nsa_lab.health.verdict_file import to_record
@@ -1133,6 +1134,31 @@ def test_number_of_sequences_is_reported(recorded: object, words: str, tmp_path:
 
     verdict = get_verdict(list_verdicts(write_run(tmp_path, make_config(**RECALL), spoil=spoil)), "selection finds")
     assert verdict.ok and f"at 2,048 tokens{words}: 100% correct" in verdict.text
+
+
+def test_short_runs_are_not_judged_by_their_answers(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, make_config(**RECALL, train__steps=50), spoil=set_reach_losses(random=0.3))
+    verdict = get_verdict(list_verdicts(run_dir), "selection finds")
+    assert verdict.ok is None and "Not judged: a trial run, 50 steps" in verdict.text
+
+
+@looped
+@pytest.mark.parametrize(("order_0", "level"), [(2.15, "warning"), (2.13, "failed")])
+def test_a_model_of_single_bytes_of_a_text_with_structure_is_a_warning(order_0: float, level: str, tmp_path: Path) -> None:
+    """The validation loss is 2.14 bits per byte."""
+
+    def spoil(events: list[Event]) -> None:
+        for event in events:
+            if event["kind"] == "reference" and event["name"].startswith("order"):
+                event["bpb"] = order_0 if event["name"] == "order-0 entropy" else 1.5
+
+    assert get_verdict(list_verdicts(write_run(tmp_path, spoil=spoil)), "learned structure").level == level
+
+
+def test_without_a_free_block_no_reading_has_a_choice(tmp_path: Path) -> None:
+    for n_sel, expected in ((3, False), (4, True)):
+        history = History.read(write_run(tmp_path / str(n_sel), make_config(nsa__n_sel=n_sel)))
+        assert find_readings_with_selection(history, np.array([20, 40])).tolist() == [expected] * 2
 
 
 def test_unknown_check_leaves_its_question_open(tmp_path: Path) -> None:

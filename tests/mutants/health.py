@@ -6,6 +6,24 @@ from mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "health: forced blocks are a choice",
+        "health.log_integrity",
+        "has_choice and stage.seq_len > nsa.n_sel * nsa.l_sel",
+        "stage.seq_len > nsa.n_sel * nsa.l_sel",
+    ),
+    Mutant(
+        "health: a trial run fails by its answers",
+        "health.selection_checks",
+        "if trial := explain_trial(history, limits):",
+        "if trial := None:",
+    ),
+    Mutant(
+        "health: a model worse than single bytes is a warning",
+        "health.loss_course",
+        'and bpb[-1] <= first["bpb"]',
+        "and True",
+    ),
+    Mutant(
         "health: a training loss that tripled passes",
         "health.loss_checks",
         "if last > max(limits.training_ratio_to_lowest * lowest, lowest + chance):",

@@ -5,6 +5,12 @@ from __future__ import annotations
 from mutants.mutant import Mutant
 
 MUTANTS = [
+    Mutant(
+        "statistics: the first block is attended to by queries that do not select it",
+        "model.attention_layers",
+        "first_block[..., 0] = torch.where((blocks == 0).any(-1), 0, -1)",
+        "first_block[..., 0] = 0",
+    ),
     # The model.
     Mutant(
         "model: Q rotated before the head split",
