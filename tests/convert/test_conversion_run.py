@@ -195,7 +195,7 @@ def test_a_run_trains_only_the_indexer(builders: Builders, tmp_path: Path) -> No
     shutil.rmtree(second / "checkpoints/step-00000004")
     assert run(second, builders=builders) == 2
     assert "weights of the teacher (train.initial_weights)" in json.loads((second / "status.json").read_text())["reason"]
-    wider = RunConfig.from_dict({**sections, "model": sections["model"] | {"indexer_heads": 2}})
+    wider = RunConfig.from_dict({**sections, "model": sections["model"] | {"indexer_heads": 3}})
     with pytest.raises(ConfigError, match=r"indexer.qk.weight differs between the run and the model"):
         build_model(wider, torch.device("cpu"))
 

@@ -15,6 +15,7 @@ from unpainted import unpainted
 
 from nsa_lab import cli, report
 from nsa_lab.health import examine
+from nsa_lab.health.verdict_file import write_verdict
 from nsa_lab.report import write_index
 from nsa_lab.runs import resolve
 from nsa_lab.runs.events import read_events
@@ -94,8 +95,9 @@ def test_each_check_is_on_the_page_once(said: str) -> None:
 
 def test_run_list_has_verdict_loss_speed_and_model(tmp_path: Path) -> None:
     (tmp_path / SHIPPED.name).mkdir()
-    for name in ("config.yaml", "events.jsonl", "status.json", "verdict.json"):
+    for name in ("config.yaml", "events.jsonl", "status.json"):
         (tmp_path / SHIPPED.name / name).write_bytes((SHIPPED / name).read_bytes())
+    write_verdict(tmp_path / SHIPPED.name)
     shown = " ".join(_visible(write_index(tmp_path)).split())
     for values in ("healthy", "7.991 → 0.922", "424,276", "nsa, 78,600,960 parameters", "17 min 37 s"):
         assert values in shown
