@@ -97,7 +97,7 @@ def test_gate_shares_have_the_right_branch_names(model: NSATransformer, monkeypa
 
 @pytest.mark.parametrize("sink_blocks", [0, 1])
 def test_the_sink_share_is_the_attention_to_the_first_block(model: NSATransformer, sink_blocks: int) -> None:
-    """Of queries that do not select it, if it is not forced, the share is 0."""
+    """If the first block is not forced, queries may not select it; their share is 0."""
     nsa = model.config.nsa.model_copy(update={"sink_blocks": sink_blocks, "local_blocks": 1})
     weights, model = model.state_dict(), NSATransformer(model.config.model_copy(update={"nsa": nsa})).to(model.head.weight)
     model.load_state_dict(weights)
