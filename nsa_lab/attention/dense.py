@@ -189,22 +189,25 @@ def _call_with_repeated_heads(
 def _attend_end(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return causal attention of queries [B, T, H, D] that are the last T of the S positions of k and v.
 
-    On CUDA, memory is linear in S: PyTorch's kernels can align a causal mask with the ends of queries and keys. The flash
-    kernel (half precision) has grouped heads. The memory-efficient kernel has not, and with grouped heads PyTorch would
-    allocate the mask [T, S], as it does on a CPU.
+    On CUDA, memory is linear in S: PyTorch's kernels can align a causal mask with the ends of queries and keys. On a CPU,
+    PyTorch allocates the mask [T, S].
     """
     # Takes a second to import.
     from torch.nn.attention import bias
 
-    if q.is_cuda and not supports_varlen(q, v):
-        repeats = q.shape[2] // k.shape[2]
-        k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
     mask = cast(Tensor, bias.causal_lower_right(q.shape[1], k.shape[1]))  # pyright: ignore[reportUnknownMemberType]
     return _attend_sdpa(q, k, v, mask)
 
 
 def _attend_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return attention over the keys where `mask` [T, S] is True; None: causal."""
+    """Return attention over the keys where `mask` [T, S] is True; None: causal.
+
+    On CUDA, memory is linear in S. The flash kernel (half precision) has grouped heads. The memory-efficient kernel has
+    not, and with grouped heads PyTorch would store the scores [B, H, T, S].
+    """
+    if q.is_cuda and not supports_varlen(q, v):
+        repeats = q.shape[2] // k.shape[2]
+        k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
     out = scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),

@@ -354,3 +354,19 @@ def test_a_layout_gives_the_output_of_its_span(capacity: int | None, monkeypatch
         out = dense.dense_attention(x.q, x.k_win, x.v_win, span=span, layout=layout._replace(varlen_attn=single_call))
         np.testing.assert_allclose(out.numpy(), compute_expected(span, x.q, x.k_win, x.v_win), rtol=1e-12, atol=1e-12)
     assert stub.max_seqlens == [40 if capacity else 32]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@looped
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("d_v", [64, 32])
+@pytest.mark.parametrize("n_queries", [20_000, 999])
+def test_dense_attention_stores_no_scores(dtype: torch.dtype, d_v: int, n_queries: int) -> None:
+    """20,000 keys; in float32 their scores for all queries would take 9.6 GB."""
+    heads = (6, 64), (2, 64), (2, d_v)
+    q, k, v = (torch.randn(1, 20_000, *shape, device="cuda", dtype=dtype) for shape in heads)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    attention.dense_attention(q[:, -n_queries:], k, v, span=Span.chunk(20_000 - n_queries, n_queries))
+    assert torch.cuda.max_memory_allocated() - before < 0.3e9
