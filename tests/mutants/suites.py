@@ -154,7 +154,10 @@ SUITES = {
         *attention_tests("layout"),
     ],
     "attention.compile_utils": cases(
-        "model/test_export.py", "forward_mode_runs_on_the_reference", "torch_func_is_refused_with_the_way_out"
+        "model/test_export.py",
+        "forward_mode_runs_on_the_reference",
+        "forward_mode_of_dense_attention",
+        "torch_func_is_refused_with_the_way_out",
     ),
     "attention.torch_backend": attention_tests("layout", "definition", "gradcheck", "torch_parity"),
     "attention.input_checks": attention_tests("dispatch"),
