@@ -243,8 +243,10 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """Return the mapping in the YAML file at `path`. Raise `ConfigError` with one line if it is unreadable or not one."""
     try:
         sections = _parse_yaml(_read_bounded(path).decode("utf-8-sig"))
-    except (FileNotFoundError, IsADirectoryError):
+    except FileNotFoundError:
         raise ConfigError(f"{path}: no such configuration file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: expected a configuration file, got a folder; give a .yaml file") from None
     except UnicodeDecodeError as error:
         line = 1 + error.object[: error.start].count(b"\n")
         raise ConfigError(

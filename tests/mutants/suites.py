@@ -190,6 +190,7 @@ HF_MODELS = cases(
 OTHERS = {
     "config.base": ["tests/test_config.py"],
     "cli.bench_commands": ["tests/bench/test_bench_commands.py"],
+    "cli.common": cases("test_cli_options.py", "every_path_refuses_an_empty_text"),
     "cli.training_commands": ["tests/test_cli_options.py::test_values_arrive[plan]"],
     "cli.model_commands": ["tests/test_cli_options.py::test_values_arrive[evaluate]"],
     "runs.record_digest": ["tests/health/test_verdict_file.py"],
