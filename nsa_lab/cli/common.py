@@ -15,14 +15,14 @@ from nsa_lab.runs import directory, lifecycle, resolve
 from nsa_lab.runs.text_output import make_printable
 
 
-def parse_path(text: str) -> Path:
+def parse_path(text: str | Path) -> Path:
     """Return the path in the value of an option or argument; every one with a path uses this as its `parser`.
 
-    An empty text, as of a variable that is not set, would be the working directory.
+    An empty text, as of a variable that is not set, would be the working directory. `text`: a Path if it is the default.
     """
-    if not text.strip():
+    if not str(text).strip():
         raise typer.BadParameter("expected a path, got an empty text")
-    return resolve.expand_path(text)
+    return resolve.expand_path(str(text))
 
 
 ConfigName = Annotated[

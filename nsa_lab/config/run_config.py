@@ -14,7 +14,8 @@ from pydantic import Field, model_validator
 from nsa_lab.config.base import Section
 from nsa_lab.config.data_config import DataConfig
 from nsa_lab.config.errors import KNOWN_KEYS, VALUE_REPR, ConfigError, list_keys, shorten
-from nsa_lab.config.model_config import ModelConfig, NSAConfig
+from nsa_lab.config.model_config import ModelConfig
+from nsa_lab.config.nsa_config import NSAConfig
 from nsa_lab.config.train_config import RuntimeConfig, StageConfig, TrainConfig
 
 

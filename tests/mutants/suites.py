@@ -190,7 +190,7 @@ HF_MODELS = cases(
 OTHERS = {
     "config.base": ["tests/test_config.py"],
     "cli.bench_commands": ["tests/bench/test_bench_commands.py"],
-    "cli.common": cases("test_cli_options.py", "every_path_refuses_an_empty_text"),
+    "cli.common": cases("test_cli_options.py", "every_path_refuses_an_empty_text_and_expands_the_home_folder"),
     "cli.training_commands": ["tests/test_cli_options.py::test_values_arrive[plan]"],
     "cli.model_commands": ["tests/test_cli_options.py::test_values_arrive[evaluate]"],
     "runs.record_digest": ["tests/health/test_verdict_file.py"],
@@ -217,7 +217,7 @@ OTHERS = {
         "tests/test_config.py",
         *cases("train/test_stages.py", "a_token_budget_is_rounded_down_to_whole_steps"),
     ],
-    "config.model_config": ["tests/test_config.py", *MODEL],
+    **{f"config.{name}": ["tests/test_config.py", *MODEL] for name in ("model_config", "nsa_config")},
     **{f"attention.{part}": ["tests/attention/test_dense_limit.py"] for part in ("dense", "flash")},
     "attention.context_parallel": SHARDS,
     "model.context_parallel": SHARDS,
