@@ -197,7 +197,7 @@ def test_unreadable_text_is_reported_in_one_line_and_writes_nothing(
         (["run", "smoek"], "did you mean smoke?"),
         (["sweep", "smoke_rate"], "did you mean smoke_rates?"),
         (["run"], "NAME of a params file"),
-        (["run", __file__], "expected a .yaml file, got a .py file"),
+        (["run", __file__], "the path of a .yaml file, got a .py file; "),
         (["run", "smoke", "--notebook", "no_such_notebook"], "--notebook no_such_notebook: no such notebook; "),
         (["health", "no-such-run"], "no runs yet"),
         (["stop", "latest"], "no runs yet"),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ import typer
 from fake_run import write_run
 
 from nsa_lab import cli
+from nsa_lab.cli.common import parse_path
 from nsa_lab.evaluate import NEEDLE_FORMS, RULER_TASKS, TASKS
 from nsa_lab.inference import Sampling
 from nsa_lab.runs import lifecycle
@@ -680,6 +681,25 @@ def test_every_option_of_every_command_has_a_case() -> None:
     tested = {(command, name.partition(":")[0]) for command, cases in CASES.items() for name in cases}
     assert not declared - tested, "add a case to tests/test_cli_options.py"
     assert not tested - declared, "no such option"
+
+
+def test_every_path_refuses_an_empty_text_and_expands_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `parse_path`, an empty text is the working directory, and `--outputs=~/runs` a folder that is called ~."""
+    functions = [
+        command.callback for group in cli.app.registered_groups for command in group.typer_instance.registered_commands
+    ]
+    n_paths = 0
+    for function in functions:
+        for name, hint in get_type_hints(function, include_extras=True).items():
+            kind, *infos = get_args(hint) or (hint,)
+            if Path in (kind, *get_args(kind)):
+                assert infos[0].parser is parse_path, f"{function.__name__}: {name}: add parser=parse_path"
+                n_paths += 1
+    assert n_paths > 30
+    monkeypatch.setenv("HOME", "/home/somebody")
+    with pytest.raises(typer.BadParameter, match="got an empty text"):
+        parse_path("")
+    assert parse_path("~/runs") == Path("/home/somebody/runs")
 
 
 @pytest.mark.slow

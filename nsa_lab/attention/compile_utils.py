@@ -35,20 +35,35 @@ def is_transformed(*tensors: Tensor | None) -> bool:
         return False
     if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
         return True
+    return _has_tangent(*tensors)
+
+
+def is_forward_mode(*tensors: Tensor | None) -> bool:
+    """Return whether derivatives are computed in forward mode: a transform of torch.func does it (jvp, jacfwd, linearize,
+    hessian), or one of `tensors` has a tangent.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    functorch = torch._C._functorch  # pyright: ignore
+    transforms = functorch.get_interpreter_stack() or ()  # pyright: ignore
+    return any(x.key() == functorch.TransformType.Jvp for x in transforms) or _has_tangent(*tensors)  # pyright: ignore
+
+
+def _has_tangent(*tensors: Tensor | None) -> bool:
     unpack = forward_ad.unpack_dual  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
     return any(x is not None and unpack(x).tangent is not None for x in tensors)
 
 
-def check_no_transform(backends: Iterable[str], *tensors: Tensor | None) -> None:
-    """Raise NotImplementedError if `is_transformed`, unless all of `backends` are the reference."""
+def check_no_transform(backends: Iterable[str], *tensors: Tensor | None, supported: str = "reference") -> None:
+    """Raise NotImplementedError if `is_transformed`, unless all of `backends` are the one that PyTorch differentiates."""
     if not is_transformed(*tensors):
         return
-    unsupported = next((name for name in backends if name != "reference"), None)
+    unsupported = next((name for name in backends if name != supported), None)
     if unsupported is not None:
         raise NotImplementedError(
             "torch.func (grad, vmap, jvp, linearize) and torch.autograd.forward_ad: "
             f"backend = {unsupported!r} does not support them, because its backward pass is written by hand; use "
-            "backend='reference', or torch.autograd.grad and batches"
+            f"backend={supported!r}, or torch.autograd.grad and batches"
         )
 
 

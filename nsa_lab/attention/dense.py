@@ -6,7 +6,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from nsa_lab.attention import input_checks
-from nsa_lab.attention.compile_utils import disable_compile
+from nsa_lab.attention.compile_utils import check_no_transform, disable_compile, is_forward_mode
 from nsa_lab.attention.flash import MAX_HEAD_WIDTH, flash_dense_attention
 from nsa_lab.attention.layout import Layout, Span
 
@@ -47,21 +47,26 @@ def dense_attention(
     All finite inputs are causal. A NaN or an infinity can affect earlier queries of its document, because the kernels
     multiply tiles of values with the probabilities of several queries (zero times NaN is NaN).
 
-    Raise ValueError for inconsistent inputs, NotImplementedError for head widths that flash-attn does not support.
+    Transforms of `torch.func` and forward-mode differentiation are supported by "torch". Memory is then quadratic in T in
+    forward mode.
+
+    Raise ValueError for inconsistent inputs, NotImplementedError for head widths that flash-attn does not support and for
+    these transforms of it.
     """
     if layout is not None:
-        if backend == "torch" and layout.varlen_attn is not None and supports_varlen(q, v):
+        if backend == "torch" and layout.varlen_attn is not None and supports_varlen(q, v) and not is_forward_mode(q, k, v):
             return _call_varlen(q, k, v, layout.bounds[0], layout.max_seqlen, layout.varlen_attn)
         return _dense_attention_uncompiled(q, k, v, backend=backend, span=span)
     input_checks.check_raw(q, k, v, span)
     span = None if span is None or span.is_full else span
     if backend == "flash":
+        check_no_transform([backend], q, k, v, supported="torch")
         return flash_dense_attention(q, k, v, span=span)
     if span is None:
         return _attend_sdpa(q, k, v)
     if span.kind == "chunk":
         return _attend_end(q, k, v)
-    varlen_attn = _get_varlen_attn(q, v)
+    varlen_attn = None if is_forward_mode(q, k, v) else _get_varlen_attn(q, v)
     if varlen_attn is None:
         lengths = [document.end for document in span.documents if document.end]
         split = zip(*(torch.split(x, lengths, dim=1) for x in (q, k, v)), strict=True)
@@ -192,6 +197,11 @@ def _attend_end(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     On CUDA, memory is linear in S: PyTorch's kernels can align a causal mask with the ends of queries and keys. On a CPU,
     PyTorch allocates the mask [T, S].
     """
+    if is_forward_mode(q, k, v):
+        n_queries, n_keys = q.shape[1], k.shape[1]
+        return _attend_sdpa(
+            q, k, v, torch.ones(n_queries, n_keys, dtype=torch.bool, device=q.device).tril(n_keys - n_queries)
+        )
     # Takes a second to import.
     from torch.nn.attention import bias
 
@@ -208,12 +218,21 @@ def _attend_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) ->
     if q.is_cuda and not supports_varlen(q, v):
         repeats = q.shape[2] // k.shape[2]
         k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
-    out = scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=mask is None,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
+    with _use_differentiable_kernel() if is_forward_mode(q, k, v) else nullcontext():
+        out = scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
     return out.transpose(1, 2)
+
+
+def _use_differentiable_kernel() -> AbstractContextManager[object]:
+    """Select the kernel of SDPA that has derivatives in forward mode; its memory is quadratic in T."""
+    # Takes a second to import.
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return cast("AbstractContextManager[object]", sdpa_kernel(SDPBackend.MATH))

@@ -112,7 +112,7 @@ def read_record(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{expected}, got an unreadable file: {error}") from None
+        raise ConfigError(f"{expected}, got an unreadable file: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(record, dict) or "when" not in record:
         raise ConfigError(f"{expected}, got a file without its date (key 'when')")
     return record

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from nsa_lab.cli.common import Ranks, check_output_file, echo
+from nsa_lab.cli.common import Ranks, check_output_file, echo, parse_path
 from nsa_lab.config import Backend, ConfigError
 from nsa_lab.runs import directory, resolve
 
@@ -16,11 +16,14 @@ app = typer.Typer(no_args_is_help=True, help="Benchmark NSA against dense attent
 
 
 Picture = Annotated[
-    Path | None, typer.Option("--picture", metavar="FILE", callback=check_output_file, help="Write a figure to FILE")
+    Path | None,
+    typer.Option("--picture", metavar="FILE", parser=parse_path, callback=check_output_file, help="Write a figure to FILE"),
 ]
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", callback=check_output_file, help="Write the results to FILE as JSON"),
+    typer.Option(
+        "--json", metavar="FILE", parser=parse_path, callback=check_output_file, help="Write the results to FILE as JSON"
+    ),
 ]
 
 
@@ -64,7 +67,7 @@ def bench_attention(
     """Benchmark NSA against dense attention, forward and backward. Measures time and memory after a parity check."""
     from nsa_lab.bench.attention_rows import parse_shape
 
-    model = resolve.load_config(preset, []).model if preset else None
+    model = resolve.load_config(preset, []).model if preset is not None else None
     shapes = _parse_values(lambda text: parse_shape(text, model), shape, "--shape")
     if packed:
         if shape or picture or parts or preset:
@@ -85,7 +88,9 @@ def bench_attention(
 
 @app.command("limits")
 def bench_limits(
-    record: Annotated[Path, typer.Argument(metavar="RECORD", help="JSON file written by bench attention")],
+    record: Annotated[
+        Path, typer.Argument(metavar="RECORD", parser=parse_path, help="JSON file written by bench attention")
+    ],
     picture: Picture = None,
     flops: Annotated[
         float | None, typer.Option(min=1.0, help="FLOP/s of a large matrix product [default: from RECORD]")
@@ -197,7 +202,8 @@ def bench_train(
         bool, typer.Option("--documents", help="Compare document masking with unmasked text, NSA only")
     ] = False,
     text: Annotated[
-        Path | None, typer.Option("--text", metavar="PATH", help="Text for --documents: a file, folder or glob")
+        Path | None,
+        typer.Option("--text", metavar="PATH", parser=parse_path, help="Text for --documents: a file, folder or glob"),
     ] = None,
     device: Device = None,
 ) -> None:
@@ -217,7 +223,7 @@ def bench_train(
         return
     if text:
         raise typer.BadParameter("it needs --documents", param_hint="--text")
-    model = resolve.load_config(preset, []).model if preset else None
+    model = resolve.load_config(preset, []).model if preset is not None else None
     device = _resolve_device(device)
     from nsa_lab.bench.training_speed import run_train_bench
 
@@ -284,7 +290,7 @@ def bench_ranks(
     """
     if wrong := [name for name in part or () if name not in ("operator", "step")]:
         raise typer.BadParameter(f"expected operator or step, got {wrong[0]}", param_hint="--part")
-    model = resolve.load_config(preset, []).model if preset else None
+    model = resolve.load_config(preset, []).model if preset is not None else None
     device = _resolve_device(device)
     from nsa_lab.bench.context_parallel import PARTS, run_ranks_bench
 

@@ -11,8 +11,19 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from nsa_lab.runs import directory, lifecycle
+from nsa_lab.runs import directory, lifecycle, resolve
 from nsa_lab.runs.text_output import make_printable
+
+
+def parse_path(text: str | Path) -> Path:
+    """Return the path in the value of an option or argument; every one with a path uses this as its `parser`.
+
+    An empty text, as of a variable that is not set, would be the working directory. `text`: a Path if it is the default.
+    """
+    if not str(text).strip():
+        raise typer.BadParameter("expected a path, got an empty text")
+    return resolve.expand_path(str(text))
+
 
 ConfigName = Annotated[
     str, typer.Argument(metavar="NAME", help="Preset (a file in params/ without .yaml) or path of a YAML file")
@@ -26,7 +37,8 @@ Overrides = Annotated[
     typer.Option("-p", metavar="KEY=VALUE", help="Override a setting, e.g. -p train.steps=100 (repeatable)"),
 ]
 Outputs = Annotated[
-    Path | None, typer.Option("--outputs", metavar="DIR", help="Folder of the run directories [default: outputs/]")
+    Path | None,
+    typer.Option("--outputs", metavar="DIR", parser=parse_path, help="Folder of the run directories [default: outputs/]"),
 ]
 Ranks = Annotated[int, typer.Option("--ranks", min=1, help="Number of processes on this host, one per device")]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from nsa_lab.cli.common import Outputs, PlainConsole, Run, echo, get_exit_code
+from nsa_lab.cli.common import Outputs, PlainConsole, Run, echo, get_exit_code, parse_path
 from nsa_lab.config import ConfigError
 from nsa_lab.runs import directory, lifecycle, resolve
 from nsa_lab.runs.directory import RunDirectoryError
@@ -40,13 +40,13 @@ def status(
     if as_json:
         summary = (
             status_table.summarize_run(resolve.find_run(run, folder))
-            if run
+            if run is not None
             else status_table.summarize_runs(folder, recorded=recorded)
         )
         echo(dump_json(summary))
         return
     console = PlainConsole()
-    if run:
+    if run is not None:
         table, advice = status_table.build_run_table(resolve.find_run(run, folder))
         console.print(table)
         for line in advice:
@@ -142,7 +142,10 @@ def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="One run, or several runs to compare")],
     outputs: Outputs = None,
     page: Annotated[
-        Path | None, typer.Option("--page", metavar="FILE", help="Write only FILE, and nothing into the run directory")
+        Path | None,
+        typer.Option(
+            "--page", metavar="FILE", parser=parse_path, help="Write only FILE, and nothing into the run directory"
+        ),
     ] = None,
     record: Annotated[
         bool, typer.Option("--record", help="Build the page from the records instead of the executed notebook")
@@ -175,7 +178,8 @@ def export(
     run: Run,
     csv: Annotated[bool, typer.Option("--csv", help="Write comma-separated values, one row per logged step")] = False,
     into: Annotated[
-        Path | None, typer.Option("--into", metavar="FILE", help="Output file [default: standard output]")
+        Path | None,
+        typer.Option("--into", metavar="FILE", parser=parse_path, help="Output file [default: standard output]"),
     ] = None,
     outputs: Outputs = None,
 ) -> None:

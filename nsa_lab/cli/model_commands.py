@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from nsa_lab.cli.common import Model, Outputs, Run, check_output_file, echo
+from nsa_lab.cli.common import Model, Outputs, Run, check_output_file, echo, parse_path
 from nsa_lab.config import ConfigError
 from nsa_lab.runs import resolve
 from nsa_lab.runs.atomic_io import read_bounded
@@ -33,7 +33,9 @@ def generate(
     prompt: Annotated[str | None, typer.Option(help="Text to continue [default: a newline]")] = None,
     prompt_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="File with the text to continue, used exactly, with its final newline"),
+        typer.Option(
+            metavar="FILE", parser=parse_path, help="File with the text to continue, used exactly, with its final newline"
+        ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to generate")] = 200,
     temperature: Annotated[
@@ -69,7 +71,7 @@ def generate(
 @app.command("export-hf")
 def export_hf(
     run: Model,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New output folder")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", parser=parse_path, help="New output folder")],
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint [default: newest]")] = None,
     outputs: Outputs = None,
 ) -> None:
@@ -87,14 +89,18 @@ def export_hf(
 @app.command("export-adapter")
 def export_adapter(
     run: Run,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New output folder; its name becomes the model name")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", parser=parse_path, help="New output folder; its name becomes the model name")
+    ],
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint [default: newest]")] = None,
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32", "int8"], typer.Option(help="Type of the stored weights")
     ] = "bfloat16",
     about: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Markdown file on data, license and limitations, for the model card"),
+        typer.Option(
+            metavar="FILE", parser=parse_path, help="Markdown file on data, license and limitations, for the model card"
+        ),
     ] = None,
     outputs: Outputs = None,
 ) -> None:
@@ -120,9 +126,14 @@ def export_adapter(
 @app.command()
 def ship(
     run: Run,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New output folder; its name becomes the model name")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", parser=parse_path, help="New output folder; its name becomes the model name")
+    ],
     about: Annotated[
-        Path, typer.Option(metavar="FILE", help="Markdown file on data, license and limitations, for the model card")
+        Path,
+        typer.Option(
+            metavar="FILE", parser=parse_path, help="Markdown file on data, license and limitations, for the model card"
+        ),
     ],
     outputs: Outputs = None,
 ) -> None:
@@ -146,7 +157,9 @@ def ship(
 @app.command("convert-checkpoint")
 def convert_checkpoint(
     run: Run,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New output folder; gets config.yaml and checkpoints/")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", parser=parse_path, help="New output folder; gets config.yaml and checkpoints/")
+    ],
     form: Annotated[
         Literal["single", "sharded"],
         typer.Option(help="single: one file each for weights and optimizer; sharded: as several ranks write them"),
@@ -215,7 +228,10 @@ def evaluate(
     ] = False,
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint [default: newest]")] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Output folder of evaluation.json [default: the run directory]")
+        Path | None,
+        typer.Option(
+            metavar="DIR", parser=parse_path, help="Output folder of evaluation.json [default: the run directory]"
+        ),
     ] = None,
     outputs: Outputs = None,
 ) -> None:
@@ -237,12 +253,12 @@ def evaluate(
     if blocks:
         if length or task or ruler:
             raise ConfigError("--blocks: no facts are evaluated; omit --length, --task and --ruler, or --blocks")
-        control_dir = resolve.find_run(control, resolve.get_outputs_dir(outputs)) if control else None
+        control_dir = resolve.find_run(control, resolve.get_outputs_dir(outputs)) if control is not None else None
         _evaluate_conversion(
             run_dir, control_dir, out=out, step=step, blocks=blocks, texts=texts, windows=windows, use_bf16=bf16
         )
         return
-    if control:
+    if control is not None:
         raise ConfigError("--control: only losses with selected blocks are compared; add --blocks, or omit --control")
     if not ruler:
         check_byte_model(run_dir)
@@ -314,9 +330,9 @@ def _evaluate_conversion(
 @app.command()
 def demo(
     seconds: Annotated[float, typer.Option(min=1.0, max=86_400.0, help="Approximate duration in seconds")] = 120.0,
-    picture: Annotated[Path, typer.Option(metavar="FILE", help="Write the plot to FILE; needs nsa-lab[notebooks]")] = Path(
-        "nsa-lab-demo.png"
-    ),
+    picture: Annotated[
+        Path, typer.Option(metavar="FILE", parser=parse_path, help="Write the plot to FILE; needs nsa-lab[notebooks]")
+    ] = Path("nsa-lab-demo.png"),
 ) -> None:
     """Compare decoding with dense attention on this CPU. Shows the time by context length, live in the terminal."""
     check_output_file(picture)
@@ -359,6 +375,8 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def _read_text(file: Path, option: str) -> str:
+    if file.is_dir():
+        raise ConfigError(f"{option} {file}: expected UTF-8 text in a file, got a folder; give a file in it")
     try:
         # Read bytes: text mode would change line ends, which are part of the prompt.
         return read_bounded(file, MAX_TEXT_BYTES).decode("utf-8")

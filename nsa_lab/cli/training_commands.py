@@ -157,7 +157,7 @@ def plan(
     config.check_ranks(ranks)
     if tokens_per_s is not None and not 0 < tokens_per_s < math.inf:
         raise ConfigError(f"--tokens-per-s {tokens_per_s:g}: expected a finite number > 0; omit it if the speed is unknown")
-    run_dir = resolve.find_run(run, resolve.get_outputs_dir(outputs)) if run else None
+    run_dir = resolve.find_run(run, resolve.get_outputs_dir(outputs)) if run is not None else None
 
     from nsa_lab.train.estimate import estimate_resources, find_reference_speed
     from nsa_lab.train.matched_baseline import build_matched_baseline

@@ -12,8 +12,10 @@ Invariants
 from nsa_lab.config.base import MAX_COUNT, MAX_SIZE
 from nsa_lab.config.data_config import DataConfig, RecallConfig
 from nsa_lab.config.errors import ConfigError, UsageError, list_keys
-from nsa_lab.config.model_config import BRANCHES, BYTE_VOCAB_SIZE, ModelConfig, NSAConfig, RopeScaling
+from nsa_lab.config.model_config import BYTE_VOCAB_SIZE, ModelConfig
+from nsa_lab.config.nsa_config import BRANCHES, NSAConfig
 from nsa_lab.config.project import find_project_root
+from nsa_lab.config.rope_scaling import RopeScaling
 from nsa_lab.config.run_config import RunConfig, apply_overrides, parse_override
 from nsa_lab.config.sweep_config import SweepConfig, SweepRun
 from nsa_lab.config.train_config import Backend, RuntimeConfig, StageConfig, TrainConfig, compute_context_size

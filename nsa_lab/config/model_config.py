@@ -1,4 +1,4 @@
-"""Sections `model` and `nsa`: architecture of the model and of its attention."""
+"""Section `model`: architecture of the model. Section `nsa` is in `nsa_config`."""
 
 from __future__ import annotations
 
@@ -7,101 +7,10 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from nsa_lab.config.base import MAX_COUNT, MAX_SIZE, Section
+from nsa_lab.config.nsa_config import BRANCHES, NSAConfig
+from nsa_lab.config.rope_scaling import RopeScaling
 
 BYTE_VOCAB_SIZE = 256
-
-# Short names of the branches, as used in code and records, in the order of the gates, and their names in text.
-BRANCHES = {"cmp": "compressed", "sel": "selected", "win": "window"}
-
-
-class NSAConfig(Section):
-    """Block sizes and variants of Native Sparse Attention (arXiv 2502.11089, section 3.3).
-
-    Lengths are in tokens, `n_sel` is in blocks.
-    """
-
-    l: int = Field(default=32, ge=1, le=MAX_COUNT, description="compression block length in tokens")
-    d: int = Field(default=16, ge=1, le=MAX_COUNT, description="stride between compression blocks in tokens")
-    l_sel: int = Field(default=64, ge=1, le=MAX_COUNT, description="selection block length in tokens")
-    n_sel: int = Field(default=16, le=MAX_COUNT, description="number of selected blocks per query, including forced blocks")
-    w: int = Field(default=512, ge=1, le=MAX_COUNT, description="sliding window in tokens, including the query's own")
-    phi: Literal["avg", "linear", "mlp", "pool"] = Field(default="avg", description="compression operator")
-    gate: Literal["sigmoid", "softmax"] = Field(default="sigmoid", description="gate over the branches")
-    sink_blocks: int = Field(
-        default=1, ge=0, le=MAX_COUNT, description="number of first blocks that are always selected; they count in n_sel"
-    )
-    local_blocks: int = Field(
-        default=2,
-        ge=1,
-        le=MAX_COUNT,
-        description="number of latest blocks that are always selected, the query's own included; they count in n_sel",
-    )
-    scores: Literal["compressed", "mean_key", "indexer"] | None = Field(
-        default=None,
-        description="scores that select the blocks: of the compressed branch (eq. 9), of the mean key of each block, or of "
-        "an indexer; None: indexer if model.indexer_block is set, otherwise compressed",
-    )
-    head_reduction: Literal["sum", "max"] = Field(
-        default="sum", description="how the scores of the query heads of a group are reduced to one (eq. 10: sum)"
-    )
-    block_reduction: Literal["sum", "max"] = Field(
-        default="sum", description="how the scores of the keys in a block are reduced to one (eq. 9: sum)"
-    )
-
-    @model_validator(mode="after")
-    def _check_geometry(self) -> NSAConfig:
-        for name in ("l", "l_sel"):
-            length = getattr(self, name)
-            if length % self.d:
-                low = max(length // self.d, 1) * self.d
-                raise ValueError(
-                    f"nsa.{name} = {length} is not a multiple of nsa.d = {self.d}; "
-                    f"use nsa.{name} = {low} or {low + self.d}, or a stride that divides {length}"
-                )
-        if self.n_sel < self.n_forced:
-            raise ValueError(
-                f"nsa.n_sel = {self.n_sel} is too small for the {self.n_forced} blocks that are always selected "
-                f"(nsa.sink_blocks = {self.sink_blocks}, nsa.local_blocks = {self.local_blocks}); "
-                f"use nsa.n_sel >= {self.n_forced}"
-            )
-        return self
-
-    @property
-    def n_forced(self) -> int:
-        """Number of blocks that are always selected: the first `sink_blocks` and the latest `local_blocks`."""
-        return self.sink_blocks + self.local_blocks
-
-
-class RopeScaling(Section):
-    """RoPE for texts that are longer than those of pretraining, with the names of `rope_scaling` in transformers."""
-
-    rope_type: Literal["linear", "yarn"] = Field(
-        description="linear: divide all frequencies by the factor; yarn: only those with few rotations in the original "
-        "length (arXiv 2309.00071)"
-    )
-    factor: float = Field(ge=1, description="new length / original length")
-    original_max_position_embeddings: int | None = Field(
-        default=None, ge=1, le=MAX_COUNT, description="yarn: length of the texts of pretraining, in tokens"
-    )
-    beta_fast: float = Field(
-        default=32.0, gt=0, description="yarn: frequencies with more rotations in the original length do not change"
-    )
-    beta_slow: float = Field(
-        default=1.0, gt=0, description="yarn: frequencies with fewer rotations in it are divided by the factor"
-    )
-    attention_factor: float | None = Field(
-        default=None, gt=0, description="yarn: scale of rotated queries and keys; None: 0.1 ln(factor) + 1"
-    )
-
-    @model_validator(mode="after")
-    def _check_length(self) -> RopeScaling:
-        if self.rope_type == "yarn" and self.original_max_position_embeddings is None:
-            raise ValueError(
-                "model.rope_scaling: yarn needs original_max_position_embeddings, the length of the texts of pretraining; "
-                "set it, for example to 8192"
-            )
-        return self
-
 
 # Keys of the model that describe its indexer.
 INDEXER_KEYS = ("indexer_width", "indexer_heads", "indexer_keys", "indexer_order", "indexer_every", "indexer_dtype")

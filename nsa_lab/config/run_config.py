@@ -14,7 +14,8 @@ from pydantic import Field, model_validator
 from nsa_lab.config.base import Section
 from nsa_lab.config.data_config import DataConfig
 from nsa_lab.config.errors import KNOWN_KEYS, VALUE_REPR, ConfigError, list_keys, shorten
-from nsa_lab.config.model_config import ModelConfig, NSAConfig
+from nsa_lab.config.model_config import ModelConfig
+from nsa_lab.config.nsa_config import NSAConfig
 from nsa_lab.config.train_config import RuntimeConfig, StageConfig, TrainConfig
 
 
@@ -243,8 +244,10 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """Return the mapping in the YAML file at `path`. Raise `ConfigError` with one line if it is unreadable or not one."""
     try:
         sections = _parse_yaml(_read_bounded(path).decode("utf-8-sig"))
-    except (FileNotFoundError, IsADirectoryError):
+    except FileNotFoundError:
         raise ConfigError(f"{path}: no such configuration file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: expected a configuration file, got a folder; give a .yaml file") from None
     except UnicodeDecodeError as error:
         line = 1 + error.object[: error.start].count(b"\n")
         raise ConfigError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nsa_lab.config import ConfigError, NSAConfig
-from nsa_lab.convert.models import ConvertedModel, sparsify
+from nsa_lab.convert.models import ConvertedModel, check_dense_model, convert_model, make_indexers
 from nsa_lab.convert.settings import ConversionSettings, read_indexer_options
 from nsa_lab.runs.atomic_io import open_regular, write_bytes, write_text
 from nsa_lab.runs.finite_weights import describe_nonfinite
@@ -110,9 +110,10 @@ def load_adapter(model: Model, folder: str | Path, *, backend: str | None = None
     """Convert a dense model in place with the settings and indexers in `folder`, and return it.
 
     backend: as in `NSATransformer`; None: as stored. Raises ConfigError if the folder is not a complete adapter or belongs
-    to another architecture.
+    to another architecture; the model is then unchanged.
     """
     info, folder = read_adapter_info(folder), Path(folder)
+    check_dense_model(model)
     base_hash = compute_base_hash(model.config)
     if info.base_hash != base_hash:
         raise ConfigError(
@@ -120,18 +121,27 @@ def load_adapter(model: Model, folder: str | Path, *, backend: str | None = None
             f"(hash {base_hash}); load {info.base_model}"
         )
     weights = _decode(_read_weights(folder, info))
-    settings = info.settings
-    if missing := sorted({"nsa", "indexer", "backend"} - settings.keys()):
-        raise ConfigError(f"{folder / INFO}: settings.{missing[0]} is missing; download or save the adapter again")
-    options = cast(Any, read_indexer_options(settings))
-    sparsify(model, NSAConfig(**settings["nsa"]), backend=backend or settings["backend"], **options)
-    own = dict(_list_indexer_weights(model))
+    stored = info.settings
+    for name, kind in (("backend", str), ("indexer", dict), ("nsa", dict)):
+        if not isinstance(stored.get(name), kind):
+            found = f"got a {type(stored[name]).__name__}" if name in stored else "it is missing"
+            raise ConfigError(
+                f"{folder / INFO}: settings.{name}: expected a {kind.__name__}, {found}; download or save the adapter again"
+            )
+    options = read_indexer_options(stored)
+    settings = ConversionSettings(model.config, NSAConfig(**stored["nsa"]), options, backend or stored["backend"])
+    indexers = make_indexers(model, settings)
+    own = {
+        f"model.layers.{index}{MARKER}{name}": weight
+        for index, indexer in indexers.items()
+        for name, weight in indexer.named_parameters()
+    }
     if own.keys() != weights.keys() or any(own[name].shape != value.shape for name, value in weights.items()):
         raise ConfigError(f"{folder / WEIGHTS}: its weights do not match the settings in {INFO}; download or save it again")
     with torch.no_grad():
         for name, value in weights.items():
             own[name].copy_(value)
-    return model
+    return convert_model(model, settings, indexers)
 
 
 def read_adapter_info(folder: str | Path) -> AdapterInfo:

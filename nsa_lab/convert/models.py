@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack, cast
 
 from transformers import (
     LlamaConfig,
@@ -26,7 +27,7 @@ from transformers import (
 from nsa_lab.config import ConfigError, NSAConfig
 from nsa_lab.convert.cache import SparseCache
 from nsa_lab.convert.forward_pass import CACHE_NAMES, SPARSE, add_hooks, is_converted
-from nsa_lab.convert.indexer import copy_first_heads, make_indexer
+from nsa_lab.convert.indexer import ConvertedIndexer, copy_first_heads, make_indexer
 from nsa_lab.convert.settings import DEFAULT_NSA, ConversionSettings, IndexerOptions, check_dense_config
 from nsa_lab.inference.hf.cache import PassesCacheToPeft, check_cache_implementation
 from nsa_lab.inference.hf.configuration import SavedWithImport
@@ -58,9 +59,18 @@ def sparsify(
     In training mode the output has `aux_loss`, the sum of the layers' selection losses, which is added to the loss of
     `labels` with its weight. `model.set_attn_implementation("sdpa")` makes the model dense again, and "nsa_lab" sparse.
 
-    Raises ConfigError for a model that is not supported and for options that do not fit it.
+    Raises ConfigError for a model that is not supported and for options that do not fit it; the model is then unchanged.
     """
-    dense: Any = model
+    check_dense_model(model)
+    settings = ConversionSettings(model.config, config, indexer, backend)
+    indexers = make_indexers(model, settings)
+    for index, new_indexer in indexers.items():
+        copy_first_heads(cast(Any, model).model.layers[index].self_attn, new_indexer, settings.model)
+    return convert_model(model, settings, indexers)
+
+
+def check_dense_model(model: Any) -> None:
+    """Raise ConfigError for a model that cannot be converted."""
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"model: expected a causal language model of transformers, got a {type(model).__name__}; convert a model "
@@ -68,12 +78,28 @@ def sparsify(
         )
     if isinstance(model, ConvertedModel):
         raise ConfigError(f"model: {type(model).__name__} is converted already; convert a dense model")
-    check_dense_config(dense.config)
-    converted_class = next((cls for cls in CONVERTED_CLASSES if cls.dense_class is type(model)), None)
-    if converted_class is None:
+    check_dense_config(model.config)
+    if _find_converted_class(model) is None:
         expected = ", ".join(cls.dense_class.__name__ for cls in CONVERTED_CLASSES)
         raise ConfigError(f"model: {type(model).__name__} is not supported; expected one of {expected}")
-    settings = ConversionSettings(dense.config, config, indexer, backend)
+
+
+def make_indexers(model: Any, settings: ConversionSettings) -> dict[int, ConvertedIndexer]:
+    """Return a new indexer, with PyTorch's initial weights, for each layer that has one, by layer; `model` is unchanged."""
+    return {
+        index: make_indexer(layer.self_attn, settings.model)
+        for index, layer in enumerate(model.model.layers)
+        if settings.model.has_indexer_in(index)
+    }
+
+
+def convert_model(model: Model, settings: ConversionSettings, indexers: Mapping[int, ConvertedIndexer]) -> Model:
+    """Convert a dense model that `check_dense_model` accepts in place, with the result of `make_indexers`, and return it.
+
+    Everything that can fail is done before this call, so that an error leaves the caller's model unchanged.
+    """
+    dense: Any = model
+    converted_class = _find_converted_class(model)
     own_config = copy.deepcopy(dense.config)  # the configuration may be shared with a dense model
     own_config.__class__ = converted_class.config_class
     own_config.sparse_attention = settings.to_mapping()
@@ -83,18 +109,17 @@ def sparsify(
         if getattr(module, "config", None) is not None:
             module.config = own_config
     dense.__class__ = converted_class
-    _add_attention(model, settings)
-    for layer in dense.model.layers:
-        if hasattr(layer.self_attn, "indexer"):
-            copy_first_heads(layer.self_attn, layer.self_attn.indexer, settings.model)
+    _add_attention(model, settings, indexers)
     return model
 
 
-def _add_attention(model: Any, settings: ConversionSettings) -> None:
-    """Add indexers, with PyTorch's initial weights, and hooks."""
-    for index, layer in enumerate(model.model.layers):
-        if settings.model.has_indexer_in(index):
-            layer.self_attn.indexer = make_indexer(layer.self_attn, settings.model)
+def _find_converted_class(model: Any) -> Any:
+    return next((cls for cls in CONVERTED_CLASSES if cls.dense_class is type(model)), None)
+
+
+def _add_attention(model: Any, settings: ConversionSettings, indexers: Mapping[int, ConvertedIndexer]) -> None:
+    for index, indexer in indexers.items():
+        model.model.layers[index].self_attn.indexer = indexer
     add_hooks(model, settings)
 
 
@@ -114,7 +139,8 @@ class ConvertedModel(PassesCacheToPeft, SavedModel):
         dense: Any = super()
         dense.__init__(config, *args, **kwargs)
         self.config._attn_implementation = requested or SPARSE
-        _add_attention(self, ConversionSettings.from_mapping(config, config.sparse_attention))
+        settings = ConversionSettings.from_mapping(config, config.sparse_attention)
+        _add_attention(self, settings, make_indexers(self, settings))
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         """Create the cache of `generate`, which assisted generation needs before the first forward pass."""

@@ -15,9 +15,10 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nsa_lab.config import ConfigError, ModelConfig, NSAConfig, RopeScaling
-from nsa_lab.convert.models import ConvertedModel, sparsify
+from nsa_lab.convert.models import ConvertedModel, check_dense_model, convert_model, make_indexers
 from nsa_lab.convert.settings import (
     DEFAULT_NSA,
+    ConversionSettings,
     IndexerOptions,
     add_indexer_defaults,
     check_dense_config,
@@ -75,18 +76,8 @@ def copy_weights(dense: PreTrainedModel, model: NSATransformer) -> None:
     heads; of a converted model, they are copied. Tied embeddings are copied to the embedding and to the head. Raises
     ConfigError if the model has another architecture.
     """
-    c, source = model.config, dense
-    expected = describe_model(source.config, NSAConfig(scores="mean_key"))
-    keys = WEIGHT_KEYS if c.attention == "dense" else (*WEIGHT_KEYS, "branches")
-    if expected.rope_scaling is not None:  # otherwise, the run may extend the context
-        keys = (*keys, "rope_scaling")
-    if differing := [key for key in keys if getattr(expected, key) != getattr(c, key)]:
-        key = differing[0]
-        raise ConfigError(
-            f"model.{key} = {getattr(c, key)}: expected {getattr(expected, key)}, as in the pretrained model; set it, or "
-            "use nsa_lab.convert.describe_model"
-        )
-    base: Any = source.base_model
+    _check_architecture(dense, model.config)
+    base: Any = dense.base_model
     layers: Any = base.layers
     blocks: Any = model.blocks
     model.embedding.weight.copy_(base.embed_tokens.weight)
@@ -104,7 +95,21 @@ def copy_weights(dense: PreTrainedModel, model: NSATransformer) -> None:
             else:
                 init_indexer(own, own.indexer)
     model.norm.weight.copy_(base.norm.weight)
-    model.head.weight.copy_(cast(Any, source.get_output_embeddings()).weight)
+    model.head.weight.copy_(cast(Any, dense.get_output_embeddings()).weight)
+
+
+def _check_architecture(dense: PreTrainedModel, config: ModelConfig) -> None:
+    """Raise ConfigError unless `config` has the architecture of a dense or converted model."""
+    expected = describe_model(dense.config, NSAConfig(scores="mean_key"))
+    keys = WEIGHT_KEYS if config.attention == "dense" else (*WEIGHT_KEYS, "branches")
+    if expected.rope_scaling is not None:  # otherwise, the run may extend the context
+        keys = (*keys, "rope_scaling")
+    if differing := [key for key in keys if getattr(expected, key) != getattr(config, key)]:
+        key = differing[0]
+        raise ConfigError(
+            f"model.{key} = {getattr(config, key)}: expected {getattr(expected, key)}, as in the pretrained model; set it, "
+            "or use nsa_lab.convert.describe_model"
+        )
 
 
 def make_nsa_transformer(
@@ -165,10 +170,11 @@ def _copy_run_weights(source: NSATransformer, model: NSATransformer) -> None:
 def convert_with_trained_indexers(dense: Model, trained: NSATransformer, *, backend: str = "auto") -> Model:
     """Convert a dense model in place with the settings and indexers of a trained `NSATransformer`, and return it."""
     c = trained.config
-    options: Any = {key: getattr(c, key) for key in IndexerOptions.__annotations__ if c.has_indexer}
-    converted: Any = sparsify(dense, c.nsa, backend=backend, **options)
-    blocks: Any = trained.blocks
-    for layer, block in zip(converted.model.layers, blocks, strict=True):
-        if hasattr(layer.self_attn, "indexer"):
-            layer.self_attn.indexer.load_state_dict(block.attention.indexer.state_dict())
-    return converted
+    check_dense_model(dense)
+    _check_architecture(dense, c)
+    options = {key: getattr(c, key) for key in IndexerOptions.__annotations__ if c.has_indexer}
+    settings = ConversionSettings(dense.config, c.nsa, options, backend)
+    indexers, blocks = make_indexers(dense, settings), cast(Any, trained.blocks)
+    for index, indexer in indexers.items():
+        indexer.load_state_dict(blocks[index].attention.indexer.state_dict())
+    return convert_model(dense, settings, indexers)

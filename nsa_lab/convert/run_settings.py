@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ def describe_source(source: str, folder: Path) -> dict[str, Any]:
     pretrained model is stored. Raises ConfigError for a source that is not found, has other branches than the selected one,
     or that an `NSATransformer` cannot hold.
     """
-    if (Path(source) / directory.CONFIG).is_file():
+    source = os.path.expanduser(source)
+    if source.strip() and (Path(source) / directory.CONFIG).is_file():
         run = RunConfig.from_yaml(Path(source) / directory.CONFIG)
         model = run.model_at(run.train.steps)  # with the RoPE base of the last stage
         if run.model.attention != "dense" and run.model.branches != ("sel",):

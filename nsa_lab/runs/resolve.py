@@ -64,18 +64,42 @@ def find_sweep_file(name: str) -> Path:
 
 
 def _find_yaml_file(name: str, folder: Path) -> Path:
-    path = Path(name)
+    path = expand_path(name)
     if path.suffix in (".yaml", ".yml"):
         # Loading the configuration reports a missing file, with its path.
         return path
-    if path.suffix and _is_file(path):
-        raise ConfigError(f"{name!r}: expected a .yaml file, got a {path.suffix} file")
     preset = folder / f"{name}.yaml"
     if _is_file(preset):
         return preset
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     suggestion = _suggest(name, known, "give the path of a YAML file")
-    raise ConfigError(f"{name!r}: no such file in {folder}; {suggestion}")
+    given = describe_given(name)
+    if given is None:
+        if _is_file(Path(f"{path}.yaml")):
+            suggestion = f"did you mean {path}.yaml?"
+        raise ConfigError(f"{name!r}: no such file in {folder}; {suggestion}")
+    if run_dir := _find_run_dir(name, Path(), get_outputs_dir()):
+        suggestion = f"give {run_dir / directory.CONFIG}, or continue the run with nsa-lab resume"
+    raise ConfigError(f"{name!r}: expected a name in {folder} or the path of a .yaml file, got {given}; {suggestion}")
+
+
+def expand_path(text: str) -> Path:
+    """Return the path in a text, with ~ for the home folder, as shells expand it, but not after `--option=`."""
+    return Path(os.path.expanduser(text))
+
+
+def describe_given(name: str) -> str | None:
+    """Return what `name` is, for a message that expected something else: "a folder", "the id of a run"; None if unknown."""
+    if not name.strip():
+        return "an empty text"
+    path = expand_path(name)
+    if os.path.isdir(path):
+        return "the directory of a run" if _is_file(path / directory.CONFIG) else "a folder"
+    if _is_file(path):
+        return f"a {path.suffix} file" if path.suffix else "a file without a suffix"
+    if name == LATEST or _find_run_dir(name, get_outputs_dir()):
+        return "the id of a run"
+    return "the name of a preset" if _is_file(get_root() / "params" / f"{name}.yaml") else None
 
 
 def find_notebook(notebook: str | None, config: RunConfig) -> Path:
@@ -84,14 +108,16 @@ def find_notebook(notebook: str | None, config: RunConfig) -> Path:
     Default: the production notebook if the configuration's name starts with "production", else the smoke notebook.
     """
     default = PRODUCTION_NOTEBOOK if config.name.startswith("production") else SMOKE_NOTEBOOK
-    name = notebook or default
+    name = default if notebook is None else notebook
     folder = get_root() / "notebooks"
-    for path in (Path(name), folder / name, folder / f"{name}.ipynb"):
+    for path in (expand_path(name), folder / name, folder / f"{name}.ipynb"):
         if path.suffix == ".ipynb" and _is_file(path):
             return path.resolve()
     known = sorted(path.stem for path in folder.glob("*.ipynb"))
     suggestion = _suggest(name, known, f"{folder} has no notebooks: run make notebooks")
-    raise ConfigError(f"--notebook {name}: no such notebook; {suggestion}")
+    given = describe_given(name)
+    problem = f"expected a name in {folder} or the path of an .ipynb file, got {given}" if given else "no such notebook"
+    raise ConfigError(f"--notebook {name}: {problem}; {suggestion}")
 
 
 def list_run_dirs(outputs: Path) -> list[Path]:
@@ -121,7 +147,7 @@ def find_run(run: str, outputs: Path) -> Path:
 
     `latest` is the newest run of the user, never a recorded run.
     """
-    if run_dir := _find_run_dir(run, Path(), outputs):
+    if run.strip() and (run_dir := _find_run_dir(run, Path(), outputs)):
         return run_dir
     run_dirs = list_run_dirs(outputs)
     if run == LATEST:
@@ -129,18 +155,25 @@ def find_run(run: str, outputs: Path) -> Path:
             return own[-1]
         recorded = f" or name a recorded one: {_format_names([path.name for path in run_dirs])}" if run_dirs else ""
         raise RunDirectoryError(f"latest: no runs yet in {outputs}; start one: nsa-lab run smoke{recorded}")
-    matching = [path for path in run_dirs if path.name.startswith(run)]
+    matching = [path for path in run_dirs if run.strip() and path.name.startswith(run)]
     if len(matching) == 1:
         return matching[0]
     if matching:
         raise RunDirectoryError(
             f"{run!r} matches {len(matching)} runs; give one of: {_format_names([path.name for path in matching])}"
         )
-    for path in (Path(run), outputs / run):
+    for path in (expand_path(run), outputs / run):
         if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
             raise RunDirectoryError(f"{path}: permission denied; let its owner open the folder")
     suggestion = _suggest(run, [path.name for path in run_dirs], "no runs yet; start one: nsa-lab run smoke")
-    raise RunDirectoryError(f"{run!r}: no such run in {outputs}; {suggestion}")
+    given = describe_given(run)
+    if given is None or given == "the id of a run":  # of a run in another folder
+        raise RunDirectoryError(f"{run!r}: no such run in {outputs}; {suggestion}")
+    if given == "the name of a preset":
+        suggestion = f"start a run of it: nsa-lab train {run}"
+    elif _is_file(parent := expand_path(run).parent / directory.CONFIG):
+        suggestion = f"give its folder, {parent.parent}"
+    raise RunDirectoryError(f"{run!r}: expected a run in {outputs} or the path of one, got {given}; {suggestion}")
 
 
 def find_runs(run: str, outputs: Path) -> list[Path]:
@@ -160,7 +193,7 @@ def find_model(model: str, outputs: Path) -> Path:
 
     Precedence: path, complete run id, packaged model, prefix of a run id. Raises `RunDirectoryError`.
     """
-    if run_dir := _find_run_dir(model, Path(), outputs, MODELS_DIR):
+    if model.strip() and (run_dir := _find_run_dir(model, Path(), outputs, MODELS_DIR)):
         return run_dir
     try:
         return find_run(model, outputs)
@@ -193,7 +226,8 @@ def is_packaged_model(run_dir: Path) -> bool:
 
 def _find_run_dir(name: str, *folders: Path) -> Path | None:
     """Return the run directory `name` in the first of the folders that has it; None if none has."""
-    return next(((path / name).resolve() for path in folders if _is_file(path / name / directory.CONFIG)), None)
+    paths = (folder / expand_path(name) for folder in folders)
+    return next((path.resolve() for path in paths if _is_file(path / directory.CONFIG)), None)
 
 
 def _is_file(path: Path) -> bool:

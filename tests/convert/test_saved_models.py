@@ -8,6 +8,8 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,15 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaF
 from nsa_lab import NSAConfig, load_model, sparsify
 from nsa_lab.config import ConfigError
 from nsa_lab.config.optional_deps import MissingPackage
-from nsa_lab.convert import check_tokenizer, load_adapter, load_dense, read_adapter_info, save_adapter
+from nsa_lab.convert import (
+    check_tokenizer,
+    convert_with_trained_indexers,
+    load_adapter,
+    load_dense,
+    make_nsa_transformer,
+    read_adapter_info,
+    save_adapter,
+)
 from nsa_lab.inference.hf import CACHE_ARGUMENT
 
 ROOT = Path(__file__).parents[2]
@@ -129,6 +139,64 @@ def test_an_int8_adapter_rounds_each_row_by_half_a_step(tmp_path: Path) -> None:
         load_adapter(make_dense("Qwen3"), tmp_path / "int8")
 
 
+def describe(model: Any) -> tuple[Any, ...]:
+    """Return everything that a conversion changes: classes, modules, hooks, configuration, weights and outputs."""
+    hooks = [
+        (name, type(module), len(module._forward_pre_hooks), len(module._forward_hooks))
+        for name, module in model.named_modules()
+    ]
+    config = model.config.to_dict() if hasattr(model, "config") else {"model_type": None}
+    weights = {name: (value.data_ptr(), value.sum().item()) for name, value in model.state_dict().items()}
+    output = model(make_tokens())[0].tolist() if config["model_type"] in ("llama", "nsa_lab_llama") else None
+    return type(model), hooks, config, weights, output
+
+
+@contextmanager
+def refuses(model: Any, message: str) -> Iterator[None]:
+    """Expect a ConfigError of one line that leaves `model` as it was."""
+    before = describe(model)
+    with pytest.raises(ConfigError, match=message) as caught:
+        yield
+    assert "\n" not in str(caught.value)
+    assert describe(model) == before
+
+
+def test_an_adapter_that_cannot_be_loaded_does_not_change_the_model(tmp_path: Path) -> None:
+    """The settings in adapter.json describe other weights than adapter.safetensors has, or no conversion of the model."""
+    save_adapter(make_trained(), tmp_path, base_model="base")
+    path, weights = tmp_path / "adapter.json", load_file(tmp_path / "adapter.safetensors")
+    stored = json.loads(path.read_text())
+    model = make_dense()
+
+    def load(message: str, **settings: Any) -> None:
+        path.write_text(json.dumps(stored | {"settings": stored["settings"] | settings}))
+        with refuses(model, message):
+            load_adapter(model, tmp_path)
+
+    for indexer in ({"indexer_width": 4}, {"indexer_heads": 3}, {"indexer_every": 2}, {"indexer_keys": "shared"}):
+        load("do not match the settings", indexer=stored["settings"]["indexer"] | indexer)
+    load("indexer_width = 3", indexer=stored["settings"]["indexer"] | {"indexer_width": 3})
+    load("n_sel", nsa={"n_sel": 0})
+    load("backend = 'cuda'", backend="cuda")
+    for name, value in (("indexer", 3), ("nsa", []), ("backend", None)):
+        load(rf"settings\.{name}: expected a", **{name: value})
+    first = next(iter(weights))
+    for spoiled in ({first: weights[first][:-1]}, {first: weights[first][None]}, {"model.layers.9.x": torch.ones(2)}):
+        save_file(weights | spoiled, tmp_path / "adapter.safetensors")
+        content = (tmp_path / "adapter.safetensors").read_bytes()
+        path.write_text(json.dumps(stored | {"sha256": hashlib.sha256(content).hexdigest()}))
+        with refuses(model, "do not match the settings"):
+            load_adapter(model, tmp_path)
+    dense, shallow = make_dense("SmolLM2"), make_nsa_transformer(make_dense("SmolLM2", num_hidden_layers=2), FEW)
+    with refuses(dense, r"model\.n_layers = 2: expected 3"):
+        convert_with_trained_indexers(dense, shallow)
+    save_adapter(make_trained(), tmp_path, base_model="base")
+    for other, message in ((torch.nn.Linear(2, 2), "got a Linear"), (sparsify(make_dense(), FEW), "converted already")):
+        with refuses(other, message):
+            load_adapter(other, tmp_path)
+    assert load_adapter(model, tmp_path) is model
+
+
 def test_an_adapter_of_another_model_or_with_damage_is_refused(tmp_path: Path) -> None:
     save_adapter(make_trained(), tmp_path, base_model="base")
     for family, options in (("Qwen3", {}), ("Llama", {"num_hidden_layers": 2}), ("Llama", {"rope_parameters": None})):
@@ -146,7 +214,7 @@ def test_an_adapter_of_another_model_or_with_damage_is_refused(tmp_path: Path) -
         save_adapter(spoiled, tmp_path / "float16", base_model="base", dtype="float16")
     info, path = json.loads((tmp_path / "adapter.json").read_text()), tmp_path / "adapter.safetensors"
     (tmp_path / "adapter.json").write_text(json.dumps(info | {"settings": {}}))
-    with pytest.raises(ConfigError, match=r"settings\.backend is missing"):
+    with pytest.raises(ConfigError, match=r"settings\.backend: .* missing"):
         load_adapter(make_dense(), tmp_path)
     save_file({name: value.long() for name, value in load_file(path).items()}, tmp_path / "integers")
     content, own = path.read_bytes(), (tmp_path / "integers").read_bytes()
@@ -198,11 +266,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("make", "options", "message"), REFUSED)
 def test_what_cannot_be_converted_is_refused_in_one_line(make: Any, options: dict[str, Any], message: str) -> None:
     model = make()
-    before = copy.deepcopy(model)
-    with pytest.raises(ConfigError, match=message) as caught:
+    with refuses(model, message):
         sparsify(model, **options)
-    assert "\n" not in str(caught.value)
-    assert type(model) is type(before) and model.state_dict().keys() == before.state_dict().keys()
 
 
 def test_calls_that_cannot_be_answered_are_refused() -> None:

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.torch_version import TorchVersion
 
-from nsa_lab.attention import Span, selected_attention
+from nsa_lab.attention import Span, dense_attention, selected_attention
 from nsa_lab.attention.dispatch import BackendError
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.model import NSATransformer, NSAttention
@@ -165,6 +165,67 @@ def test_forward_mode_runs_on_the_reference() -> None:
     nsa = TINY_NSA.model_copy(update={"n_sel": 1, "local_blocks": 0})
     out, linear = torch.func.linearize(lambda v: selected_attention(q, k, v, blocks, nsa, backend="reference")[0], k)
     torch.testing.assert_close(linear(k), out)  # linear in the values
+
+
+@pytest.mark.slow
+def test_forward_mode_of_dense_attention() -> None:
+    """With every layout, by tangents and by torch.func, also of keys and values alone; of a dense model, and nested.
+
+    Heads of equal widths, which a CPU computes with a kernel that has no derivatives in forward mode.
+    """
+    torch.manual_seed(0)
+    heads = [torch.randn(1, 9, n_heads, 4, dtype=torch.float64) for n_heads in (4, 2, 2)]
+    directions = [torch.randn_like(x) for x in heads]
+    for span in (None, Span.packed(torch.tensor([0, 4, 4, 9], dtype=torch.int32)), Span.chunk(6, 3)):
+        rows = slice(6 if span and span.kind == "chunk" else 0, 9)
+        for index in range(3):
+
+            def attend(x: Tensor, index: int = index, rows: slice = rows, span: Span | None = span) -> Tensor:
+                q, k, v = (x if number == index else own for number, own in enumerate(heads))
+                return dense_attention(q[:, rows], k, v, span=span)
+
+            x, direction = heads[index], directions[index]
+            jacobian = cast(Tensor, torch.autograd.functional.jacobian(attend, x))  # by backward passes
+            expected = torch.einsum("bthdxyzw,xyzw->bthd", jacobian, direction)
+            assert expected.abs().max() > 0.1
+            torch.testing.assert_close(push_forward(attend, x, direction), expected, rtol=1e-9, atol=1e-12)
+            by_func = torch.func.jvp(attend, (x,), (direction,))[1]
+            torch.testing.assert_close(by_func, expected, rtol=1e-9, atol=1e-12)
+        out, linear = torch.func.linearize(
+            lambda v, span=span, rows=rows: dense_attention(heads[0][:, rows], heads[1], v, span=span), heads[2]
+        )
+        torch.testing.assert_close(linear(heads[2]), out)  # linear in the values
+    batch, batch_direction = (torch.stack([x, 2 * x]) for x in (heads[0], directions[0]))
+    by_rows = torch.func.vmap(lambda q: dense_attention(q, *heads[1:]))
+    derivatives = torch.func.jvp(by_rows, (batch,), (batch_direction,))[1]
+    for q, direction, derivative in zip(batch, batch_direction, derivatives, strict=True):
+        expected = push_forward(lambda q: dense_attention(q, *heads[1:]), q, direction)
+        torch.testing.assert_close(derivative, expected, rtol=1e-9, atol=1e-12)
+    hessian = torch.func.hessian(lambda q: dense_attention(q, *heads[1:]).pow(3).sum())(heads[0])
+    pair = torch.einsum("bthdxyzw,bthd,xyzw->", hessian, directions[0], directions[0])
+    q = heads[0].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(dense_attention_by_softmax(q, *heads[1:]).pow(3).sum(), q, create_graph=True)
+    (second,) = torch.autograd.grad((gradient * directions[0]).sum(), q)
+    torch.testing.assert_close(pair, (second * directions[0]).sum(), rtol=1e-9, atol=1e-12)
+    with pytest.raises(NotImplementedError, match=r"torch\.func.*backend = 'flash'.*use backend='torch'"):
+        torch.func.jvp(lambda q: dense_attention(q, *heads[1:], backend="flash"), (heads[0],), (directions[0],))
+    model, tokens = NSATransformer(tiny_config(attention="dense"), seed=5).double(), sample_tokens(1, 20)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    tangents = {name: torch.randn_like(weight) for name, weight in weights.items()}
+    derivative = torch.func.jvp(
+        lambda weights: torch.func.functional_call(model, weights, (tokens,)).logsumexp(-1).sum(), (weights,), (tangents,)
+    )[1]
+    model(tokens).logsumexp(-1).sum().backward()
+    expected = sum((cast(Tensor, x.grad) * tangents[name]).sum() for name, x in model.named_parameters())
+    torch.testing.assert_close(derivative, expected, rtol=1e-9, atol=1e-12)
+
+
+def dense_attention_by_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return causal attention with plain operations, which have derivatives of every order."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[3] ** -0.5
+    future = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).triu(1)
+    return torch.einsum("bhts,bshd->bthd", scores.masked_fill(future, float("-inf")).softmax(-1), v)
 
 
 def test_dynamically_quantized_layers_run() -> None:

@@ -612,6 +612,18 @@ MUTANTS = [
         "unpack(x).tangent is not None for x in ())",
     ),
     Mutant(
+        "dense: jvp of torch.func is not forward mode",
+        "attention.compile_utils",
+        "any(x.key() == functorch.TransformType.Jvp for x in transforms) or ",
+        "",
+    ),
+    Mutant(
+        "dense: only tangents of torch.func are forward mode",
+        "attention.compile_utils",
+        "for x in transforms) or _has_tangent(*tensors)",
+        "for x in transforms)",
+    ),
+    Mutant(
         "torch.func: gathers of packed documents have no derivative",
         "attention.segment_ops",
         "    if is_transformed(x):\n        return _select_rows(x, rows)\n",

@@ -82,10 +82,10 @@ MUTANTS = [
     Mutant("n-grams: tables that nothing reads count", "config.model_config", "if not self.ngrams:", "if False:"),
     # The configuration.
     Mutant("config: unknown keys ignored", "config.base", 'extra="forbid"', 'extra="ignore"'),
-    Mutant("config: a stride that does not divide the block", "config.model_config", "if length % self.d:", "if False:"),
+    Mutant("config: a stride that does not divide the block", "config.nsa_config", "if length % self.d:", "if False:"),
     Mutant(
         "config: no room for the forced blocks",
-        "config.model_config",
+        "config.nsa_config",
         "if self.n_sel < self.n_forced:",
         "if self.n_sel < 1:",
     ),

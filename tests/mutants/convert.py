@@ -22,6 +22,7 @@ MUTANTS = [
     Mutant("convert: the bias counts twice", "convert.indexer", "outputs[1:] - outputs[:1]", "outputs[1:]"),
     Mutant("convert: the configuration is shared", "convert.models", "own_config = copy.deepcopy(dense.config)", "own_config = dense.config"),
     Mutant("convert: an adapter of another architecture", "convert.adapter", "if info.base_hash != base_hash:", "if False:"),
+    Mutant("convert: the model changes before its adapter is checked", "convert.adapter", "    if own.keys() != weights.keys()", "    cast(Any, convert_model(model, settings, indexers)).__class__ = cast(Any, type(model)).dense_class\n    if own.keys() != weights.keys()"),
     Mutant("convert: a coarser int8", "convert.adapter", "clamp_min(torch.finfo(torch.float32).tiny) / 127", "clamp_min(1) / 127"),
     Mutant("convert: int8 without its scale is loaded", "convert.adapter", "if weight.dtype == torch.int8 and (", "if False and ("),
     Mutant("convert: damaged weights", "convert.adapter", "if hashlib.sha256(data).hexdigest() != info.sha256:", "if False:"),

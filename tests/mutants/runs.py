@@ -5,6 +5,14 @@ from __future__ import annotations
 from mutants.mutant import Mutant
 
 MUTANTS = [
+    Mutant("names: an empty text is the working directory", "runs.resolve", "if run.strip() and (run_dir", "if (run_dir"),
+    Mutant("names: ~ is a folder", "runs.resolve", "Path(os.path.expanduser(text))", "Path(text)"),
+    Mutant(
+        "names: a folder is nothing",
+        "runs.resolve",
+        'return "the directory of a run" if _is_file(path / directory.CONFIG) else "a folder"',
+        "return None",
+    ),
     Mutant(
         "names: a shortened list does not state the rest",
         "runs.resolve",

@@ -154,7 +154,10 @@ SUITES = {
         *attention_tests("layout"),
     ],
     "attention.compile_utils": cases(
-        "model/test_export.py", "forward_mode_runs_on_the_reference", "torch_func_is_refused_with_the_way_out"
+        "model/test_export.py",
+        "forward_mode_runs_on_the_reference",
+        "forward_mode_of_dense_attention",
+        "torch_func_is_refused_with_the_way_out",
     ),
     "attention.torch_backend": attention_tests("layout", "definition", "gradcheck", "torch_parity"),
     "attention.input_checks": attention_tests("dispatch"),
@@ -187,6 +190,7 @@ HF_MODELS = cases(
 OTHERS = {
     "config.base": ["tests/test_config.py"],
     "cli.bench_commands": ["tests/bench/test_bench_commands.py"],
+    "cli.common": cases("test_cli_options.py", "every_path_refuses_an_empty_text_and_expands_the_home_folder"),
     "cli.training_commands": ["tests/test_cli_options.py::test_values_arrive[plan]"],
     "cli.model_commands": ["tests/test_cli_options.py::test_values_arrive[evaluate]"],
     "runs.record_digest": ["tests/health/test_verdict_file.py"],
@@ -213,7 +217,7 @@ OTHERS = {
         "tests/test_config.py",
         *cases("train/test_stages.py", "a_token_budget_is_rounded_down_to_whole_steps"),
     ],
-    "config.model_config": ["tests/test_config.py", *MODEL],
+    **{f"config.{name}": ["tests/test_config.py", *MODEL] for name in ("model_config", "nsa_config")},
     **{f"attention.{part}": ["tests/attention/test_dense_limit.py"] for part in ("dense", "flash")},
     "attention.context_parallel": SHARDS,
     "model.context_parallel": SHARDS,

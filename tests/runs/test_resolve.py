@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fake_run import write_run
 
 from nsa_lab.cli import app
-from nsa_lab.runs import directory
+from nsa_lab.config import ConfigError, RunConfig, UsageError
+from nsa_lab.runs import directory, resolve
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.resolve import find_run, get_outputs_dir, list_own_run_dirs, list_run_dirs
 
@@ -52,6 +54,55 @@ def test_error_lists_the_last_runs_and_the_number_of_others(runs: int, suffix: s
         find_run("qqq", tmp_path)
     with pytest.raises(RunDirectoryError, match=f"matches {runs} runs; give one of: {last}$"):
         find_run("smoke", tmp_path)
+
+
+def test_something_else_in_place_of_a_name_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder, a file, an empty text, a run or a preset in place of a preset, a sweep, a run, a model or a notebook."""
+    outputs, run = tmp_path / "outputs", "own-20240101T000000Z-00aa"
+    outputs.mkdir()
+    make_run(outputs, run, SECOND)
+    (tmp_path / "params" / "sweeps").mkdir(parents=True)
+    for name in ("params/small.yaml", "params/sweeps/rates.yaml", "mine.yaml", "text.txt", "no_suffix"):
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(resolve, "get_root", lambda: tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    config = RunConfig()
+    finders: dict[str, Callable[[str], Path]] = {
+        "preset": resolve.find_params_file,
+        "sweep": resolve.find_sweep_file,
+        "run": lambda name: find_run(name, outputs),
+        "runs": lambda name: resolve.find_runs(name, outputs)[0],
+        "model": lambda name: resolve.find_model(name, outputs),
+        "notebook": lambda name: resolve.find_notebook(name, config),
+    }
+    given = {"": "an empty text", " ": "an empty text", "outputs": "a folder", str(tmp_path): "a folder", "~": "a folder"}
+    given |= {"text.txt": r"a \.txt file", "no_suffix": "a file without a suffix", "~/text.txt": r"a \.txt file"}
+    for finder in finders.values():
+        for name, description in given.items():
+            with pytest.raises(UsageError, match=rf"expected .*, got {description}; ") as caught:
+                finder(name)
+            assert "\n" not in str(caught.value)
+    for name, description in ((run, "the id of a run"), ("latest", "the id of a run"), (f"outputs/{run}", "the directory")):
+        for kind in ("preset", "sweep"):
+            with pytest.raises(ConfigError, match=f"got {description}") as caught:
+                finders[kind](name)
+            assert name == "latest" or f"give {outputs / run / directory.CONFIG}" in str(caught.value)
+    for kind in ("run", "model"):
+        with pytest.raises(RunDirectoryError, match=r"got the name of a preset; .*nsa-lab train small"):
+            finders[kind]("small")
+        with pytest.raises(RunDirectoryError, match=rf"got a \.yaml file; give its folder, outputs/{run}"):
+            finders[kind](f"outputs/{run}/config.yaml")
+        assert finders[kind](f"~/outputs/{run}") == outputs / run
+    with pytest.raises(ConfigError, match=r"did you mean mine\.yaml"):
+        finders["preset"]("mine")
+    (tmp_path / "folder.yaml").mkdir()
+    with pytest.raises(ConfigError, match=r"folder\.yaml: expected a configuration file, got a folder"):
+        resolve.load_config("folder.yaml", [])
+    assert finders["preset"]("~/mine.yaml") == tmp_path / "mine.yaml"
+    monkeypatch.chdir(outputs / run)
+    with pytest.raises(RunDirectoryError, match="got an empty text"):  # not the working directory
+        finders["model"]("")
 
 
 def test_recorded_runs_are_never_the_latest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
