@@ -20,7 +20,7 @@ from forker import start_anew
 from looping import looped
 
 from nsa_lab.config import RunConfig
-from nsa_lab.health.log_integrity import list_layer_statistics
+from nsa_lab.health.completeness_checks import list_layer_statistics
 from nsa_lab.runs import directory, events, lifecycle
 from nsa_lab.runs.lock import lock_owner, process_start, sign_lock, take_lock
 from nsa_lab.train import launcher
