@@ -18,6 +18,7 @@ from nsa_lab.health import (
     completeness_checks,
     consistency_checks,
     conversion_checks,
+    digest_checks,
     ending_checks,
     loss_checks,
     loss_course,
@@ -47,6 +48,7 @@ __all__ = [
 CHECKS: tuple[Callable[[History, Limits], Verdict | None], ...] = (
     run_checks.check_finished,
     record_checks.check_record_format,
+    digest_checks.check_unchanged,
     record_checks.check_one_run,
     ending_checks.check_status_agrees,
     attempt_checks.check_attempts_agree,
