@@ -11,6 +11,7 @@ import numpy as np
 from nsa_lab.config.errors import shorten
 from nsa_lab.health import evaluation_checks, start_checks
 from nsa_lab.health.completeness_checks import list_layer_statistics
+from nsa_lab.health.edited_config import find_config_edit
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs import directory
 from nsa_lab.runs.event_schema import FIRST_KINDS, PHASES, SCHEMA_VERSION, SUPERSEDED_KINDS, is_finite
@@ -31,11 +32,16 @@ def check_one_run(history: History, limits: Limits) -> Verdict:
         return Verdict("one run", None, None, 1, "no events yet" if status_run else "no status")
     if status_run != event_runs[0]:
         return Verdict("one run", False, 2, 1, f"the status belongs to {status_run}, the events to {event_runs[0]}")
-    if problem := _find_foreign_file(history):
+    edit = find_config_edit(history)
+    if edit and not edit.is_accepted:
+        return Verdict("one run", False, 2, 1, edit.text)
+    if problem := _find_foreign_file(history, edit is not None):
         return Verdict("one run", False, 2, 1, problem)
     started, text = {event["attempt"] for event in history.first_events}, f"status and events belong to {status_run}"
     if lost := sorted({*history.events.ints("attempt").tolist()} - started):
         return Verdict("one run", None, 1, 1, f"{text}, but the first event of attempt {lost[0]} is missing")
+    if edit:
+        return Verdict("one run", False, 2, 1, edit.text).to_warning()
     last = history.first_events[-1]
     config, recorded = history.config_of_attempt(last["attempt"]), last.get("config_hash")
     if recorded is not None and (config is None or recorded != config.hash()):
@@ -52,8 +58,11 @@ def check_one_run(history: History, limits: Limits) -> Verdict:
     return Verdict("one run", True, 1, 1, text)
 
 
-def _find_foreign_file(history: History) -> str | None:
-    """Return a text on a file of another run, or that contradicts the events; None if there is none."""
+def _find_foreign_file(history: History, is_edited: bool) -> str | None:
+    """Return a text on a file of another run, or that contradicts the events; None if there is none.
+
+    `is_edited`: config.yaml describes the next attempt, so execution settings are not those of the last one.
+    """
     n_steps, n_layers = history.config.train.steps, history.config.model.n_layers
     for event in history.first_events:
         if event.get("steps") not in (None, n_steps):
@@ -71,7 +80,7 @@ def _find_foreign_file(history: History) -> str | None:
         return f"environment.json belongs to configuration {created}, the first event to {recorded[0]}"
     return (
         start_checks.find_wrong_environment(history)
-        or start_checks.find_contradiction(history)
+        or (None if is_edited else start_checks.find_contradiction(history))
         or evaluation_checks.find_foreign_evaluation(history)
     )
 
