@@ -25,10 +25,16 @@ from nsa_lab.evaluate.ruler_tasks import RULER_TASKS, count_matches, make_questi
 from nsa_lab.inference import generate, load_model
 from nsa_lab.model import NSATransformer
 from nsa_lab.runs import directory
-from nsa_lab.runs.atomic_io import write_json
 from nsa_lab.runs.checkpoint_files import parse_step
 from nsa_lab.runs.environment import get_code_identity, get_versions
-from nsa_lab.runs.evaluation import RULER, RULER_UNFINISHED, VERSION, PartialEvaluation, compute_wilson_interval
+from nsa_lab.runs.evaluation import (
+    RULER,
+    RULER_UNFINISHED,
+    VERSION,
+    PartialEvaluation,
+    compute_wilson_interval,
+    write_evaluation,
+)
 from nsa_lab.runs.model_files import check_evaluable
 
 Log = Callable[[str], object]
@@ -238,7 +244,7 @@ def evaluate_run_with_ruler(
             f"{n_questions} questions"
         )
     record = {**identity, "results": results, "not_asked": skipped, "seconds": round(time.monotonic() - start, 3)}
-    write_json(output_folder / RULER, record)
+    record = write_evaluation(output_folder, record, RULER)
     parts.delete()
     return record
 

@@ -172,7 +172,7 @@ def evaluate_run(
         ],
         "seconds": round(time.monotonic() - start, 3),
     }
-    write_evaluation(output_folder, results)
+    results = write_evaluation(output_folder, results)
     parts.delete()
     return results
 

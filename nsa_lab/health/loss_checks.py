@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from nsa_lab.config import StageConfig, TrainConfig
-from nsa_lab.health.log_integrity import find_longest_constant
+from nsa_lab.health.completeness_checks import find_longest_constant
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.history import History, get_latest_training_losses, select_latest
 

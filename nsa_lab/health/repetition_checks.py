@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from nsa_lab.config import BRANCHES
-from nsa_lab.health.log_integrity import find_longest_constant, find_readings_with_selection
+from nsa_lab.health.completeness_checks import find_longest_constant, find_readings_with_selection
 from nsa_lab.health.selection_geometry import find_fixed_overlaps
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.event_columns import NUMBER, NUMBERS

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nsa_lab.health.log_integrity import format_guard, format_recovered, split_by_attempt
+from nsa_lab.health.recovered_problems import format_guard, format_recovered, split_by_attempt
 from nsa_lab.health.verdict import Limits, Verdict, join_lines, list_names
 from nsa_lab.runs import directory
 from nsa_lab.runs.event_columns import INT, NUMBER, NUMBERS, OBJECT

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from nsa_lab.config.errors import shorten
+from nsa_lab.health.completeness_checks import require_known_settings
 from nsa_lab.health.due_steps import DueSteps
-from nsa_lab.health.log_integrity import COMPLETED_KINDS, format_recovered, require_known_settings, split_by_attempt
+from nsa_lab.health.record_checks import COMPLETED_KINDS
+from nsa_lab.health.recovered_problems import format_recovered, split_by_attempt
 from nsa_lab.health.verdict import Limits, Verdict, join_lines, list_names
 from nsa_lab.runs import directory
 from nsa_lab.runs.attempts import Attempt, shorten_middle

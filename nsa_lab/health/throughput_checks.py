@@ -6,7 +6,7 @@ from bisect import bisect_left
 
 import numpy as np
 
-from nsa_lab.health.log_integrity import format_guard, format_recovered, split_by_attempt
+from nsa_lab.health.recovered_problems import format_guard, format_recovered, split_by_attempt
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.attempts import group_positions
 from nsa_lab.runs.history import History, find_stages

@@ -20,8 +20,8 @@ def initialize_weights(
     """Initialize linear layers from a normal distribution with standard deviation fan_in**-0.5. `name`: that of `root`.
 
     Layers that write into the residual stream are scaled by `residual_scale`. Gates use Xavier, not zeros: a gate of zero
-    has no gradient for its input. The head has a standard deviation of 1/dim, so that the first loss is within 0.5% of
-    ln V; preflight allows 2%. (With fan_in**-0.5 it is 9% higher, with a standard deviation of 0.02 it is 2.7% higher.)
+    has no gradient for its input. The head has a standard deviation of 1/dim, so that the first loss is close to ln V,
+    as preflight checks (`nsa_lab.train.preflight.initial_loss`). With fan_in**-0.5 it is 9% higher.
     For induction-initialized heads and indexers see `_init_induction_heads` and `init_indexer`.
     """
     for module_name, module in root.named_modules(prefix=name):

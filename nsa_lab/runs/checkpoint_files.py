@@ -112,7 +112,7 @@ def read_manifest_entry(path: Path) -> dict[str, Any]:
 
 
 def compute_digest(manifest: Mapping[str, Any]) -> str:
-    """Return the sha256 of a manifest without its `digest` field, the value of that field."""
+    """Return the sha256 of a manifest, or of another JSON object, without its `digest` field: the value of that field."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 

@@ -53,7 +53,7 @@ APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 _TIME_FORMAT, _RUN_ID_TIME = "%Y%m%dT%H%M%SZ", re.compile(r"-(\d{8}T\d{6}Z)-[0-9a-f]{4}$")
 _STATUS_TYPES = {"run": str, "status": str, "attempt": int, "step": int, "tokens": int}
 # These are null until they are known.
-_NULLABLE_STATUS_TYPES = {"steps": int, "exit_code": int, "pid": int, "reason": str, "gpu": str}
+_NULLABLE_STATUS_TYPES = {"steps": int, "exit_code": int, "pid": int, "reason": str, "gpu": str, "events_digest": str}
 MAX_INT = 2**63 - 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from nsa_lab.runs import directory
 from nsa_lab.runs.atomic_io import read_json, warn_once, write_json
+from nsa_lab.runs.checkpoint_files import compute_digest
 
 # Names of the retrieval tasks in `nsa_lab.evaluate`, for the command line, which does not import torch to check them.
 TASK_NAMES = ("needle", "multi_key", "multi_query")
@@ -45,6 +47,7 @@ EVALUATION = "evaluation.json"
 UNFINISHED = "evaluation.unfinished.json"
 RULER, RULER_UNFINISHED = "ruler.json", "ruler.unfinished.json"
 VERSION = 1
+DIGEST = "digest"
 # 0.975 quantile of the standard normal distribution.
 Z_95 = NormalDist().inv_cdf(0.975)
 
@@ -75,10 +78,12 @@ class PartialEvaluation:
         self._path.unlink(missing_ok=True)
 
 
-def write_evaluation(run_dir: Path, evaluation: dict[str, Any]) -> Path:
-    """Replace the run's evaluation. Return the path of the file."""
-    write_json(run_dir / EVALUATION, evaluation)
-    return run_dir / EVALUATION
+def write_evaluation(run_dir: Path, evaluation: dict[str, Any], name: str = EVALUATION) -> dict[str, Any]:
+    """Replace `evaluation.json` or `ruler.json` of a run. Return its content: `evaluation` with a digest of itself."""
+    content = {key: value for key, value in json.loads(json.dumps(evaluation)).items() if key != DIGEST}
+    content[DIGEST] = compute_digest(content)
+    write_json(run_dir / name, content)
+    return content
 
 
 def read_evaluation(run_dir: Path) -> dict[str, Any] | None:
@@ -108,6 +113,10 @@ def _read_record(run_dir: Path, name: str) -> dict[str, Any] | None:
 def _find_problem(record: dict[str, Any], name: str) -> str | None:
     if record.get("v") != VERSION:
         return f"v: expected version {VERSION} of the format, got {record.get('v')!r:.40}"
+    content = {key: value for key, value in record.items() if key != DIGEST}
+    # Older versions wrote none.
+    if DIGEST in record and record[DIGEST] != compute_digest(content):
+        return f"{DIGEST}: does not match the file, which was changed after it was written"
     # Imported here, because every command imports this module for its names of tasks.
     from nsa_lab.runs.evaluation_schema import EvaluationRecord, RulerRecord, find_problem
 

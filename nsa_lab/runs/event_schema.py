@@ -118,6 +118,7 @@ class AttemptEvent(Event):
         Annotated[str, Field("initial indexers of a conversion: `loaded` from `train.initial_weights`, or `new`")]
     ]
     gpu_util: Annotated[str, Field("`on`, or why GPU utilization is not recorded")]
+    environment: NotRequired[Annotated[str, Field("SHA-256 of `environment.json`, or `missing`")]]
 
 
 class StartEvent(AttemptEvent):
@@ -303,6 +304,17 @@ class CheckpointEvent(Event):
     pruned: Annotated[list[str], Field("checkpoints that were removed to make room")]
 
 
+class DigestEvent(Event):
+    """Digest of the lines since the previous `digest` event, by which later changes of them are noticed.
+
+    The lines of the first one begin with the file, and those of another with the previous event itself. Lines that another
+    process wrote at the same time belong to the next one.
+    """
+
+    bytes: Annotated[int, _count("size of the lines", "bytes")]
+    sha256: Annotated[str, Field("their SHA-256, 64 hex digits")]
+
+
 class GuardEvent(Event):
     """A rule found a problem. `nsa_lab/train/guard.py` lists the rules."""
 
@@ -359,6 +371,7 @@ KINDS: dict[str, type[Event]] = {
     "reach": ReachEvent,
     "conversion": ConversionEvent,
     "checkpoint": CheckpointEvent,
+    "digest": DigestEvent,
     "guard": GuardEvent,
     "stall": StallEvent,
     "signal": SignalEvent,

@@ -99,6 +99,13 @@ class Events(Sequence[E], Generic[E]):
             lines = [np.frombuffer(table.lines, dtype=np.int64) for table in tables if len(table)]
             ids = np.argsort(np.concatenate(lines), kind="stable") if lines else np.zeros(0, np.int64)
         self._ids: np.ndarray = ids
+        self._built: list[E] | None = None
+
+    def build_once(self) -> Events[E]:
+        """Return the same events, each of which is built now and shared by all readers, who must not change it."""
+        events: Events[E] = Events(self._tables, self.violations, self._ids)
+        events._built = list(self)
+        return events
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -110,10 +117,10 @@ class Events(Sequence[E], Generic[E]):
     def __getitem__(self, index: int | slice) -> E | Events[E]:
         if isinstance(index, slice):
             return self.select(index)
-        return self._make_event(int(self._ids[index]))
+        return self._make_event(int(self._ids[index])) if self._built is None else self._built[index]
 
     def __iter__(self) -> Iterator[E]:
-        return map(self._make_event, self._ids.tolist())
+        return map(self._make_event, self._ids.tolist()) if self._built is None else iter(self._built)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence):
@@ -127,7 +134,7 @@ class Events(Sequence[E], Generic[E]):
 
     def __deepcopy__(self, memo: Any) -> list[E]:
         """Return a list of events that may be changed."""
-        return list(self)
+        return list(map(self._make_event, self._ids.tolist()))
 
     def select(self, which: Any) -> Events[E]:
         """Return the events at a slice, a bool mask or an array of positions."""

@@ -62,8 +62,8 @@ def read_events(run_dir: str | Path, max_step: int | None = None) -> Events[Even
     path = path / EVENTS if path.is_dir() else path
     builder = EventsBuilder(max_step)
     if os.path.lexists(path):  # a broken link is no empty record
-        for number, line, is_complete in _read_lines(path):
-            event = _decode(line)
+        for number, line, is_complete in read_lines(path):
+            event = decode_line(line)
             if event is not None:
                 builder.add(number, event)
             elif is_complete and line.strip():
@@ -135,7 +135,7 @@ def read_last_events(run_dir: str | Path, max_step: int, n_steps: int, max_bytes
     last: list[Any] = []
     n_found, has_evaluation = 0, False
     for line in _read_lines_backwards(path, max_bytes):
-        event = _decode(line)
+        event = decode_line(line)
         kind = event.get("kind") if isinstance(event, dict) else None
         if kind in PROGRESS_KINDS:
             last.append({name: event[name] for name in PROGRESS_FIELDS if name in event})
@@ -177,12 +177,12 @@ class Tail:
         if not os.path.lexists(self._path):
             return []
         builder = EventsBuilder(self._max_step)
-        for _, line, is_complete in _read_lines(self._path, self._offset):
+        for _, line, is_complete in read_lines(self._path, self._offset):
             if not is_complete:
                 break
             self._offset += len(line) + 1
             self._line += 1
-            event = _decode(line) if line.strip() else None
+            event = decode_line(line) if line.strip() else None
             if event is not None:
                 builder.add(self._line, event)
             elif line.strip():
@@ -203,7 +203,7 @@ def follow(run_dir: str | Path, *, is_alive: Callable[[], bool], poll_s: float =
         time.sleep(poll_s)
 
 
-def _read_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes, bool]]:
+def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes, bool]]:
     """Yield (number, line, is_complete) from a byte offset on, numbered from 1. The last line may be incomplete.
 
     Text after the last line end is still being written, or was left incomplete by a killed process.
@@ -225,7 +225,7 @@ def _read_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes, bool]
         yield number + 1, rest, False
 
 
-def _decode(line: bytes) -> Any:
+def decode_line(line: bytes) -> Any:
     """Return the value of a line of JSON; None if it is none, or longer than any event of its kind."""
     try:
         event = json.loads(line)

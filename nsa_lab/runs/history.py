@@ -122,8 +122,8 @@ class History:
 
     @cached_property
     def first_events(self) -> Events[AttemptEvent]:
-        """The first event of each attempt that recorded one."""
-        return self.events.of_kind(*FIRST_KINDS)
+        """The first event of each attempt that recorded one. Most checks read them, so each is built once."""
+        return self.events.of_kind(*FIRST_KINDS).build_once()
 
     @cached_property
     def gpu_attempts(self) -> frozenset[int]:

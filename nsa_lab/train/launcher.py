@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from nsa_lab.config import RunConfig
 from nsa_lab.runs import directory
@@ -125,8 +126,10 @@ def write_crash_record(folder: Path, *, where: str, kind: str, reason: str, exit
         log.step, log.tokens = last_event["step"], last_event.get("tokens") or 0
     log.append("error", where=where, type=kind, message=reason, fatal=True, cause=True)
     log.append("halt", status=directory.HALTED, exit_code=exit_code, reason=reason)
+    digest = log.append_digest()
     log.close()
-    fields = {"attempt": log.attempt, "pid": os.getpid(), "step": log.step, "tokens": log.tokens}
+    fields: dict[str, Any] = {"attempt": log.attempt, "pid": os.getpid(), "step": log.step, "tokens": log.tokens}
+    fields |= {} if digest is None else {"events_digest": digest}
     directory.write_status(folder, run=folder.name, status=directory.HALTED, exit_code=exit_code, reason=reason, **fields)
     logger.error("%s", reason)
 

@@ -113,6 +113,7 @@ def test_a_run_trains_only_the_indexer(builders: Builders, tmp_path: Path) -> No
     assert len({event["loss"]["dense"] for event in compared}) == 1, "the trunk is frozen"
     assert all(0 < share <= 1 + 1e-6 for event in compared for share in event["attention_mass"])
     by_name = {verdict.name: verdict for verdict in list_verdicts(run_dir)}
+    assert by_name["record unchanged"].ok
     assert "converted loss" in by_name and "loss fell" not in by_name
     trained = load_model(run_dir)
     converted = convert_with_trained_indexers(AutoModelForCausalLM.from_pretrained(tmp_path / "dense"), trained)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.tensorboard
+from fake_run import assert_unchanged
 from looping import looped
 
 from nsa_lab.config import RunConfig
@@ -124,6 +125,7 @@ def test_the_run_halts_with_a_message_whichever_write_fails(
     )
     assert "the disk is full: " in message["reason"] and " a checkpoint needs " in message["reason"]
     assert not [*run_dir.glob("checkpoints/.saving-*"), *run_dir.glob(".status*")]
+    assert_unchanged(run_dir)
 
 
 @pytest.mark.slow
@@ -150,6 +152,7 @@ def test_a_temporarily_full_disk_costs_events_that_are_counted(tmp_path: Path, m
     record = events.read_events(run_dir)
     assert [e["step"] for e in record if e["kind"] == "checkpoint"] == [4, 6, 8]
     failed = next(e for e in record if e["kind"] == "error")
+    assert_unchanged(run_dir)
     assert failed["where"] == "save" and not failed["fatal"] and failed["message"].startswith("the disk is full: ")
     assert directory.read_status(run_dir)["status"] == directory.DONE
 
@@ -214,3 +217,4 @@ def test_a_run_on_a_30_mb_disk_halts_and_resumes(small_disk: Path, monkeypatch: 
     record = events.read_events(run_dir)
     assert [e["from_step"] for e in record if e["kind"] == "resume"] == [2]
     assert [e["step"] for e in events.get_step_events(record)] == list(range(1, 9))
+    assert_unchanged(run_dir)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_run import assert_unchanged
 from forker import Forker
 
 from nsa_lab.config import RunConfig
@@ -130,9 +131,12 @@ def test_a_run_killed_many_times_ends_with_the_weights_of_the_uninterrupted_run(
         if trainer.wait() != -signal.SIGKILL:
             pytest.fail(f"the run ended before kill {kill + 1} of {KILLS}; give it more steps")
         assert not lifecycle.is_alive(run_dir) and lifecycle.get_state(run_dir) != directory.RUNNING
+        assert_unchanged(run_dir)
     assert start(run_dir).wait() == 0
     assert final_files(run_dir) == final_files(uninterrupted)
     assert_one_story(run_dir, uninterrupted)
+    assert_unchanged(run_dir)
+    assert directory.read_status(run_dir)["events_digest"]
 
 
 def assert_one_story(run_dir: Path, uninterrupted: Path) -> None:
@@ -156,6 +160,7 @@ def test_each_stop_request_saves_and_the_run_resumes_bit_for_bit(
         trainer.send_signal(getattr(signal, name))
         assert trainer.wait() == directory.EXIT_STOPPED
         assert lifecycle.get_state(run_dir) == directory.PREEMPTED
+        assert_unchanged(run_dir)
     assert [e["signal"] for e in events.read_events(run_dir) if e["kind"] == "signal"] == names
     assert start(run_dir).wait() == 0
     assert final_files(run_dir) == final_files(uninterrupted)

@@ -18,7 +18,7 @@ from nsa_lab.health import LIMITS, Limits, Verdict
 from nsa_lab.health.attempt_checks import check_attempts_agree, check_evaluated_text
 from nsa_lab.health.consistency_checks import check_consistent
 from nsa_lab.health.ending_checks import check_status_agrees
-from nsa_lab.health.log_integrity import check_clock, check_one_run, check_record_format
+from nsa_lab.health.record_checks import check_clock, check_one_run, check_record_format
 from nsa_lab.health.step_accounting import check_checkpoints
 from nsa_lab.runs import resolve
 from nsa_lab.runs.evaluation import EVALUATION

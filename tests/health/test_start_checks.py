@@ -16,7 +16,7 @@ from fake_run import Event, edit_history
 from nsa_lab.config import RunConfig
 from nsa_lab.health import LIMITS, Limits, Verdict
 from nsa_lab.health.consistency_checks import check_consistent
-from nsa_lab.health.log_integrity import check_one_run
+from nsa_lab.health.record_checks import check_one_run
 from nsa_lab.health.run_checks import check_finite
 from nsa_lab.health.start_checks import find_contradiction
 from nsa_lab.runs import directory, resolve

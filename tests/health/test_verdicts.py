@@ -31,8 +31,8 @@ from looping import looped
 
 from nsa_lab.config import NSAConfig, RunConfig
 from nsa_lab.health import CHECKS, Verdict, examine, list_verdicts
+from nsa_lab.health.completeness_checks import find_readings_with_selection
 from nsa_lab.health.headline_questions import QUESTIONS, answer_questions
-from nsa_lab.health.log_integrity import find_readings_with_selection
 from nsa_lab.health.matched_pair import ALLOWED_DIFFERENCES, build_side_by_side, check_matched_pair, find_matched_pair
 from nsa_lab.health.selection_checks import compute_selection_range
 from nsa_lab.health.verdict_file import to_record

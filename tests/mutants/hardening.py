@@ -74,7 +74,7 @@ MUTANTS = [
     ),
     Mutant(
         "checks: heartbeats are due in a suspension",
-        "health.log_integrity",
+        "health.completeness_checks",
         " - suspended_s.get(attempt.number, 0.0)",
         "",
     ),

@@ -7,7 +7,7 @@ from mutants.mutant import Mutant
 MUTANTS = [
     Mutant(
         "health: forced blocks are a choice",
-        "health.log_integrity",
+        "health.completeness_checks",
         "has_choice and stage.seq_len > nsa.n_sel * nsa.l_sel",
         "stage.seq_len > nsa.n_sel * nsa.l_sel",
     ),
@@ -43,7 +43,7 @@ MUTANTS = [
     ),
     Mutant(
         "health: repeated statistics pass",
-        "health.log_integrity",
+        "health.completeness_checks",
         "        if streak >= n_equal:\n",
         "        if streak > 10 * n_equal:\n",
     ),
@@ -193,7 +193,10 @@ MUTANTS = [
         "True",
     ),
     Mutant(
-        "health: unknown settings of an attempt are ignored", "health.log_integrity", "    if not unknown:", "    if True:"
+        "health: unknown settings of an attempt are ignored",
+        "health.completeness_checks",
+        "    if not unknown:",
+        "    if True:",
     ),
     Mutant("health: a run without preflight is unknown", "health.run_checks", "False if is_trained else None", "None"),
     Mutant(
@@ -436,7 +439,7 @@ MUTANTS = [
     ),
     Mutant(
         "health: a damaged record is a warning",
-        "health.log_integrity",
+        "health.record_checks",
         "return verdict if is_damage else verdict.to_warning()",
         "return verdict.to_warning()",
     ),
@@ -477,29 +480,29 @@ MUTANTS = [
         "if problem := find_problem(record):",
         "if problem := None:",
     ),
-    Mutant("health: the status of another run", "health.log_integrity", "if status_run != event_runs[0]:", "if False:"),
-    Mutant("health: another configuration", "health.log_integrity", "created != recorded[0]", "False"),
+    Mutant("health: the status of another run", "health.record_checks", "if status_run != event_runs[0]:", "if False:"),
+    Mutant("health: another configuration", "health.record_checks", "created != recorded[0]", "False"),
     Mutant(
         "health: a start of a stage without a number is a stop",
-        "health.log_integrity",
+        "health.completeness_checks",
         "(counts >= size) & (before >= size)",
         "(counts >= 2)",
     ),
     Mutant(
         "health: a step is evaluated twice",
-        "health.log_integrity",
+        "health.record_checks",
         "(is_repeated := change == 0)",
         "(is_repeated := change < 0)",
     ),
     Mutant(
         "health: another configuration is unknown",
-        "health.log_integrity",
+        "health.record_checks",
         "False if is_known else None, 2, 1, text)",
         "None, 2, 1, text)",
     ),
     Mutant(
         "health: a configuration of an older run passes",
-        "health.log_integrity",
+        "health.record_checks",
         "(config is None or recorded",
         "(config and recorded",
     ),
@@ -526,16 +529,16 @@ MUTANTS = [
         "removed % config.train.keep_every == 0:",
         "removed % config.train.keep_every < 0:",
     ),
-    Mutant("health: a clock that goes back", "health.log_integrity", "ok = back <= limits.clock_back_s", "ok = back >= 0"),
+    Mutant("health: a clock that goes back", "health.record_checks", "ok = back <= limits.clock_back_s", "ok = back >= 0"),
     Mutant(
         "health: a run without heartbeats passes",
-        "health.log_integrity",
+        "health.completeness_checks",
         "if counts[attempt.number] < n_required:",
         "if counts[attempt.number] < 0:",
     ),
     Mutant(
         "health: missing entries pass",
-        "health.log_integrity",
+        "health.completeness_checks",
         "count, missing = due.find_missing(recorded)",
         "count, missing = 0, []",
     ),
@@ -732,13 +735,13 @@ MUTANTS = [
     ),
     Mutant(
         "health: a selection loss of 0 passes",
-        "health.log_integrity",
+        "health.completeness_checks",
         "if not is_zero[end] or streak < min(MIN_ZERO_LOSSES, len(values)):",
         "if True:",
     ),
     Mutant(
         "health: a selection loss that was never recorded passes",
-        "health.log_integrity",
+        "health.completeness_checks",
         'if not steps.has("selection_loss").any():',
         "if False:",
     ),

@@ -72,13 +72,13 @@ MUTANTS = [
     ),
     Mutant(
         "records: a status of another year passes",
-        "health.log_integrity",
+        "health.record_checks",
         "if ok and (problem := _find_other_date(history)):",
         "if problem := None:",
     ),
     Mutant(
         "records: a later status of a stopped run fails",
-        "health.log_integrity",
+        "health.record_checks",
         "last + DAY_S if state == directory.DONE else math.inf",
         "last + DAY_S",
     ),
@@ -96,7 +96,7 @@ MUTANTS = [
     ),
     Mutant(
         "records: events of another version are read without a word",
-        "health.log_integrity",
+        "health.record_checks",
         "if not others and unknown:",
         "if False:",
     ),

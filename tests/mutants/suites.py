@@ -265,12 +265,16 @@ OTHERS = {
     "health.verdict_file": ["tests/health/test_verdict_file.py", "tests/health/test_references.py"],
     "health.summary_sentence": ["tests/health/test_references.py"],
     "health.due_steps": ["tests/health/test_due_steps.py", "tests/health/test_verdicts.py"],
-    "health.log_integrity": [
-        "tests/health/test_record_edits.py",
+    "health.completeness_checks": [
         "tests/health/test_attempts.py",
         "tests/health/test_verdicts.py",
         "tests/health/test_fault_classes.py",
         "tests/health/test_edited_records.py",
+    ],
+    "health.record_checks": [
+        "tests/health/test_record_edits.py",
+        "tests/health/test_attempts.py",
+        "tests/health/test_verdicts.py",
     ],
     "health.matched_pair": ["tests/health/test_verdicts.py", "tests/health/test_paired_difference.py"],
     "bench.decode_attention": cases("bench/test_decode_speed.py", "nan_gets_no_speed"),

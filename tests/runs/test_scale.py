@@ -97,13 +97,13 @@ def test_status_reads_only_the_end_of_records(tmp_path: Path, monkeypatch: pytes
             text = (copy / name).read_text().replace(source.name, copy.name)
             # A long beginning that nothing needs.
             (copy / name).write_text(f"{text.splitlines()[0]}\n" * 20_000 + text if name == directory.EVENTS else text)
-    n_decoded, decode = [0], events._decode
+    n_decoded, decode = [0], events.decode_line
 
     def count(line: bytes) -> object:
         n_decoded[0] += 1
         return decode(line)
 
-    monkeypatch.setattr(events, "_decode", count)
+    monkeypatch.setattr(events, "decode_line", count)
     for options in ([], ["--json"]):
         n_decoded[0] = 0
         result = CliRunner().invoke(cli.app, ["status", "--outputs", str(outputs), *options], env={"COLUMNS": "200"})

@@ -16,11 +16,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from fake_run import assert_unchanged
 from forker import start_anew
 from looping import looped
 
 from nsa_lab.config import RunConfig
-from nsa_lab.health.log_integrity import list_layer_statistics
+from nsa_lab.health.completeness_checks import list_layer_statistics
 from nsa_lab.runs import directory, events, lifecycle
 from nsa_lab.runs.lock import lock_owner, process_start, sign_lock, take_lock
 from nsa_lab.train import launcher
@@ -181,6 +182,7 @@ def test_a_nan_on_one_rank_halts_all_within_a_step(new_run: Make) -> None:
     assert json.loads(bundles[0].read_text())["micro_batch_losses"][0] == "nan"
     saved = [e["step"] for e in events.read_events(run_dir) if e["kind"] == "checkpoint"]
     assert saved == [guard["step"] - 1]
+    assert_unchanged(run_dir)
 
 
 @pytest.mark.slow
@@ -297,7 +299,8 @@ def test_a_rank_that_was_killed_is_named_by_its_signal(new_run: Make, monkeypatc
     message = directory.read_status(run_dir)
     assert message["status"] == directory.HALTED and message["exit_code"] == directory.EXIT_BUG
     assert message["reason"].startswith(f"rank {rank} was killed (signal 9)")
-    last = events.read_events(run_dir)[-1]
+    last = events.read_events(run_dir).of_kind("end", "halt")[-1]
+    assert_unchanged(run_dir)
     assert last["kind"] == "halt" and last["reason"] == message["reason"] and last["step"] == message["step"] > 0
     (cause,) = [e for e in events.read_events(run_dir) if e["kind"] == "error" and e.get("cause")]
     assert (cause["where"], cause["type"], cause["message"]) == (f"rank {rank}", "SIGKILL", message["reason"])

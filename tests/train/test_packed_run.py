@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_run import assert_unchanged
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -238,6 +239,7 @@ def test_a_killed_masked_run_resumes_only_as_the_same_run(
     weights = [load_file(run_dir / "checkpoints/step-00000004/model.safetensors") for run_dir in (whole, parted)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
+    assert_unchanged(parted)
     record = events.read_events(whole)
     steps = events.get_step_events(record)
     assert [e["loss"] for e in steps] == [e["loss"] for e in events.get_step_events(events.read_events(parted))]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fake_run import assert_unchanged
 
 from nsa_lab.data import prefetch
 from nsa_lab.health import list_verdicts
@@ -160,7 +161,8 @@ def test_a_stall_halts_even_a_trainer_that_never_returns_to_python(scripted: Cal
     message, record = directory.read_status(run_dir), events.read_events(run_dir)
     assert message["status"] == "HALTED" and message["exit_code"] == 3
     assert "did not respond to the request to save" in message["reason"]
-    assert record[-1]["kind"] == "halt" and record[-1]["reason"] == message["reason"]
+    assert [event["reason"] for event in record.of_kind("end", "halt")] == [message["reason"]]
+    assert_unchanged(run_dir)
     assert "stall in step" in (run_dir / "stacks.txt").read_text()
 
 

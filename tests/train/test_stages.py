@@ -167,7 +167,7 @@ def test_events_cover_the_whole_run(uninterrupted: Path) -> None:
     assert [(e["step"], e["seq_len"]) for e in events.get_eval_events(record)] == [(0, 32), (6, 48), (12, 77)]
     assert collect_facts(run_dir).tokens == sum(TOKENS) and collect_facts(run_dir).steps == 12
     named = {verdict.name: verdict for verdict in examine(run_dir).verdicts}
-    for name in ("finished", "every step once", "learning rate", "checkpoints", "preflight"):
+    for name in ("finished", "record unchanged", "every step once", "learning rate", "checkpoints", "preflight"):
         assert named[name].ok, named[name].text
 
 

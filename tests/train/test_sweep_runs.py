@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fake_run import assert_unchanged
 
 from nsa_lab import cli
 from nsa_lab.runs import directory, events, lifecycle
@@ -85,6 +86,9 @@ def test_a_sweep_that_was_killed_and_stopped_resumes(
     assert [run.state for run in after] == [directory.DONE] * 4
     assert [run.run_dir for run in after[:3]] == before[:3], "they were resumed, and not started anew"
     assert [len(History.read(run.run_dir).attempts()) for run in after] == [2, 1, 2, 1]
+    for state in after:
+        assert state.run_dir
+        assert_unchanged(state.run_dir)
     baseline, slow = recorded["variants"]
     assert (baseline["bpb"]["seeds"], slow["less_baseline"]["seeds"]) == (2, 2) and baseline["parameters"]
     assert slow["less_baseline"]["mean"] == pytest.approx(slow["bpb"]["mean"] - baseline["bpb"]["mean"])

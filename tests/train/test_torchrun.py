@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_run import assert_unchanged
 from torch import distributed
 from torch.distributed import distributed_c10d
 
@@ -66,6 +67,7 @@ def test_twenty_steps_under_torchrun_equal_those_of_one_rank(
     assert len(read_losses(single)) == 25
     assert read_losses(shared) == pytest.approx(read_losses(single), abs=1e-5)
     assert directory.read_status(shared)["status"] == directory.DONE
+    assert_unchanged(shared)
 
 
 KILLED = {
@@ -103,6 +105,7 @@ def test_torchrun_restarts_after_a_rank_was_killed(
     assert directory.read_status(run_dir)["status"] == directory.DONE
     assert events.get_step_events(record)[-1]["step"] == KILLED["steps"]
     assert all(process_start(pid) is None for pid in ranks.values())
+    assert_unchanged(run_dir)
 
 
 @pytest.mark.nightly

@@ -259,7 +259,9 @@ def test_a_run_resumed_with_other_intervals_is_checked_per_attempt(finished_run:
     assert history.config_of_attempt(1) == began and history.config_of_attempt(2) == history.config != began
     assert [(stretch.first, stretch.last) for stretch in history.step_ranges()] == [(1, 5), (6, 12)]
     found = {verdict.name: verdict for verdict in examine(history).verdicts}
-    assert all(found[name].ok for name in ("evaluations", "statistics", "every step once", "checkpoints")), found
+    assert all(
+        found[name].ok for name in ("evaluations", "statistics", "every step once", "checkpoints", "record unchanged")
+    ), found
 
 
 @pytest.mark.slow

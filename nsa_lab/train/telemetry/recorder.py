@@ -65,9 +65,18 @@ class Recorder:
             from_step=from_step,
             steps=self._steps,
             tensorboard=self._tensorboard.disabled_reason or "on",
+            **self._describe_environment(),
             **event_fields,
         )
+        self.log.append_digest()
         logger.info("%s of %s at step %d of %d", kind, self.log.run, from_step, self._steps)
+
+    def _describe_environment(self) -> dict[str, str]:
+        try:
+            return {"environment": directory.compute_file_digest(self.run_dir / directory.ENVIRONMENT)}
+        except OSError as error:
+            self.record_nonfatal_error(directory.ENVIRONMENT, error)
+            return {}
 
     def record_fill(self, progress: dict[str, Any]) -> None:
         """Record the progress of data preparation, before the run begins."""
@@ -147,6 +156,8 @@ class Recorder:
             seconds=round(saved.seconds, 3),
             pruned=saved.pruned,
         )
+        if self._is_first:
+            self.log.append_digest()
         logger.info("saved %s, %.1f MB in %.2f s", saved.path.name, saved.size_bytes / 1e6, saved.seconds)
         self.write_status(directory.RUNNING)
 
@@ -198,14 +209,19 @@ class Recorder:
         logger.error("%s", error, exc_info=None if expected else error)
 
     def record_end(self, kind: str, status: str, exit_code: int, reason: str) -> None:
-        """Record the last event and the final status of an attempt: `end`, or `halt` with its reason."""
+        """Record the end of an attempt: `end`, or `halt` with its reason, the digest of all lines, and the final status."""
         if not self._is_first:
             return
         self.log.append(kind, status=status, exit_code=exit_code, reason=reason)
-        self.write_status(status, exit_code=exit_code, reason=reason)
+        digest = self.log.append_digest()
+        self.log.sync()  # the status must not name a digest that a power failure removes
+        self.write_status(status, exit_code=exit_code, reason=reason, events_digest=digest)
         logger.info("%s at step %d: %s", status, self.log.step, reason)
 
-    def write_status(self, status: str, *, exit_code: int | None = None, reason: str | None = None) -> None:
+    def write_status(
+        self, status: str, *, exit_code: int | None = None, reason: str | None = None, events_digest: str | None = None
+    ) -> None:
+        """Replace the status. `events_digest`: SHA-256 of the line of the last `digest` event; None: as before."""
         if not self._is_first:
             return
         try:
@@ -220,6 +236,7 @@ class Recorder:
                 tokens=self.log.tokens,
                 exit_code=exit_code,
                 reason=reason,
+                **({} if events_digest is None else {"events_digest": events_digest}),
             )
         except OSError as error:
             self.record_nonfatal_error("status", error)
