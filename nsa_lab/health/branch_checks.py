@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from nsa_lab.config import BRANCHES
+from nsa_lab.health.level_shifts import find_level_shift
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.history import History
 
@@ -221,6 +222,9 @@ def check_branch_outputs(history: History, limits: Limits) -> Verdict | None:
                 where = format_layers(is_wrong.any(axis=0))
                 text = f"the {BRANCHES[branch]} branch {text} in {where}, first at step {first:,}"
                 return Verdict("branch outputs", False, value, limit, text)
+        if shift := find_level_shift(history, steps, values, limits):
+            text = f"the {BRANCHES[branch]} branch changes by a factor of {shift.factor:.0f} in layer {shift.layer}"
+            return Verdict("branch outputs", False, shift.factor, limits.level_shift, f"{text} at step {shift.step:,}")
     if not all(len(values) for _, values in norms.values()):
         return Verdict("branch outputs", None, None, 0.0, "no norms were recorded")
     last = {branch: values[-1].mean() for branch, (_, values) in norms.items()}
