@@ -17,7 +17,8 @@ DISTINCT_STATISTICS = (
     *(f"norm_{branch}" for branch in BRANCHES),
 )
 MAX_EQUAL = 2  # values that two layers share by chance (0 measured)
-MIN_DIMENSIONS = 3  # numbers that describe a layer or a branch in a reading
+# Numbers that describe a layer or a branch in a reading, and the largest number of layers that are compared in pairs.
+MIN_DIMENSIONS, MAX_ROWS = 3, 256
 
 
 def find_equal_layers(history: History, n_layers: int, limits: Limits) -> str | None:
@@ -61,26 +62,28 @@ def find_exchange(history: History, n_layers: int, limits: Limits) -> str | None
         logs = np.log(np.maximum(np.stack([values for _, values in series], axis=axis), 1e-12))
         if axis == 2:
             logs = logs / np.maximum(logs.std(axis=(0, 1)), 1e-12)
-        if logs.shape[2] >= MIN_DIMENSIONS and (step := _find_exchange_step(history, steps, logs, limits)):
+        if MIN_DIMENSIONS <= logs.shape[2] and logs.shape[1] <= MAX_ROWS and (step := _find_exchange_step(history, steps, logs, limits)):
             return f"{subject} at step {step:,}"
     return None
 
 
 def _find_exchange_step(history: History, steps: np.ndarray, rows: np.ndarray, limits: Limits) -> int | None:
-    """Return the first step at which two rows of `rows` [readings, rows, numbers] are near the earlier place of another.
+    """Return the first step at which two rows of `rows` [readings, rows, numbers] take each other's earlier places.
 
-    None if there is none.
+    None if there is none. Rows whose distance is not larger than their usual movement have no place of their own.
     """
     all_steps = history.steps.ints("step")
     attempts = history.steps.ints("attempt")[np.searchsorted(all_steps, steps)]
     stages = find_stages(steps, history.config.train)
-    for index in range(1, len(steps)):
-        if attempts[index] != attempts[index - 1] or stages[index] != stages[index - 1]:
-            continue
-        distances = np.linalg.norm(rows[index][:, None] - rows[index - 1][None], axis=-1)
-        own = distances.diagonal().copy()
-        np.fill_diagonal(distances, np.inf)
-        ratios = np.sort(distances.min(axis=1) / np.maximum(own, 1e-12))
-        if ratios[1] < limits.exchange_ratio:
-            return int(steps[index])
-    return None
+    is_next = (np.diff(attempts) == 0) & (np.diff(stages) == 0)
+    new, old = rows[1:][is_next], rows[:-1][is_next]
+    stayed = np.linalg.norm(new - old, axis=-1)
+    first: list[int] = []
+    for one, other in itertools.combinations(range(rows.shape[1]), 2):
+        crossed = [np.linalg.norm(new[:, a] - old[:, b], axis=-1) for a, b in ((one, other), (other, one))]
+        usual = np.median(np.minimum(stayed[:, [one, other]], np.stack(crossed, axis=1)))
+        is_apart = np.linalg.norm(old[:, one] - old[:, other], axis=-1) > limits.exchange_distance * usual
+        is_exchange = sum(crossed) < limits.exchange_ratio * (stayed[:, one] + stayed[:, other])
+        if (found := is_apart & is_exchange).any():
+            first.append(int(steps[1:][is_next][found.argmax()]))
+    return min(first, default=None)

@@ -76,7 +76,8 @@ class Limits:
     heartbeats: float = 0.5  # minimum fraction of the heartbeats expected in the duration of the last attempt
     clock_back_s: float = 60.0  # tolerance for clocks of two hosts, or a corrected clock
     layers_equal: float = 1e-6  # relative difference of two layers in every statistic that counts as none
-    exchange_ratio: float = 0.2  # minimum distance to another layer or branch in the reading before / to itself (0.33 measured)
+    exchange_ratio: float = 0.5  # minimum distance of two layers or branches to each other's last reading / to their own
+    exchange_distance: float = 2.5  # minimum distance of two layers or branches / their movement, so that they differ
     level_shift: float = 20.0  # maximum lasting change of a norm or a loss from readings to the next ones (6.6 measured)
     layers_order: float = 0.3  # minimum correlation of the ranks of layers in one reading and the next (0.8 measured)
     gate_min_change: float = 0.002  # minimum change of a layer's branch shares and entropy (0.0096 in half a run measured)
