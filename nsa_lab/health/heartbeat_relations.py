@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nsa_lab.health.due_steps import count_tokens
 from nsa_lab.health.verdict import LIMITS, Problem
 from nsa_lab.runs.attempts import group_positions
 from nsa_lab.runs.event_table import Events
 from nsa_lab.runs.history import History
 
 MIN_IDLE = 10  # heartbeats in the phase `step` whose GPU utilization cannot all be 0 (at most 7% are 0, measured)
+MAX_RACES = 1  # heartbeats that are written between the two assignments of a step and its tokens (0 measured)
 GAP = 5.0  # maximum time of training without a heartbeat / interval of heartbeats (1.0 measured)
 MIN_INTERVALS = 5  # intervals between readings with which the usual one is known
 USUAL = 3.0  # a longer interval / the median is an evaluation, a save or a suspension
@@ -51,6 +53,16 @@ def _check_steps(history: History) -> Problem | None:
             text += f"{highest[first]:,.0f}"
             return Problem(own[is_wrong], text)
     return None
+
+
+def _check_tokens(history: History) -> Problem | None:
+    """A heartbeat has the tokens of its step. One that was written while the step changed may have those of the step before."""
+    beats = history.events_of_kind("heartbeat")
+    steps = beats.ints("step")
+    is_wrong = beats.numbers("tokens") != count_tokens(history, steps)
+    if is_wrong.sum() <= MAX_RACES:
+        return None
+    return Problem(steps[is_wrong], "the heartbeats have other numbers of tokens than their steps")
 
 
 def _check_suspensions(history: History) -> Problem | None:
@@ -101,6 +113,7 @@ def _check_gaps(history: History) -> Problem | None:
 
 RELATIONS: tuple[Callable[[History], Problem | None], ...] = (
     _check_steps,
+    _check_tokens,
     _check_suspensions,
     _check_utilization,
     _check_gaps,

@@ -72,6 +72,7 @@ class Limits:
     memory_readings: int = 8  # minimum number of readings to see growth
     peak_growth: float = 0.05  # maximum growth of the peak memory in the second half, if it grows in most readings
     peak_growth_steps: float = 0.15  # the same, if it grows in a few readings (0.12 measured)
+    peak_rise_late: float = 0.25  # maximum growth of the peak memory of a GPU after a stage has settled (0.002 measured)
     memory_trend_late: float = 0.1  # the same trend over the second half of an attempt (0.04 measured)
     heartbeats: float = 0.5  # minimum fraction of the heartbeats expected in the duration of the last attempt
     clock_back_s: float = 60.0  # tolerance for clocks of two hosts, or a corrected clock
