@@ -27,6 +27,11 @@ def check_attempts_agree(history: History, limits: Limits) -> Verdict:
     if not history.first_events:
         return Verdict(name, None, None, 0, "no attempt has started")
     first, *others = history.first_events
+    numbers = np.unique(history.events.ints("attempt"))
+    if (is_other := numbers != np.arange(1, len(numbers) + 1)).any():
+        index = int(is_other.argmax())
+        text = f"attempt {index + 1} is missing, but attempt {numbers[index]} is recorded: a new attempt has the next number"
+        return Verdict(name, False, 1, 0, text)
     if not others:
         return Verdict(name, True, 0, 0, "one attempt")
     for other in others:

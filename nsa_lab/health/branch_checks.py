@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from nsa_lab.config import BRANCHES
+from nsa_lab.health.level_shifts import find_level_shift
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.history import History
 
@@ -60,6 +61,7 @@ def check_gates_moved(history: History, limits: Limits) -> Verdict | None:
     # Shares and entropy follow the same gates: one that is constant while the other changes is no longer measured.
     is_unchanged = update <= limits.gate_update_least * update.max(axis=0) if len(update) else update == 0
     stuck = {f"{name} bitwise equal": (values[:, 1:] == values[:, :-1]).all(axis=0) for name, values in statistics.items()}
+    stuck["change of the gate weights bitwise equal"] = update[1:] == update[:-1]
     for subject, mask in {**stuck, "gate weights unchanged": is_unchanged}.items():
         streak = _compute_longest_streak(mask)
         if (streak >= limits.gate_constant_readings).any():
@@ -221,6 +223,9 @@ def check_branch_outputs(history: History, limits: Limits) -> Verdict | None:
                 where = format_layers(is_wrong.any(axis=0))
                 text = f"the {BRANCHES[branch]} branch {text} in {where}, first at step {first:,}"
                 return Verdict("branch outputs", False, value, limit, text)
+        if shift := find_level_shift(history, steps, values, limits):
+            text = f"the {BRANCHES[branch]} branch changes by a factor of {shift.factor:.0f} in layer {shift.layer}"
+            return Verdict("branch outputs", False, shift.factor, limits.level_shift, f"{text} at step {shift.step:,}")
     if not all(len(values) for _, values in norms.values()):
         return Verdict("branch outputs", None, None, 0.0, "no norms were recorded")
     last = {branch: values[-1].mean() for branch, (_, values) in norms.items()}

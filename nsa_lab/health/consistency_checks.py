@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from nsa_lab.config import BRANCHES
-from nsa_lab.health import start_checks
+from nsa_lab.health import ablation_relations, configured_work, heartbeat_relations, start_checks, text_relations
 from nsa_lab.health.repetition_checks import MIN_EQUAL_READINGS, VARYING_FIELDS
 from nsa_lab.health.selection_geometry import find_impossible_keys, find_impossible_overlap
 from nsa_lab.health.verdict import LIMITS, Limits, Problem, Verdict
@@ -30,8 +30,10 @@ N_INTERVALS, CLOCK_S = (10, 100), 1.0  # intervals that are compared together, a
 # Bytes of a weight, and of a checkpoint per parameter (8 to 12 measured: weights and two moments) with other bytes.
 WEIGHT_BYTES, CHECKPOINT_BYTES, OTHER_BYTES = (0.5, 8.0), (2.0, 24.0), 1 << 24
 MIN_WINDOWS = 4
+# Relative spread of the ratio of two fields that counts as none (2e-2 measured), and fields with a constant ratio.
+SAME_RATIO = 1e-6
+PROPORTIONAL = ({"loss", "bpb"}, {"loss of evaluations", "bpb of evaluations"})
 CHECKPOINT_RATIO = 1.5  # largest difference of a checkpoint's size from the median (1.000 measured)
-LARGEST_ENTROPY = 8.0  # of a byte
 
 
 def check_consistent(history: History, limits: Limits) -> Verdict:
@@ -194,6 +196,10 @@ def _check_window_losses(history: History) -> Problem | None:
     if is_equal.any() and history.config.data.source != "synthetic":
         text = f"the losses of all {len(lists[int(is_equal.argmax())])} windows of an evaluation are equal"
         return Problem(history.evaluations.ints("step")[positions][is_equal], text)
+    counts, recorded = np.array([len(values) for values in lists]), history.evaluations.numbers("windows")[positions]
+    if (is_other := np.isfinite(recorded) & (counts != recorded)).any():
+        text = f"an evaluation of {recorded[is_other][0]:,.0f} windows with the losses of {counts[is_other][0]:,}"
+        return Problem(history.evaluations.ints("step")[positions][is_other], text)
     is_wrong = np.abs(means - losses) > ROUNDING * np.abs(losses)
     return Problem(
         history.evaluations.ints("step")[positions][is_wrong], "the validation loss is not the mean over its windows"
@@ -213,8 +219,9 @@ def _check_durations(history: History) -> Problem | None:
     times, attempts = history.events.numbers("t"), history.events.ints("attempt")
     starts = {attempt: float(np.nanmin(times[own])) for attempt, own in group_positions(attempts).items()}
     elapsed = events.numbers("t") - np.array([starts[attempt] for attempt in events.ints("attempt").tolist()])
-    is_wrong = events.numbers("seconds") > elapsed + LIMITS.clock_back_s
-    return Problem(events.ints("step")[is_wrong], "an evaluation or a save takes longer than its attempt")
+    seconds = events.numbers("seconds")
+    is_wrong = (seconds > elapsed + LIMITS.clock_back_s) | (events.is_kind("eval") & (seconds <= 0))
+    return Problem(events.ints("step")[is_wrong], "an evaluation or a save takes no time, or longer than its attempt")
 
 
 def _check_sizes(history: History) -> Problem | None:
@@ -244,7 +251,7 @@ def _check_sizes(history: History) -> Problem | None:
 
 
 def _check_fields_differ(history: History) -> Problem | None:
-    """No two measured fields have the same values in all readings: one of them is a copy."""
+    """No two measured fields have the same values in all readings, or a constant ratio: one of them is a copy."""
     names = [*VARYING_FIELDS, *(f"gate_share_{branch}" for branch in BRANCHES), "gate_entropy", "gate_update"]
     forms, steps = history.steps.list_fields(), history.steps.ints("step")
     # The median of one wait, and of two, is their mean, and all percentiles of one wait are equal.
@@ -260,15 +267,27 @@ def _check_fields_differ(history: History) -> Problem | None:
         (f"{name} of evaluations", evaluations.ints("step"), evaluations.numbers(name))
         for name in ("loss", "bpb", "first_loss")
     ]
-    seen: dict[bytes, str] = {}
-    for name, steps, values in series:
-        if len(values) < MIN_EQUAL_READINGS or not np.isfinite(values).all() or not values.any(axis=0).all():
+    by_readings: dict[bytes, list[tuple[str, np.ndarray]]] = {}
+    for name, own_steps, values in series:
+        if len(values) < MIN_EQUAL_READINGS or not np.isfinite(values).all() or not values.all():
             continue  # a disabled branch has zeros
         if not np.ptp(values):
             continue  # two shares of exactly 1 are no copies
-        if (other := seen.setdefault(values.tobytes(), name)) != name:
-            return Problem(steps, f"{name} equals {other}")
+        same = by_readings.setdefault(own_steps.tobytes() + bytes(str(values.shape), "ascii"), [])
+        for other, other_values in same:
+            if {name, other} not in PROPORTIONAL and _are_proportional(values, other_values):
+                return Problem(own_steps, f"{name} is proportional to {other} in all readings")
+        same.append((name, values))
     return None
+
+
+def _are_proportional(values: np.ndarray, others: np.ndarray) -> bool:
+    """Return whether the ratio of two series [readings, ...] is the same in all readings."""
+    few = slice(MIN_EQUAL_READINGS)  # of most pairs, a few readings decide
+    return all(
+        bool((np.ptp(ratios, axis=0) <= SAME_RATIO * np.abs(ratios).max(axis=0)).all())
+        for ratios in (values[few] / others[few], values / others)
+    )
 
 
 def _check_work(history: History) -> Problem | None:
@@ -284,33 +303,6 @@ def _check_work(history: History) -> Problem | None:
         for name, value in reads.items() if isinstance(reads, dict) else ():
             if value is not None and is_number(value) and value > longest:
                 text = f"reads_per_token: {value:,.0f} of {name}, longer than a sequence of {longest:,} tokens,"
-                return Problem(np.array([event["step"]]), text)
-    return None
-
-
-def _check_answers(history: History) -> Problem | None:
-    """A wrong token is not the most likely one, so it costs at least ln 2; all tokens of a right answer cost at most ln V.
-
-    `accuracy` is the share of answers with right tokens only, one of each sequence, and `answer_loss` the mean over their
-    `value_length` tokens.
-    """
-    least_of_wrong = math.log(2) / history.config.data.value_length
-    highest_of_right = math.log(history.config.model.vocab_size)
-    for event in history.events_of_kind("reach"):
-        losses, accuracies = event.get("answer_loss"), event.get("accuracy")
-        if not isinstance(losses, dict) or not isinstance(accuracies, dict):
-            continue
-        for name, share in accuracies.items():
-            loss = losses.get(name)
-            if not is_finite(share) or loss is None or not is_number(loss):
-                continue
-            lowest, highest = (1 - share) * least_of_wrong, highest_of_right if share == 1 else math.inf
-            if not lowest - ROUNDING <= loss <= highest + ROUNDING:
-                text = f"{name}: {share:.0%} of the answers are right with a loss of {loss:.4g} nats per token,"
-                return Problem(np.array([event["step"]]), text)
-            right = (event.get("sequences") or 0) * share
-            if abs(right - round(right)) > ROUNDING:
-                text = f"{name}: {share:.4g} of {event['sequences']:,} answers are right, which is no number of answers,"
                 return Problem(np.array([event["step"]]), text)
     return None
 
@@ -333,19 +325,6 @@ def _check_phase_ages(history: History) -> Problem | None:
     return None
 
 
-def _check_entropies(history: History) -> Problem | None:
-    """The entropy of bytes is at most 8 bits, and not higher if the previous byte is known."""
-    references = {event.get("name"): event for event in history.events_of_kind("reference")}
-    highest = LARGEST_ENTROPY
-    for name in ("order-0 entropy", "order-1 entropy"):
-        bits = references.get(name, {}).get("bpb")
-        if bits is not None and bits > highest + ROUNDING:
-            text = f"{name}: {bits:.3f} bits per byte, expected at most {highest:.3f},"
-            return Problem(np.array([references[name]["step"]]), text)
-        highest = highest if bits is None else bits
-    return None
-
-
 RELATIONS: tuple[Callable[[History], Problem | None], ...] = (
     _check_gate_shares,
     _check_gate_entropy,
@@ -363,8 +342,10 @@ RELATIONS: tuple[Callable[[History], Problem | None], ...] = (
     _check_sizes,
     _check_fields_differ,
     _check_work,
-    _check_answers,
     _check_phase_ages,
-    _check_entropies,
     *start_checks.RELATIONS,
+    *configured_work.RELATIONS,
+    *heartbeat_relations.RELATIONS,
+    *text_relations.RELATIONS,
+    *ablation_relations.RELATIONS,
 )

@@ -1,4 +1,4 @@
-"""The steps at which a record must have an entry, stored as ranges: their number may be large."""
+"""The steps at which a record must have an entry, stored as ranges, because their number may be large; and their tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from nsa_lab.config import TrainConfig
-from nsa_lab.runs.history import History
+from nsa_lab.runs.history import History, find_stages
 
 N_SHOWN = 5
 INTERVALS: dict[str, Callable[[TrainConfig], int]] = {
@@ -60,3 +60,13 @@ def _intersect(steps: np.ndarray, due: range) -> np.ndarray:
     """Return the members of ascending `steps` that are in `due`."""
     inside = steps[slice(*np.searchsorted(steps, (due.start, due.stop)))]
     return inside[(inside - due.start) % due.step == 0]
+
+
+def count_tokens(history: History, steps: np.ndarray) -> np.ndarray:
+    """Return the number of tokens of the steps up to each of `steps`, int64."""
+    plan = history.config.train.plan
+    per_step = np.array([stage.tokens_per_step for stage in plan], dtype=np.int64)
+    starts = np.concatenate([[0], np.cumsum([stage.steps for stage in plan])[:-1]]).astype(np.int64)
+    tokens_before = np.concatenate([[0], np.cumsum([stage.steps * stage.tokens_per_step for stage in plan])[:-1]])
+    stages = find_stages(steps, history.config.train)
+    return tokens_before.astype(np.int64)[stages] + (steps - starts[stages]) * per_step[stages]

@@ -10,6 +10,8 @@ from nsa_lab.runs import directory
 from nsa_lab.runs.event_schema import EndEvent
 from nsa_lab.runs.history import History
 
+MAX_LATE_STEPS = 10  # after a signal (1 measured)
+
 
 def check_status_agrees(history: History, limits: Limits) -> Verdict:
     """Check that `status.json` and the last event of the last attempt tell the same end."""
@@ -37,6 +39,8 @@ def check_status_agrees(history: History, limits: Limits) -> Verdict:
         return Verdict(name, False, len(different), 0, f"status.json and the last event disagree: {'; '.join(different)}")
     if recorded_status == directory.DONE and (code := ending.get("exit_code") or status.get("exit_code")):
         return Verdict(name, False, 1, 0, f"a trainer that ended as DONE has exit code {code}, expected 0")
+    if problem := _find_ignored_signal(history):
+        return Verdict(name, False, 1, 0, problem)
     return Verdict(name, True, 0, 0, f"status.json and the last event: {recorded_status} at step {ending['step']:,}")
 
 
@@ -47,6 +51,21 @@ def _find_other_reason(history: History, endings: list[EndEvent]) -> str | None:
         reason = ending.get("reason")
         if ending.get("status") == directory.DONE and reason not in (None, expected):
             return f"{place} has status DONE with the reason {shorten(str(reason))!r}, expected {expected!r}"
+    return None
+
+
+def _find_ignored_signal(history: History) -> str | None:
+    """Return a text on an attempt that trained on after a signal to save and exit; None if there is none.
+
+    The trainer stops after the current step, and records steps whose results it has not read yet.
+    """
+    trained = history.events_of_kind("step")
+    attempts, steps = trained.ints("attempt"), trained.ints("step")
+    for event in history.events_of_kind("signal"):
+        last = int(steps[attempts == event["attempt"]].max(initial=0))
+        if event.get("action") == "save and exit" and last > event["step"] + MAX_LATE_STEPS:
+            text = f"attempt {event['attempt']} received {event.get('signal')} at step {event['step']:,} to save and exit"
+            return f"{text}, but trained on to step {last:,}"
     return None
 
 

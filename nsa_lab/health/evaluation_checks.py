@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from nsa_lab.health.evaluation_relations import find_evaluation_problem
 from nsa_lab.runs.checkpoint_files import get_checkpoint_dir, list_steps
 from nsa_lab.runs.evaluation import EVALUATION, RULER, find_file_problem, read_evaluation, read_ruler
 from nsa_lab.runs.history import History
 
 
 def find_foreign_evaluation(history: History) -> str | None:
-    """Return a text on an evaluation that is damaged, or of another run, configuration or step; None if there is none."""
+    """Return a text on an evaluation that is damaged, contradictory, or of another run, configuration or step; None without."""
     for name, read in ((EVALUATION, read_evaluation), (RULER, read_ruler)):
         if problem := find_file_problem(history.run_dir, name):
             return f"{name}: {problem}; restore the file, or run nsa-lab evaluate again"
@@ -20,6 +21,8 @@ def find_foreign_evaluation(history: History) -> str | None:
             return f"{name} belongs to configuration {recorded}, the run to {history.config.hash()}"
         if record["step"] not in _list_saved_steps(history):
             return f"{name} is of step {record['step']:,}, which the run did not save; run nsa-lab evaluate again"
+        if problem := find_evaluation_problem(history, record):
+            return f"{name}: {problem}; run nsa-lab evaluate again"
     return None
 
 

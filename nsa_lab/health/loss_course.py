@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nsa_lab.health.level_shifts import find_level_shift
 from nsa_lab.health.loss_checks import drop_nonfinite, estimate_scatter
 from nsa_lab.health.references import explain_trial
 from nsa_lab.health.verdict import Limits, Verdict
@@ -29,7 +30,8 @@ def check_loss_course(history: History, limits: Limits) -> Verdict:
         return Verdict(name, None, None, None, "not applicable: noise cannot be learned")
     if rise := _find_validation_rise(history, limits):
         return Verdict(name, False, *rise)
-    if problem := _find_validation_swings(history, limits) or _find_selection_loss_rise(history, limits):
+    finders = (_find_validation_swings, _find_selection_loss_rise, _find_vanished_selection_loss, _find_loss_shift)
+    if problem := next(filter(None, (find(history, limits) for find in finders)), None):
         return Verdict(name, False, *problem)
     steps, bpb = drop_nonfinite(*history.series("bpb"))
     stages, n_windows = find_stages(steps, history.config.train), 0
@@ -101,6 +103,29 @@ def _find_selection_loss_rise(history: History, limits: Limits) -> tuple[float, 
         return None
     text = f"the selection loss rises to {rise:.1f} times the lowest tenth before, from step {steps[0]:,} to {steps[-1]:,}"
     return rise, limits.selection_loss_growth, f"{text}, changes between stages not counted"
+
+
+def _find_vanished_selection_loss(history: History, limits: Limits) -> tuple[float, float, str] | None:
+    """Return value, limit and text of a selection loss that falls to almost nothing in readings in a row; None without."""
+    steps, losses = drop_nonfinite(*history.series("selection_loss"))
+    is_small = losses < limits.selection_loss_least * losses.max(initial=0.0)
+    in_a_row = np.convolve(is_small, np.ones(limits.equal_losses), "valid") >= limits.equal_losses if len(losses) else is_small
+    if not in_a_row.any():
+        return None
+    first = int(in_a_row.argmax())
+    share = float(losses[first] / losses.max())
+    text = f"the selection loss is {share:.1g} of its largest value from step {steps[first]:,} on: it is not that of attention"
+    return share, limits.selection_loss_least, text
+
+
+def _find_loss_shift(history: History, limits: Limits) -> tuple[float, float, str] | None:
+    """Return value, limit and text of a part of the loss that suddenly changes its size, and keeps it; None without."""
+    for name in ("first_loss", "selection_loss"):
+        steps, losses = drop_nonfinite(*history.series(name))
+        if shift := find_level_shift(history, steps, losses[:, None], limits):
+            text = f"{name} changes by a factor of {shift.factor:.0f} at step {shift.step:,}"
+            return shift.factor, limits.level_shift, text
+    return None
 
 
 def _find_wave(steps: np.ndarray, bpb: np.ndarray, limits: Limits) -> tuple[float, float, str] | None:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from nsa_lab.config import BRANCHES
 from nsa_lab.health.completeness_checks import find_longest_constant, find_readings_with_selection
+from nsa_lab.health.identity_checks import DISTINCT_STATISTICS, find_equal_layers, find_exchange
 from nsa_lab.health.selection_geometry import find_fixed_overlaps
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.event_columns import NUMBER, NUMBERS
@@ -25,11 +25,6 @@ VARYING_FIELDS = tuple(
     name
     for name, field in get_fields("step").items()
     if field.form in (NUMBER, NUMBERS) and name not in get_fields("") and not name.startswith(("gate_", *REPEATING_FIELDS))
-)
-# Statistics of real numbers that no two layers share.
-DISTINCT_STATISTICS = (
-    *("grad_norm_layers", "gate_entropy", "gate_update", "sel_sink_share"),
-    *(f"norm_{branch}" for branch in BRANCHES),
 )
 # Ratios of counts: on short texts, and in many readings, a value returns by chance.
 COUNTED_STATISTICS = ("sel_reuse", "sel_distance", "sel_window_overlap")
@@ -154,29 +149,10 @@ def check_layers_differ(history: History, limits: Limits) -> Verdict:
         if np.allclose(columns[:, first], columns[:, second], rtol=limits.layers_equal, atol=0, equal_nan=True):
             text = f"layers {min(first, second)} and {max(first, second)} are equal in all {len(columns):,} statistics"
             return Verdict("layers differ", False, 1, 0, text)
-    if problem := _find_equal_statistic(history, n_layers, limits) or _find_random_order(history, n_layers, limits):
+    finders = (find_equal_layers, _find_random_order, find_exchange)
+    if problem := next(filter(None, (find(history, n_layers, limits) for find in finders)), None):
         return Verdict("layers differ", False, 1, 0, problem)
     return Verdict("layers differ", True, 0, 0, f"{n_layers} layers, no two with equal statistics")
-
-
-def _find_equal_statistic(history: History, n_layers: int, limits: Limits) -> str | None:
-    """Return a text on two layers of which one statistic is equal in most readings, or in many in a row; None without."""
-    for name in DISTINCT_STATISTICS:
-        steps, values = history.layer_series(name)
-        if len(values) < MIN_EQUAL_READINGS or values.shape[1] != n_layers:
-            continue
-        for layer in np.flatnonzero(np.ptp(values, axis=0) > 0).tolist():
-            is_equal = np.isclose(values[:, :layer], values[:, layer : layer + 1], rtol=limits.layers_equal, atol=0)
-            share = is_equal.mean(axis=0)
-            if layer and share.max() > 0.5:
-                return f"{name} of layers {share.argmax()} and {layer} is equal in {share.max():.0%} of the readings"
-            is_measured = is_equal & (values[:, layer : layer + 1] != 0)  # other checks judge a branch of zeros
-            in_a_row = np.lib.stride_tricks.sliding_window_view(is_measured, MIN_EQUAL_READINGS, axis=0).all(axis=-1)
-            if in_a_row.any():
-                first, other = (int(index[0]) for index in np.nonzero(in_a_row))
-                text = f"{name} of layers {other} and {layer} is equal in {MIN_EQUAL_READINGS} readings in a row"
-                return f"{text} from step {steps[first]:,} on"
-    return None
 
 
 def _find_random_order(history: History, n_layers: int, limits: Limits) -> str | None:

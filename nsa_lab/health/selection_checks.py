@@ -169,13 +169,16 @@ def check_selection_distance(history: History, limits: Limits) -> Verdict | None
 
 
 def check_sink_share(history: History, limits: Limits) -> Verdict | None:
-    """Check that the first block does not attract most of the selected attention."""
+    """Check that the first block has a part of the selected attention, but does not attract most of it."""
     if not selects_blocks(history):
         return None
     name = "attention sink"
-    _, values = history.layer_series("sel_sink_share")
+    steps, values = history.layer_series("sel_sink_share")
     if not len(values):
         return Verdict(name, None, None, limits.sink_share, "no selection statistics were recorded")
+    if history.config.nsa.sink_blocks and (is_lost := (values == 0).all(axis=1)).any():
+        text = f"the first block is always selected, but no layer has attention on it at step {steps[is_lost][0]:,}"
+        return Verdict(name, False, 0.0, 0.0, f"{text} ({is_lost.sum():,} such readings)")
     is_sink = values > limits.sink_share
     if failure := _judge(history, name, is_sink, limits):
         text = f"the first block has {values[is_sink].max():.0%} of the selected attention in {failure.where}"

@@ -23,9 +23,9 @@ from nsa_lab.runs.history import History
 
 # Beginning of the reason for the kernels' backend, followed by the name of the device.
 KERNEL_REASON = "CUDA device "
-# Largest factors between recorded and computed work (1.00 measured with dense attention), and between recorded and defined
-# moments per weight.
-WORK_FACTOR, MOMENTS_FACTOR = 2.0, 2.0
+# Largest factor between recorded and computed work (1.00 measured with dense attention), and numbers of the optimizer that
+# are no moments: one step for each tensor.
+WORK_FACTOR, MAX_STATES = 2.0, 1 << 16
 SHARE_ERROR = 1e-3
 
 
@@ -87,7 +87,17 @@ def _can_share_steps(ranks: int, config: RunConfig) -> bool:
     return True
 
 
+def _has_gpu_build(version: str, device: str) -> bool:
+    """Return whether this build of torch, such as 2.11.0+cpu, can use the device."""
+    return device == "cpu" or not version.endswith("+cpu")
+
+
 STATEMENTS = (
+    Statement("threads", lambda e: e.get("threads"), "torch, which has at least one", lambda *_: True, lambda own, _: own > 0),
+    Statement(
+        *("torch", lambda e: _get(e.get("versions"), "torch"), "its device", lambda _, e: e.get("device")),
+        lambda own, device: _has_gpu_build(str(own), device),
+    ),
     Statement("device", lambda e: e.get("device"), "heartbeats of a GPU", _measures_gpu, lambda own, _: own != "cpu"),
     Statement("backends", _get_backends, "its device", lambda _, e: e.get("device"), _follow_from_device),
     Statement("ranks", lambda e: e.get("ranks") or None, "config.yaml", lambda h, _: h.config, _can_share_steps),
@@ -237,9 +247,9 @@ def _check_moments(history: History) -> Problem | None:
     train = history.config.train
     if train.trainable != "all":
         return None
-    lowest, highest = (1.0 if train.optimizer == "muon" else 2.0) / MOMENTS_FACTOR, 2.0 * MOMENTS_FACTOR
+    lowest, highest = 1.0 if train.optimizer == "muon" else 2.0, 2.0
     for step, _, weights, moments in _iterate_sizes(history):
-        if moments is not None and not lowest <= moments / weights <= highest:
+        if moments is not None and not lowest * weights <= moments <= highest * weights + MAX_STATES:
             text = f"{moments / weights:.2f} moments per weight, expected {lowest:g} to {highest:g} ({train.optimizer}),"
             return Problem(np.array([step]), text)
     return None

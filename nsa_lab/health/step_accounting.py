@@ -13,7 +13,7 @@ import numpy as np
 
 from nsa_lab.config.errors import shorten
 from nsa_lab.health.completeness_checks import require_known_settings
-from nsa_lab.health.due_steps import DueSteps
+from nsa_lab.health.due_steps import DueSteps, count_tokens
 from nsa_lab.health.record_checks import COMPLETED_KINDS
 from nsa_lab.health.recovered_problems import format_recovered, split_by_attempt
 from nsa_lab.health.verdict import Limits, Verdict, join_lines, list_names
@@ -30,7 +30,7 @@ from nsa_lab.runs.checkpoint_files import (
 )
 from nsa_lab.runs.directory import READ_ERRORS, describe_read_error
 from nsa_lab.runs.finite_weights import describe_nonfinite, find_nonfinite_weights
-from nsa_lab.runs.history import History, find_stages
+from nsa_lab.runs.history import History
 
 
 def compute_expected_log_steps(history: History) -> DueSteps:
@@ -49,7 +49,7 @@ def check_steps_counted_once(history: History, limits: Limits) -> Verdict:
     duplicated = distinct[counts > 1]
     counted = history.current_events(*COMPLETED_KINDS)
     steps = counted.ints("step")
-    miscounted = np.unique(steps[counted.numbers("tokens") != _count_tokens(history, steps)])
+    miscounted = np.unique(steps[counted.numbers("tokens") != count_tokens(history, steps)])
     attempts = _describe_attempts(history.attempts())
     if not events and not n_missing:
         return Verdict("every step once", None, 0, 0, "no steps logged yet")
@@ -65,16 +65,6 @@ def check_steps_counted_once(history: History, limits: Limits) -> Verdict:
     return require_known_settings(
         history, Verdict("every step once", True, 0, 0, f"none missing, none duplicated; {attempts}")
     )
-
-
-def _count_tokens(history: History, steps: np.ndarray) -> np.ndarray:
-    """Return the number of tokens of the steps up to each of `steps`, int64."""
-    plan = history.config.train.plan
-    per_step = np.array([stage.tokens_per_step for stage in plan], dtype=np.int64)
-    starts = np.concatenate([[0], np.cumsum([stage.steps for stage in plan])[:-1]]).astype(np.int64)
-    tokens_before = np.concatenate([[0], np.cumsum([stage.steps * stage.tokens_per_step for stage in plan])[:-1]])
-    stages = find_stages(steps, history.config.train)
-    return tokens_before.astype(np.int64)[stages] + (steps - starts[stages]) * per_step[stages]
 
 
 def _describe_attempts(attempts: list[Attempt]) -> str:

@@ -9,10 +9,13 @@ import numpy as np
 from nsa_lab.health.recovered_problems import format_guard, format_recovered, split_by_attempt
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.attempts import group_positions
+from nsa_lab.runs.event_table import Events
 from nsa_lab.runs.history import History, find_stages
 from nsa_lab.runs.summary import format_size, format_speed
 
 SETTLED_READINGS = 3  # readings of a stage after which its peak hardly grows (0.3% measured)
+SETTLED_SHARE = 0.25  # of the readings of a stage, after which its peak does not grow (0.2% measured)
+TREND_SHARE = 0.3  # of an attempt: the shortest part whose growth is judged (8% measured)
 MIN_RISES = 3  # a longer text or another shape may raise the peak memory once or twice
 
 
@@ -138,6 +141,7 @@ def check_memory(history: History, limits: Limits) -> Verdict:
         problem = problem or _find_peak_growth(_keep_finite(peaks[own_steps]), attempt, limits)
         if attempt in on_gpu:
             problem = problem or _find_peak_rises(peaks[own_steps], stages[own_steps], attempt, limits)
+            problem = problem or _find_late_rise(history, steps.select(own_steps), stages[own_steps], limits)
         if problem:
             return Verdict("memory", False, *problem)
     resident = resident[np.isfinite(resident)]
@@ -159,8 +163,11 @@ def _keep_finite(values: np.ndarray) -> np.ndarray:
 
 def _find_memory_trend(resident: np.ndarray, attempt: int, limits: Limits) -> tuple[float, float, str] | None:
     """Return value, limit and text if the resident memory of an attempt grows along a line; None if it does not."""
-    for share, limit in ((5, limits.memory_trend), (2, limits.memory_trend_late)):
-        if found := _fit_memory_trend(resident[len(resident) // share :], limit, limits):
+    first, half, size = len(resident) // 5, len(resident) // 2, int(len(resident) * TREND_SHARE)
+    ranges = [(first, len(resident), limits.memory_trend), (half, len(resident), limits.memory_trend_late)]
+    ranges += [(start, start + size, limits.memory_trend) for start in range(first, len(resident) - size, max(size // 4, 1))]
+    for start, end, limit in ranges:
+        if found := _fit_memory_trend(resident[start:end], limit, limits):
             growth, relative = found
             text = f"resident memory grows steadily in attempt {attempt}, by {format_size(growth)} ({relative:.0%}): a leak"
             return relative, limit, text
@@ -198,8 +205,36 @@ def _find_peak_rises(
     return growth - 1, limits.peak_growth_steps, text
 
 
+def _find_late_rise(history: History, steps: Events, stages: np.ndarray, limits: Limits) -> tuple[float, float, str] | None:
+    """Return value, limit and text if the peak of a GPU rises after all kinds of work of a stage were done once.
+
+    None if it does not. `steps`: the `step` events of an attempt.
+    """
+    numbers, peaks = steps.ints("step"), _keep_positive(steps.numbers("mem_peak_bytes"))
+    own = history.events.select(history.events.ints("attempt") == steps[0]["attempt"]) if len(steps) else history.events
+    work = [own.of_kind(kind).ints("step") for kind in ("eval", "reach", "conversion", "checkpoint")]
+    work.append(numbers[steps.has("grad_norm_layers")])
+    for stage in np.unique(stages):
+        in_stage = numbers[stages == stage]
+        first_of_each = [done[(done >= in_stage[0]) & (done < in_stage[-1])].min(initial=in_stage[-1] + 1) for done in work]
+        done = [step for step in first_of_each if step <= in_stage[-1]]
+        settled = peaks[stages == stage][int(len(in_stage) * SETTLED_SHARE) :]
+        settled = settled[in_stage[int(len(in_stage) * SETTLED_SHARE) :] > max(done, default=0)]
+        settled = _keep_finite(settled)[1:]  # the first one may include that work
+        if len(settled) < limits.memory_readings:
+            continue
+        growth = float(settled[-1] / settled[0] - 1)
+        if growth > limits.peak_rise_late:
+            text = f"the peak memory rises by {growth:.0%} in stage {stage + 1}, after an evaluation, statistics and a save"
+            return growth, limits.peak_rise_late, f"{text}: a leak, or other kernels"
+    return None
+
+
 def _find_peak_growth(peaks: np.ndarray, attempt: int, limits: Limits) -> tuple[float, float, str] | None:
     """Return value, limit and text if the peak memory keeps growing in the second half of an attempt; None if not."""
+    if streak := _find_peak_streak(peaks, limits):
+        text = f"the peak memory grows in {streak[0]} readings in a row of attempt {attempt}, by {streak[1]:.0%}: a leak"
+        return streak[1], limits.peak_growth, text
     late = peaks[len(peaks) // 2 :]
     if len(late) < limits.memory_readings:
         return None
@@ -211,3 +246,21 @@ def _find_peak_growth(peaks: np.ndarray, attempt: int, limits: Limits) -> tuple[
     when = "in most readings" if is_steady else f"{rises.sum()} times"
     text = f"the peak memory grows {when} in the second half of attempt {attempt}, by {growth:.0%}: a leak"
     return growth, limits.peak_growth if is_steady else limits.peak_growth_steps, text
+
+
+def _find_peak_streak(peaks: np.ndarray, limits: Limits) -> tuple[int, float] | None:
+    """Return the number and the growth of readings in a row that each rise, after the first ones; None if they are few.
+
+    On a CPU it is the peak of the process, which grows a little for long (1.4% in 19 readings measured).
+    """
+    settled = peaks[SETTLED_READINGS:]
+    rises = np.diff(settled) > 0
+    # Index of the last reading that did not rise, up to each one.
+    indices = np.arange(1, len(settled))
+    starts = np.maximum.accumulate(np.where(rises, 0, indices)) if len(rises) else indices
+    counts, growth = indices - starts, settled[1:] / settled[starts] - 1 if len(rises) else np.zeros(0)
+    is_leak = (counts >= limits.memory_readings) & (growth > limits.peak_growth)
+    if not is_leak.any():
+        return None
+    longest = int(np.where(is_leak, growth, 0.0).argmax())
+    return int(counts[longest]), float(growth[longest])

@@ -72,10 +72,14 @@ class Limits:
     memory_readings: int = 8  # minimum number of readings to see growth
     peak_growth: float = 0.05  # maximum growth of the peak memory in the second half, if it grows in most readings
     peak_growth_steps: float = 0.15  # the same, if it grows in a few readings (0.12 measured)
+    peak_rise_late: float = 0.25  # maximum growth of the peak memory of a GPU after a stage has settled (0.002 measured)
     memory_trend_late: float = 0.1  # the same trend over the second half of an attempt (0.04 measured)
     heartbeats: float = 0.5  # minimum fraction of the heartbeats expected in the duration of the last attempt
     clock_back_s: float = 60.0  # tolerance for clocks of two hosts, or a corrected clock
     layers_equal: float = 1e-6  # relative difference of two layers in every statistic that counts as none
+    exchange_ratio: float = 0.5  # minimum distance of two layers or branches to each other's last reading / to their own
+    exchange_distance: float = 2.5  # minimum distance of two layers or branches / their movement, so that they differ
+    level_shift: float = 20.0  # maximum lasting change of a norm or a loss from readings to the next ones (6.6 measured)
     layers_order: float = 0.3  # minimum correlation of the ranks of layers in one reading and the next (0.8 measured)
     gate_min_change: float = 0.002  # minimum change of a layer's branch shares and entropy (0.0096 in half a run measured)
     gate_even: float = 0.05  # a layer is unspecialized if its branch shares never differ from 1/3 by more than this
@@ -86,7 +90,7 @@ class Limits:
     gate_share_failed: float = 0.01  # the same for shares
     gate_saturation_failed: float = 0.70  # the same for saturation
     gate_update_least: float = 1e-6  # minimum change of the gate weights / the largest of the layer (1e-4 measured)
-    gate_update_range: float = 100.0  # maximum change of the gate weights per learning rate / its median (6 measured)
+    gate_update_range: float = 20.0  # maximum change of the gate weights per learning rate / its median (6 measured)
     branch_fade: float = 0.05  # minimum RMS of a branch's output / the highest before it in the layer (0.27 measured)
     branch_least: float = 1e-3  # minimum RMS of a branch's output (0.17 measured)
     branch_range: float = (
@@ -113,6 +117,7 @@ class Limits:
     selection_loss_rise: float = 0.25  # maximum relative rise of the same if the indexer was trained before
     selection_loss_growth: float = 3.0  # maximum selection loss at the end / lowest before, within stages (1.4 measured)
     selection_loss_errors: float = 3.0  # the same fall is unknown within this many standard errors of the readings
+    selection_loss_least: float = 1e-4  # minimum selection loss / its largest value (0.07 measured)
     attention_mass: float = 0.95  # minimum attention mass in a converted model's blocks / in the best blocks
     conversion_gap: float = 0.03  # maximum loss with selected blocks minus dense attention's, in nats per token
     teacher_kl: float = 0.1  # maximum KL divergence from a teacher's predictions at the end, in nats per token

@@ -1,0 +1,116 @@
+"""Relations in `evaluation.json`: its means are those of its parts, and its settings those of the run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from nsa_lab.runs.event_schema import is_finite
+from nsa_lab.runs.history import History
+
+# Relative difference of two sums of the same numbers, and absolute one of a difference of two losses (9e-6 measured).
+MEAN_ERROR, DIFFERENCE_ERROR = 1e-3, 1e-4
+MIN_EQUAL = 3  # losses of an evaluation that are all equal
+
+
+def find_evaluation_problem(history: History, record: dict[str, Any]) -> str | None:
+    """Return a text on the first relation of a valid record that does not hold; None if all do.
+
+    The bounds of single values are those of the schema.
+    """
+    return next(filter(None, (find(history, record) for find in RELATIONS)), None)
+
+
+def _find_other_setting(history: History, record: dict[str, Any]) -> str | None:
+    """The model and the data are those of the run."""
+    identities = {event.get("data_identity") for event in history.first_events} - {None, ""}
+    if identities and record["data_identity"] not in identities:
+        return f"the text is of {record['data_identity']:.16}, that of the run of {min(identities):.16}"
+    if record["attention"] != history.config.model.attention:
+        return f"attention is {record['attention']}, but the run has {history.config.model.attention}"
+    for name, value in record.get("recall", {}).items():
+        configured = getattr(history.config.data, name, value)
+        if configured != value:
+            return f"recall.{name} is {value!r}, but config.yaml has data.{name} = {configured!r}"
+    seconds = record.get("seconds")
+    return f"it took {seconds} s" if is_finite(seconds) and seconds <= 0 else None
+
+
+def _find_repeated_cell(history: History, record: dict[str, Any]) -> str | None:
+    cells = [(cell["task"], cell["length"], cell["depth"]) for cell in record.get("retrieval", ())]
+    for task, length, depth in sorted({cell for cell in cells if cells.count(cell) > 1}):
+        return f"{task} at {length:,} tokens and depth {depth:g} was evaluated twice"
+    return None
+
+
+def _iterate_losses(record: dict[str, Any]) -> Iterator[tuple[str, list[float]]]:
+    """Yield subject and losses, in nats per token, of measurements of different text."""
+    positions, documents = record.get("positions"), record.get("documents")
+    yield "retrieval", [cell["loss"] for cell in record.get("retrieval", ()) if cell.get("loss") is not None]
+    if positions:
+        yield "positions", [part["loss"] for part in positions["octaves"]]
+    if documents:
+        yield "documents", [documents[name] for name in ("alone", "across", "first_alone", "first_across")]
+    for name, text in record.get("texts", {}).items():
+        yield f"the text {name}", [loss for _, loss in text["rows"]]
+        yield f"the text {name}", [text["loss"]]
+
+
+def _find_constant_losses(history: History, record: dict[str, Any]) -> str | None:
+    """Different texts have different losses, and none is 0. Answers may cost almost nothing."""
+    for subject, losses in _iterate_losses(record):
+        if len(losses) >= MIN_EQUAL and len(set(losses)) == 1:
+            return f"all {len(losses)} losses of {subject} are {losses[0]:g}"
+        if subject != "retrieval" and any(loss <= 0 for loss in losses):
+            return f"a loss of {subject} is {min(losses):g} nats per token"
+    return None
+
+
+def _find_other_mean(history: History, record: dict[str, Any]) -> str | None:
+    """A loss is the mean over its windows or rows."""
+    positions = record.get("positions")
+    for part in positions["octaves"] if positions else ():
+        windows = part.get("windows")
+        if windows and _differ(part["loss"], math.fsum(windows) / len(windows)):
+            return f"the loss of positions {part['first']:,} to {part['last']:,} is not the mean of its windows"
+    for name, text in record.get("texts", {}).items():
+        n_tokens = sum(count for count, _ in text["rows"])
+        if _differ(text["loss"], math.fsum(count * loss for count, loss in text["rows"]) / n_tokens):
+            return f"the loss of the text {name} is not the mean of its rows"
+    documents = record.get("documents")
+    if documents:
+        difference = documents["across"] - documents["alone"]
+        if abs(difference - documents["difference"]) > DIFFERENCE_ERROR:
+            return f"the loss of packed documents differs by {difference:.5f}, recorded: {documents['difference']:.5f}"
+    return None
+
+
+def _differ(value: float, expected: float) -> bool:
+    return abs(value - expected) > MEAN_ERROR * abs(expected)
+
+
+def _find_other_ranges(history: History, record: dict[str, Any]) -> str | None:
+    """Ranges of positions follow one another, up to the length of the windows."""
+    positions = record.get("positions")
+    ranges = [(positions["length"], [(part["first"], part["last"]) for part in positions["octaves"]])] if positions else []
+    ranges += [(text["length"], [tuple(part) for part in text["octaves"]]) for text in record.get("texts", {}).values()]
+    return next(filter(None, (_find_gap(length, parts) for length, parts in ranges)), None)
+
+
+def _find_gap(length: int, parts: Sequence[Sequence[int]]) -> str | None:
+    for (_, end), (first, _) in itertools.pairwise([(0, 0), *parts]):
+        if first != end:
+            return f"a range of positions starts at {first:,}, the one before it ends at {end:,}"
+    last = parts[-1][1]
+    return None if last == length else f"the ranges of positions end at {last:,} of {length:,} tokens"
+
+
+RELATIONS: tuple[Callable[[History, dict[str, Any]], str | None], ...] = (
+    _find_other_setting,
+    _find_repeated_cell,
+    _find_constant_losses,
+    _find_other_mean,
+    _find_other_ranges,
+)

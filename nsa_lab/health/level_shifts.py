@@ -1,0 +1,44 @@
+"""Sudden and lasting changes of the size of a measured number."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from nsa_lab.health.verdict import Limits
+from nsa_lab.runs.history import History, find_stages
+
+SHIFT_READINGS = 3  # readings before and after, whose medians are compared
+
+
+class LevelShift(NamedTuple):
+    """Step, index of the layer and factor of the largest change."""
+
+    step: int
+    layer: int
+    factor: float
+
+
+def find_level_shift(history: History, steps: np.ndarray, values: np.ndarray, limits: Limits) -> LevelShift | None:
+    """Return a change of `values` [readings, layers] by more than a factor from readings to the next ones; None without.
+
+    Stages are not compared. The first tenth of a stage, in which a model changes fast, is not judged.
+    """
+    largest = LevelShift(0, 0, 1.0)
+    stages, size = find_stages(steps, history.config.train), SHIFT_READINGS
+    for stage in np.unique(stages):
+        own_steps, own = steps[stages == stage], values[stages == stage]
+        start = int(len(own) * limits.course_start)
+        own_steps, own = own_steps[start:], own[start:]
+        if len(own) < 2 * size:
+            continue
+        medians = np.median(np.lib.stride_tricks.sliding_window_view(own, size, axis=0), axis=-1)
+        before, after = medians[:-size], medians[size:]
+        is_known = (before > 0) & (after > 0)  # other checks judge zeros
+        ratios = np.divide(after, before, out=np.ones_like(after), where=is_known)
+        factors = np.maximum(ratios, 1 / ratios)
+        index, layer = (int(place) for place in np.unravel_index(factors.argmax(), factors.shape))
+        if factors[index, layer] > largest.factor:
+            largest = LevelShift(int(own_steps[index + size]), layer, float(factors[index, layer]))
+    return largest if largest.factor > limits.level_shift else None
