@@ -28,10 +28,11 @@ def find_equal_layers(history: History, n_layers: int, limits: Limits) -> str | 
         steps, values = history.layer_series(name)
         if not len(values) or values.shape[1] != n_layers:
             continue
+        varies = np.ptp(values, axis=0) > 0  # other checks judge zeros and constants
         for layer in range(1, n_layers):
             own = values[:, layer : layer + 1]
-            # Other checks judge zeros and constants.
             is_equal = np.isclose(values[:, :layer], own, rtol=limits.layers_equal, atol=0) & (own != 0)
+            is_equal &= varies[:layer] & varies[layer]
             for reading, other in np.argwhere(is_equal)[: (MAX_EQUAL + 1) * layer].tolist():
                 shared.setdefault((other, layer), []).append((int(steps[reading]), name))
     for (first, second), places in shared.items():
