@@ -43,7 +43,7 @@ def find_equal_layers(history: History, n_layers: int, limits: Limits) -> str | 
 
 
 def find_exchange(history: History, n_layers: int, limits: Limits) -> str | None:
-    """Return a text on layers or branches that have the statistics of each other from one reading to the next; None without.
+    """Return a text on layers or branches that take each other's statistics from one reading to the next; None without.
 
     A branch is described by its values in all layers, a layer by all of its statistics.
     """
@@ -63,7 +63,11 @@ def find_exchange(history: History, n_layers: int, limits: Limits) -> str | None
         logs = np.log(np.maximum(np.stack([values for _, values in series], axis=axis), 1e-12))
         if axis == 2:
             logs = logs / np.maximum(logs.std(axis=(0, 1)), 1e-12)
-        if MIN_DIMENSIONS <= logs.shape[2] and logs.shape[1] <= MAX_ROWS and (step := _find_exchange_step(history, steps, logs, limits)):
+        if (
+            logs.shape[2] >= MIN_DIMENSIONS
+            and logs.shape[1] <= MAX_ROWS
+            and (step := _find_exchange_step(history, steps, logs, limits))
+        ):
             return f"{subject} at step {step:,}"
     return None
 

@@ -616,7 +616,13 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
         "loss course",
         "validation rises and falls in turns, by at least 3%",
     ),
-    ("equal layers for a while", RECENT, copy_to_all_layers(0.3, 0.7), "layers differ", "grad_norm_layers of layers 0 and 1 is equal at step 3,200"),
+    (
+        "equal layers for a while",
+        RECENT,
+        copy_to_all_layers(0.3, 0.7),
+        "layers differ",
+        "grad_norm_layers of layers 0 and 1 is equal at step 3,200",
+    ),
     (
         "equal layers for a while, in stages",
         STAGED,
