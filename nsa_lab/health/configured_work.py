@@ -70,7 +70,7 @@ def _check_reads(history: History) -> Problem | None:
         if not isinstance(reads, dict) or not is_finite(reads.get("dense")):
             continue
         for branch, (low, high) in compute_read_bounds(history.config, reads["dense"]).items():
-            value = reads.get(branch)
+            value: Any = reads.get(branch)
             slack = READS_ERROR * high + READS_ERROR
             if is_finite(value) and not low - slack <= value <= high + slack:
                 text = f"reads_per_token: {value:,.1f} keys of {branch} with {reads['dense']:,.1f} of dense attention,"

@@ -1,4 +1,4 @@
-"""Faults of a run that leave a well-formed record: each edit of a recorded run fails its check, the record itself passes."""
+"""Faults of a run that leave a well-formed record: an edit of a recorded run fails its check, the record passes."""
 
 from __future__ import annotations
 
