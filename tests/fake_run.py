@@ -97,7 +97,8 @@ def make_step_event(step: int, config: RunConfig, attempt: int = 1) -> Event:
             "gate_share_win": make_layers(0.35 - drift, -SPREAD),
             "gate_entropy": make_layers(1.0 - drift),
             "gate_saturation": make_layers(0.01),
-            "gate_update": make_layers(0.02),
+            # About proportional to the learning rate, as of an optimizer.
+            "gate_update": make_layers((0.002 + 0.02 * event["lr"] / train.lr) * (1 + noise)),
             "sel_reuse": make_layers(0.93 - noise),
             "sel_distance": make_layers(8.5 + noise),
             "sel_sink_share": make_layers(0.15 + noise),

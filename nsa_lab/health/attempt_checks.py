@@ -30,7 +30,9 @@ def check_attempts_agree(history: History, limits: Limits) -> Verdict:
     numbers = np.unique(history.events.ints("attempt"))
     if (is_other := numbers != np.arange(1, len(numbers) + 1)).any():
         index = int(is_other.argmax())
-        text = f"attempt {index + 1} is missing, but attempt {numbers[index]} is recorded: a new attempt has the next number"
+        text = (
+            f"attempt {index + 1} is missing, but attempt {numbers[index]} is recorded: a new attempt has the next number"
+        )
         return Verdict(name, False, 1, 0, text)
     if not others:
         return Verdict(name, True, 0, 0, "one attempt")

@@ -61,7 +61,7 @@ def check_gates_moved(history: History, limits: Limits) -> Verdict | None:
     # Shares and entropy follow the same gates: one that is constant while the other changes is no longer measured.
     is_unchanged = update <= limits.gate_update_least * update.max(axis=0) if len(update) else update == 0
     stuck = {f"{name} bitwise equal": (values[:, 1:] == values[:, :-1]).all(axis=0) for name, values in statistics.items()}
-    stuck["change of the gate weights bitwise equal"] = update[1:] == update[:-1]
+    stuck["change of the gate weights bitwise equal"] = (update[1:] == update[:-1]) & (update[1:] != 0)
     for subject, mask in {**stuck, "gate weights unchanged": is_unchanged}.items():
         streak = _compute_longest_streak(mask)
         if (streak >= limits.gate_constant_readings).any():

@@ -66,11 +66,11 @@ def compute_read_bounds(config: RunConfig, dense: float) -> dict[str, tuple[floa
 def _check_reads(history: History) -> Problem | None:
     """The documents, whose mean length dense reads give, determine the reads of all branches."""
     for event in history.first_events:
-        reads = event.get("reads_per_token")
+        reads: Any = event.get("reads_per_token")
         if not isinstance(reads, dict) or not is_finite(reads.get("dense")):
             continue
         for branch, (low, high) in compute_read_bounds(history.config, reads["dense"]).items():
-            value = reads.get(branch)
+            value: Any = reads.get(branch)
             slack = READS_ERROR * high + READS_ERROR
             if is_finite(value) and not low - slack <= value <= high + slack:
                 text = f"reads_per_token: {value:,.1f} keys of {branch} with {reads['dense']:,.1f} of dense attention,"
@@ -147,7 +147,8 @@ def _check_packed_stages(history: History) -> Problem | None:
             text = f"packing of {len(stages)} stages, but {len(train.plan)} are configured,"
             return Problem(np.array([event["step"]]), text)
         for counts in stages:
-            documents, cut = (counts.get(name) for name in ("documents", "cut_documents"))
+            documents: Any = counts.get("documents")
+            cut: Any = counts.get("cut_documents")
             if is_finite(documents) and is_finite(cut) and cut > documents:
                 return Problem(np.array([event["step"]]), f"packing: {cut:,} of {documents:,} documents are cut,")
             padded = counts.get("padded_tokens")

@@ -18,7 +18,7 @@ from nsa_lab.health.selection_geometry import find_impossible_keys, find_impossi
 from nsa_lab.health.verdict import LIMITS, Limits, Problem, Verdict
 from nsa_lab.runs.attempts import group_positions
 from nsa_lab.runs.event_columns import NUMBERS
-from nsa_lab.runs.event_schema import is_finite, is_number
+from nsa_lab.runs.event_schema import is_number
 from nsa_lab.runs.event_table import Events
 from nsa_lab.runs.history import History, find_stages
 
@@ -221,7 +221,7 @@ def _check_durations(history: History) -> Problem | None:
     elapsed = events.numbers("t") - np.array([starts[attempt] for attempt in events.ints("attempt").tolist()])
     seconds = events.numbers("seconds")
     is_wrong = (seconds > elapsed + LIMITS.clock_back_s) | (events.is_kind("eval") & (seconds <= 0))
-    return Problem(events.ints("step")[is_wrong], "an evaluation or a save takes no time, or longer than its attempt")
+    return Problem(events.ints("step")[is_wrong], "an evaluation or a save takes longer than its attempt, or no time")
 
 
 def _check_sizes(history: History) -> Problem | None:
@@ -276,7 +276,8 @@ def _check_fields_differ(history: History) -> Problem | None:
         same = by_readings.setdefault(own_steps.tobytes() + bytes(str(values.shape), "ascii"), [])
         for other, other_values in same:
             if {name, other} not in PROPORTIONAL and _are_proportional(values, other_values):
-                return Problem(own_steps, f"{name} is proportional to {other} in all readings")
+                relation = "equals" if np.array_equal(values, other_values) else "is proportional to"
+                return Problem(own_steps, f"{name} {relation} {other}")
         same.append((name, values))
     return None
 

@@ -9,7 +9,7 @@ from nsa_lab.runs.history import History
 
 
 def find_foreign_evaluation(history: History) -> str | None:
-    """Return a text on an evaluation that is damaged, contradictory, or of another run, configuration or step; None without."""
+    """Return a text on an evaluation that is damaged, contradictory, or of another run or step; None if there is none."""
     for name, read in ((EVALUATION, read_evaluation), (RULER, read_ruler)):
         if problem := find_file_problem(history.run_dir, name):
             return f"{name}: {problem}; restore the file, or run nsa-lab evaluate again"

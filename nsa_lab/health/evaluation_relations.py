@@ -34,7 +34,7 @@ def _find_other_setting(history: History, record: dict[str, Any]) -> str | None:
         configured = getattr(history.config.data, name, value)
         if configured != value:
             return f"recall.{name} is {value!r}, but config.yaml has data.{name} = {configured!r}"
-    seconds = record.get("seconds")
+    seconds: Any = record.get("seconds")
     return f"it took {seconds} s" if is_finite(seconds) and seconds <= 0 else None
 
 

@@ -56,7 +56,7 @@ def _check_steps(history: History) -> Problem | None:
 
 
 def _check_tokens(history: History) -> Problem | None:
-    """A heartbeat has the tokens of its step. One that was written while the step changed may have those of the step before."""
+    """A heartbeat has the tokens of its step, or of the step before if it was written while the step changed."""
     beats = history.events_of_kind("heartbeat")
     steps = beats.ints("step")
     is_wrong = beats.numbers("tokens") != count_tokens(history, steps)
@@ -72,7 +72,9 @@ def _check_suspensions(history: History) -> Problem | None:
         is_wrong = suspended[1:] > np.diff(times) + LIMITS.clock_back_s
         if is_wrong.any():
             first = int(is_wrong.argmax()) + 1
-            text = f"a suspension of {suspended[first]:,.0f} s in the {times[first] - times[first - 1]:,.0f} s since the last"
+            text = (
+                f"a suspension of {suspended[first]:,.0f} s in the {times[first] - times[first - 1]:,.0f} s since the last"
+            )
             return Problem(attempt.beats.ints("step")[1:][is_wrong], f"{text} heartbeat")
     return None
 

@@ -28,10 +28,11 @@ def find_equal_layers(history: History, n_layers: int, limits: Limits) -> str | 
         steps, values = history.layer_series(name)
         if not len(values) or values.shape[1] != n_layers:
             continue
+        varies = np.ptp(values, axis=0) > 0  # other checks judge zeros and constants
         for layer in range(1, n_layers):
             own = values[:, layer : layer + 1]
-            # Other checks judge zeros and constants.
             is_equal = np.isclose(values[:, :layer], own, rtol=limits.layers_equal, atol=0) & (own != 0)
+            is_equal &= varies[:layer] & varies[layer]
             for reading, other in np.argwhere(is_equal)[: (MAX_EQUAL + 1) * layer].tolist():
                 shared.setdefault((other, layer), []).append((int(steps[reading]), name))
     for (first, second), places in shared.items():
@@ -42,7 +43,7 @@ def find_equal_layers(history: History, n_layers: int, limits: Limits) -> str | 
 
 
 def find_exchange(history: History, n_layers: int, limits: Limits) -> str | None:
-    """Return a text on layers or branches that have the statistics of each other from one reading to the next; None without.
+    """Return a text on layers or branches that take each other's statistics from one reading to the next; None without.
 
     A branch is described by its values in all layers, a layer by all of its statistics.
     """
@@ -62,7 +63,11 @@ def find_exchange(history: History, n_layers: int, limits: Limits) -> str | None
         logs = np.log(np.maximum(np.stack([values for _, values in series], axis=axis), 1e-12))
         if axis == 2:
             logs = logs / np.maximum(logs.std(axis=(0, 1)), 1e-12)
-        if MIN_DIMENSIONS <= logs.shape[2] and logs.shape[1] <= MAX_ROWS and (step := _find_exchange_step(history, steps, logs, limits)):
+        if (
+            logs.shape[2] >= MIN_DIMENSIONS
+            and logs.shape[1] <= MAX_ROWS
+            and (step := _find_exchange_step(history, steps, logs, limits))
+        ):
             return f"{subject} at step {step:,}"
     return None
 

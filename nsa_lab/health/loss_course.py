@@ -109,12 +109,16 @@ def _find_vanished_selection_loss(history: History, limits: Limits) -> tuple[flo
     """Return value, limit and text of a selection loss that falls to almost nothing in readings in a row; None without."""
     steps, losses = drop_nonfinite(*history.series("selection_loss"))
     is_small = losses < limits.selection_loss_least * losses.max(initial=0.0)
-    in_a_row = np.convolve(is_small, np.ones(limits.equal_losses), "valid") >= limits.equal_losses if len(losses) else is_small
+    in_a_row = (
+        np.convolve(is_small, np.ones(limits.equal_losses), "valid") >= limits.equal_losses if len(losses) else is_small
+    )
     if not in_a_row.any():
         return None
     first = int(in_a_row.argmax())
     share = float(losses[first] / losses.max())
-    text = f"the selection loss is {share:.1g} of its largest value from step {steps[first]:,} on: it is not that of attention"
+    text = (
+        f"the selection loss is {share:.1g} of its largest value from step {steps[first]:,} on: it is not that of attention"
+    )
     return share, limits.selection_loss_least, text
 
 

@@ -93,7 +93,9 @@ def _has_gpu_build(version: str, device: str) -> bool:
 
 
 STATEMENTS = (
-    Statement("threads", lambda e: e.get("threads"), "torch, which has at least one", lambda *_: True, lambda own, _: own > 0),
+    Statement(
+        "threads", lambda e: e.get("threads"), "torch, which has at least one", lambda *_: True, lambda own, _: own > 0
+    ),
     Statement(
         *("torch", lambda e: _get(e.get("versions"), "torch"), "its device", lambda _, e: e.get("device")),
         lambda own, device: _has_gpu_build(str(own), device),

@@ -40,7 +40,9 @@ def _check_references(history: History) -> Problem | None:
         name, step = str(event.get("name")), np.array([event["step"]])
         size, bits = event.get("bytes"), event.get("bpb")
         if size != events[0].get("bytes") or not size:
-            return Problem(step, f"the reference {name} is of {size} bytes, {events[0].get('name')} of {events[0].get('bytes')},")
+            return Problem(
+                step, f"the reference {name} is of {size} bytes, {events[0].get('name')} of {events[0].get('bytes')},"
+            )
         if bits is None:
             continue
         if abs(bits - first.setdefault(name, bits)) > REFERENCE_ERROR * abs(bits):

@@ -165,7 +165,9 @@ def _find_memory_trend(resident: np.ndarray, attempt: int, limits: Limits) -> tu
     """Return value, limit and text if the resident memory of an attempt grows along a line; None if it does not."""
     first, half, size = len(resident) // 5, len(resident) // 2, int(len(resident) * TREND_SHARE)
     ranges = [(first, len(resident), limits.memory_trend), (half, len(resident), limits.memory_trend_late)]
-    ranges += [(start, start + size, limits.memory_trend) for start in range(first, len(resident) - size, max(size // 4, 1))]
+    ranges += [
+        (start, start + size, limits.memory_trend) for start in range(first, len(resident) - size, max(size // 4, 1))
+    ]
     for start, end, limit in ranges:
         if found := _fit_memory_trend(resident[start:end], limit, limits):
             growth, relative = found

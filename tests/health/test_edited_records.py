@@ -335,7 +335,7 @@ EDITS: list[tuple[str, Edit, str, str, set[str]]] = [
     ),
     ("a clock that goes back a day", shift_clock(-86400.0), "clock", "goes back by 86,", set()),
     ("no heartbeats", drop("heartbeat"), "heartbeats", "0 in the", set()),
-    ("no heartbeats in the second half", drop("heartbeat", 0.5), "heartbeats", "of attempt 2", set()),
+    ("no heartbeats in the second half", drop("heartbeat", 0.5), "heartbeats", "of attempt 2", IMPOSSIBLE),
     ("no preflight", drop("preflight"), "preflight", "no check was recorded before the first step", set()),
     ("null losses, none of them listed", set_null("step", "loss", "bpb"), "finite numbers", "loss is not finite", set()),
     ("one null loss", set_null("step", "loss", where=is_at_half), "finite numbers", "at step 25,000 (1 such", set()),

@@ -616,13 +616,19 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
         "loss course",
         "validation rises and falls in turns, by at least 3%",
     ),
-    ("equal layers for a while", RECENT, copy_to_all_layers(0.3, 0.7), "layers differ", "is equal in 5 readings in a row"),
+    (
+        "equal layers for a while",
+        RECENT,
+        copy_to_all_layers(0.3, 0.7),
+        "layers differ",
+        "grad_norm_layers of layers 0 and 1 is equal at step 3,200",
+    ),
     (
         "equal layers for a while, in stages",
         STAGED,
         copy_to_all_layers(0.3, 0.7),
         "layers differ",
-        "is equal in 5 readings",
+        "grad_norm_layers of layers 0 and 1 is equal at step 800",
     ),
     (
         "equal windows",
@@ -705,7 +711,7 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
         RECENT,
         copy_most_readings("norm_sel", 4),
         "layers differ",
-        "norm_sel of layers 2 and 3 is equal in",
+        "norm_sel of layers 2 and 3 is equal at",
     ),
     ("equal norms of two layers", RECENT, copy_statistic("norm_sel"), "layers differ", "norm_sel of layers 2 and 3"),
     (

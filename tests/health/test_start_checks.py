@@ -129,7 +129,7 @@ def test_sizes_of_the_optimizer(records: dict[str, History]) -> None:
             event["optimizer_bytes"] = {"float32": event["optimizer_bytes"]["float32"] // 10}
 
     verdict = get_verdict(edit_history(records[RECENT], edit), "consistent numbers")
-    assert verdict.ok is False and "0.18 moments per weight, expected 0.5 to 4 (muon)" in verdict.text
+    assert verdict.ok is False and "0.18 moments per weight, expected 1 to 2 (muon)" in verdict.text
 
     def shard(events: list[Event]) -> None:
         """Pretend that eight ranks share the weights."""

@@ -26,15 +26,15 @@ MUTANTS = [
     ),
     Mutant(
         "checks: two layers may share a statistic",
-        "health.repetition_checks",
-        "if layer and share.max() > 0.5:",
+        "health.identity_checks",
+        "if len(places) > MAX_EQUAL:",
         "if False:",
     ),
     Mutant(
-        "checks: the first value of a statistic is enough",
-        "health.repetition_checks",
-        "if layer and share.max() > 0.5:",
-        "if layer and share.max() >= 0:",
+        "checks: constant statistics of layers are equal layers",
+        "health.identity_checks",
+        "is_equal &= varies[:layer] & varies[layer]",
+        "pass",
     ),
     Mutant(
         "checks: waves of the loss pass",
@@ -63,8 +63,8 @@ MUTANTS = [
     Mutant(
         "checks: a leak that begins late passes",
         "health.throughput_checks",
-        "((5, limits.memory_trend), (2, limits.memory_trend_late))",
-        "((5, limits.memory_trend),)",
+        "(half, len(resident), limits.memory_trend_late)",
+        "(half, len(resident), 1.0)",
     ),
     Mutant(
         "checks: memory may grow in steps",

@@ -285,9 +285,90 @@ MUTANTS = [
             *("_check_gate_shares", "_check_gate_entropy", "_check_training_bits", "_check_validation_bits", "_check_rate"),
             *("_check_waits", "_check_peak_memory", "_check_gradient_sum", "_check_window_losses", "_check_selection"),
             *("_check_fields_differ", "_check_work", "_check_step_time", "_check_sizes"),
-            "_check_entropies",
         )
     ),
+    *(
+        Mutant(f"health: a fault passes: {function}", f"health.{module}", f"    {function},\n", "")
+        for module, functions in {
+            "configured_work": ("reads", "tensor_sizes", "preflight_memory", "compiled_shapes", "packed_stages"),
+            "heartbeat_relations": ("steps", "tokens", "suspensions", "utilization", "gaps"),
+            "text_relations": ("entropies", "references", "initial_loss"),
+            "ablation_relations": ("answers", "ablations_differ", "ablations_complete", "measured"),
+        }.items()
+        for function in (f"_check_{name}" for name in functions)
+    ),
+    *(
+        Mutant(f"health: a fault passes: {function}", "health.evaluation_relations", f"    {function},\n", "")
+        for function in (
+            *(
+                "_find_other_setting",
+                "_find_repeated_cell",
+                "_find_constant_losses",
+                "_find_other_mean",
+                "_find_other_ranges",
+            ),
+        )
+    ),
+    Mutant(
+        "health: exchanged branches pass",
+        "health.identity_checks",
+        "if (found := is_apart & is_exchange).any():",
+        "if False:",
+    ),
+    Mutant(
+        "health: a lasting change of a norm passes", "health.level_shifts", "largest.factor > limits.level_shift", "False"
+    ),
+    Mutant(
+        "health: a lost first block passes",
+        "health.selection_checks",
+        "(values == 0).all(axis=1)",
+        "(values < 0).all(axis=1)",
+    ),
+    Mutant(
+        "health: constant changes of the gate weights pass",
+        "health.branch_checks",
+        "(update[1:] == update[:-1]) & (update[1:] != 0)",
+        "update[1:] < 0",
+    ),
+    Mutant(
+        "health: a selection loss of almost nothing passes",
+        "health.loss_course",
+        "losses < limits.selection_loss_least * losses.max(initial=0.0)",
+        "losses < 0",
+    ),
+    Mutant(
+        "health: fields with a constant ratio pass",
+        "health.consistency_checks",
+        "SAME_RATIO * np.abs(ratios)",
+        "0 * np.abs(ratios)",
+    ),
+    Mutant("health: a leak in a tenth of a run passes", "health.throughput_checks", "if not is_leak.any():", "if True:"),
+    Mutant(
+        "health: a late rise of the peak passes",
+        "health.throughput_checks",
+        "if growth > limits.peak_rise_late:",
+        "if False:",
+    ),
+    Mutant(
+        "health: a leak in the first half passes",
+        "health.throughput_checks",
+        "int(len(resident) * TREND_SHARE)",
+        "len(resident)",
+    ),
+    Mutant(
+        "health: an ignored signal passes",
+        "health.ending_checks",
+        "if problem := _find_ignored_signal(history):",
+        "if problem := None:",
+    ),
+    Mutant(
+        "health: a missing attempt passes",
+        "health.attempt_checks",
+        "numbers != np.arange(1, len(numbers) + 1)",
+        "numbers < 0",
+    ),
+    Mutant("health: a torch without CUDA on a GPU passes", "health.start_checks", 'not version.endswith("+cpu")', "True"),
+    Mutant("health: any number of windows passes", "health.consistency_checks", "(counts != recorded)", "(counts < 0)"),
     Mutant("health: repeated values pass", "health.repetition_checks", "if streak >= limit:", "if streak > 10**6:"),
     Mutant(
         "health: repeated evaluations pass",
@@ -508,7 +589,7 @@ MUTANTS = [
     ),
     Mutant(
         "health: right answers at any loss",
-        "health.consistency_checks",
+        "health.ablation_relations",
         "if share == 1 else math.inf",
         "if False else math.inf",
     ),
@@ -516,7 +597,7 @@ MUTANTS = [
         "health: the median of one wait is a copy", "health.consistency_checks", "np.median(np.diff(steps)) <= 2", "False"
     ),
     Mutant("health: any median may be a copy", "health.consistency_checks", "np.median(np.diff(steps)) <= 2", "True"),
-    Mutant("health: wrong answers at any loss", "health.consistency_checks", "(1 - share) * least_of_wrong,", "0.0,"),
+    Mutant("health: wrong answers at any loss", "health.ablation_relations", "(1 - share) * least_of_wrong,", "0.0,"),
     Mutant(
         "health: a save removes any checkpoint", "health.step_accounting", "if config and newer <", "if False and newer <"
     ),
@@ -763,7 +844,7 @@ MUTANTS = [
         "if streak + 1 >= limits.validation_swings:",
         "if streak >= 10**6:",
     ),
-    Mutant("health: equal layers in half of the run pass", "health.repetition_checks", "if in_a_row.any():", "if False:"),
+    Mutant("health: equal layers in one reading pass", "health.identity_checks", "MAX_EQUAL = 2", "MAX_EQUAL = 7"),
     Mutant(
         "health: equal losses of all windows pass",
         "health.consistency_checks",

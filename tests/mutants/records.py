@@ -60,7 +60,7 @@ MUTANTS = [
     ),
     Mutant(
         "records: a share of answers that is no number",
-        "health.consistency_checks",
+        "health.ablation_relations",
         "if abs(right - round(right)) > ROUNDING:",
         "if False:",
     ),

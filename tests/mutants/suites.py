@@ -238,6 +238,7 @@ OTHERS = {
         f"health.{part}": [
             f"tests/health/test_{name}.py"
             for name in (
+                "real_faults",
                 "record_edits",
                 "stage_verdicts",
                 "selection_geometry",
@@ -247,21 +248,28 @@ OTHERS = {
             )
         ]
         for part in (
+            "ablation_relations",
             "attempt_checks",
             "branch_checks",
+            "configured_work",
             "consistency_checks",
             "ending_checks",
+            "evaluation_relations",
+            "heartbeat_relations",
+            "identity_checks",
+            "level_shifts",
             "loss_checks",
             "loss_course",
             "repetition_checks",
             "run_checks",
             "selection_checks",
+            "text_relations",
             "throughput_checks",
         )
     },
     "health.selection_geometry": [f"tests/health/test_{name}.py" for name in ("selection_geometry", "fault_classes")],
     "health.evaluation_checks": ["tests/health/test_record_edits.py"],
-    "health.start_checks": ["tests/health/test_start_checks.py"],
+    "health.start_checks": ["tests/health/test_start_checks.py", "tests/health/test_real_faults.py"],
     "health.verdict_file": ["tests/health/test_verdict_file.py", "tests/health/test_references.py"],
     "health.summary_sentence": ["tests/health/test_references.py"],
     "health.due_steps": ["tests/health/test_due_steps.py", "tests/health/test_verdicts.py"],
