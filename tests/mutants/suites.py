@@ -127,7 +127,10 @@ DAMAGED = cases(
 )
 CONVERT = [f"tests/convert/test_{name}.py" for name in ("sparsify", "training", "saved_models", "nsa_model")]
 SUITES = {
-    **{f"convert.{name}": CONVERT for name in ("forward_pass", "cache", "indexer", "models", "adapter", "settings")},
+    **{
+        f"convert.{name}": CONVERT
+        for name in ("forward_pass", "hooks", "cache", "indexer", "models", "adapter", "settings")
+    },
     "convert.nsa_model": ["tests/convert/test_nsa_model.py"],
     "convert.sources": ["tests/convert/test_saved_models.py"],
     "convert.run_settings": ["tests/convert/test_describe_source.py"],
