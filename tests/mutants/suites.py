@@ -165,7 +165,7 @@ SUITES = {
     "attention.torch_backend": attention_tests("layout", "definition", "gradcheck", "torch_parity"),
     "attention.input_checks": attention_tests("dispatch"),
     "attention.dispatch": [*attention_tests("backend_launches", "dispatch"), "tests/model/test_model_indexer.py"],
-    "model.attention_layers": [*MODEL, "tests/inference/test_decode.py"],
+    **{f"model.{name}": [*MODEL, "tests/inference/test_decode.py"] for name in ("attention_layers", "head_projections")},
     "model.indexer": [*MODEL, *SHARDS],
     "model.init_weights": MODEL,
     "model.ngrams": ["tests/model/test_model_ngrams.py"],
