@@ -5,7 +5,8 @@ layer, and its scores select the blocks of tokens that a query attends to.
 
     settings.py      the supported families, and the settings of a conversion
     models.py        `sparsify`, and a class for each family
-    forward_pass.py  hooks and the attention function, which runs the operator of nsa_lab
+    hooks.py         hooks around the dense model's own code
+    forward_pass.py  the attention function, which runs the operator of nsa_lab, and the state of a pass
     indexer.py       the indexer of a converted layer and its initial weights
     cache.py         `SparseCache`, the key/value cache of `generate`
     adapter.py       the indexers alone, as files

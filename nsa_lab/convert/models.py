@@ -26,7 +26,8 @@ from transformers import (
 
 from nsa_lab.config import ConfigError, NSAConfig
 from nsa_lab.convert.cache import SparseCache
-from nsa_lab.convert.forward_pass import CACHE_NAMES, SPARSE, add_hooks, is_converted
+from nsa_lab.convert.forward_pass import SPARSE
+from nsa_lab.convert.hooks import CACHE_NAMES, add_hooks, is_converted
 from nsa_lab.convert.indexer import ConvertedIndexer, copy_first_heads, make_indexer
 from nsa_lab.convert.settings import DEFAULT_NSA, ConversionSettings, IndexerOptions, check_dense_config
 from nsa_lab.inference.hf.cache import PassesCacheToPeft, check_cache_implementation

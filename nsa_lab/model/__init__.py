@@ -12,7 +12,8 @@ Invariants
 """
 
 from nsa_lab.config import BRANCHES
-from nsa_lab.model.attention_layers import AttentionInputs, DenseAttention, ProjectedHeads, SelectionInputs, SparseAttention
+from nsa_lab.model.attention_layers import AttentionInputs, DenseAttention, SelectionInputs, SparseAttention
+from nsa_lab.model.head_projections import ProjectedHeads
 from nsa_lab.model.indexer import Indexer, IndexerOutput
 from nsa_lab.model.layers import MLP, RMSNorm, Rotary, ShortConvolution, compute_rotary, get_rotary_table, rotate
 from nsa_lab.model.nsa_layer import NSAttention

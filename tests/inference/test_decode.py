@@ -12,8 +12,7 @@ from looping import looped
 from tiny_models import TINY_NSA, build_model, tiny_config
 from torch import Tensor
 
-from nsa_lab.attention.kernels import launch_table
-from nsa_lab.attention.kernels.decoding import launch
+from nsa_lab.attention.kernels.decoding import decoding_table, launch
 from nsa_lab.config import ConfigError, ModelConfig, NSAConfig
 from nsa_lab.inference import Decoder, cache, decode, decode_graph, kv_cache_size
 from nsa_lab.inference.decode_graph import DecodeGraph
@@ -404,10 +403,10 @@ def test_phi_is_computed_once_per_block(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("variant", KERNEL_VARIANTS)
 def test_decoding_with_triton_equals_torch(variant: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode a second chunk, then greedily: equal tokens, and logits within 1e-5."""
-    monkeypatch.setattr(launch_table, "DECODING_PROGRAMS", 8)  # the interpreter runs programs sequentially
-    monkeypatch.setattr(launch_table, "MAX_LINEAR_ROWS", 20)  # fewer than the rows of the chunk
-    small_tile, tile = launch_table.LinearTile(4, 64, 64, 4, 1), launch_table.linear_tile
-    monkeypatch.setattr(launch_table, "linear_tile", lambda *args: small_tile if args[1] <= 4 else tile(*args))
+    monkeypatch.setattr(decoding_table, "DECODING_PROGRAMS", 8)  # the interpreter runs programs sequentially
+    monkeypatch.setattr(decoding_table, "MAX_LINEAR_ROWS", 20)  # fewer than the rows of the chunk
+    small_tile, tile = decoding_table.LinearTile(4, 64, 64, 4, 1), decoding_table.linear_tile
+    monkeypatch.setattr(decoding_table, "linear_tile", lambda *args: small_tile if args[1] <= 4 else tile(*args))
     calls, merge_parts = [], launch.merge_parts
     monkeypatch.setattr(launch, "merge_parts", lambda *args: calls.append(args) or merge_parts(*args))
     nsa = NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=20, phi=variant.get("phi", "avg"), gate=variant.get("gate", "sigmoid"))

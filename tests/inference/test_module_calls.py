@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize, prune
 
-from nsa_lab.attention.kernels import launch_table
+from nsa_lab.attention.kernels.decoding import decoding_table
 from nsa_lab.config import NSAConfig
 from nsa_lab.inference import Decoder, decode, decode_graph, plain_weights
 from nsa_lab.inference.plain_weights import WeightSnapshot, is_plain
@@ -361,7 +361,7 @@ def test_linear_layers_get_the_batch_as_first_dimension() -> None:
 @pytest.mark.parametrize("variant", [{"selection_loss": 0.1, "indexer_block": 2}, {"attention": "dense"}])
 def test_changed_module_with_kernels(variant: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused kernels read the weights of the other modules, and not of the changed one."""
-    monkeypatch.setattr(launch_table, "DECODING_PROGRAMS", 4)
+    monkeypatch.setattr(decoding_table, "DECODING_PROGRAMS", 4)
     config = tiny_config(d_k=16, d_v=16, nsa=KERNEL_NSA, matching_heads=1, n_layers=1, **variant)
     for name, found in NSATransformer(config, device="cpu").named_modules():
         if isinstance(found, nn.ModuleList):

@@ -10,6 +10,7 @@ import torch
 from kernel_sources import TREES
 
 from nsa_lab.attention.kernels import launch_table
+from nsa_lab.attention.kernels.decoding import decoding_table
 from nsa_lab.attention.kernels.launch_table import MAX_TIMED_WIDTH, Tile
 from nsa_lab.attention.kernels.launch_utils import padded_width
 from nsa_lab.attention.kernels.selected import launch as selected
@@ -45,7 +46,7 @@ def test_tiles_are_valid_on_every_gpu(gpu: str) -> None:
         assert_valid(launch_table.band_dkv(dtype, width, CPU), rows_and_keys=2)
         assert_valid(launch_table.selected_union(dtype, width), rows_and_keys=1)
         for rows in (1, 6, 17, 512):
-            tile = launch_table.decoding_tile(dtype, width, rows, CPU)
+            tile = decoding_table.decoding_tile(dtype, width, rows, CPU)
             assert_valid(tile, rows_and_keys=2)
             assert tile.rows <= 2 * max(rows, 16)
         for block in BLOCKS:
@@ -129,20 +130,20 @@ def test_amd_gpus_get_small_tiles_without_register_limit(monkeypatch: pytest.Mon
 
 def test_decoding_splits_keys_within_its_limits() -> None:
     for programs, tiles in itertools.product((1, 4, 8, 128, 1000), (0, 1, 5, 8, 128)):
-        parts = launch_table.decoding_parts(programs, tiles)
-        assert parts == padded_width(parts) and 1 <= parts <= launch_table.DECODING_PARTS
+        parts = decoding_table.decoding_parts(programs, tiles)
+        assert parts == padded_width(parts) and 1 <= parts <= decoding_table.DECODING_PARTS
         assert parts < 2 * max(tiles, 1), "no part without a tile, but for the rounding to a power of two"
     for scores in (1, 64, 128, 8192):
-        blocks = launch_table.importance_blocks(scores)
-        assert 1 <= blocks <= launch_table.IMPORTANCE_BLOCKS
-        assert blocks == 1 or blocks * scores <= launch_table.IMPORTANCE_ELEMENTS
+        blocks = decoding_table.importance_blocks(scores)
+        assert 1 <= blocks <= decoding_table.IMPORTANCE_BLOCKS
+        assert blocks == 1 or blocks * scores <= decoding_table.IMPORTANCE_ELEMENTS
     for blocks in (0, 300, 1024, 10**5):
-        at_once = launch_table.topk_blocks(blocks)
-        assert min(blocks, launch_table.TOPK_BLOCKS) <= at_once == padded_width(at_once)
+        at_once = decoding_table.topk_blocks(blocks)
+        assert min(blocks, decoding_table.TOPK_BLOCKS) <= at_once == padded_width(at_once)
     for dtype, programs, blocks, strides, width in itertools.product(
         DTYPES, (1, 32), (1, 1024, 8192), (1, 4, 64), (16, 96, 256)
     ):
-        tile = launch_table.index_tile(dtype, width, programs, blocks, strides)
+        tile = decoding_table.index_tile(dtype, width, programs, blocks, strides)
         assert all(size == padded_width(size) for size in tile[:4]) and tile.strides <= strides
         assert tile.blocks % tile.blocks_at_once == 0
         assert tile.blocks_at_once * tile.strides * padded_width(width) * dtype.itemsize * tile.stages <= 96 * 1024
@@ -152,9 +153,9 @@ def test_decoding_splits_keys_within_its_limits() -> None:
     for dtype, rows, columns, depth, is_gated in itertools.product(
         DTYPES, (1, 3, 4, 5, 64), (40, 5000), (48, 4096), (False, True)
     ):
-        tile = launch_table.linear_tile(dtype, rows, columns, depth, is_gated)
+        tile = decoding_table.linear_tile(dtype, rows, columns, depth, is_gated)
         assert all(size == padded_width(size) for size in tile[:4]) and tile.warps <= 8
-        assert tile.rows <= launch_table.MAX_LINEAR_ROWS and (tile.rows >= 16 or rows <= tile.rows)
+        assert tile.rows <= decoding_table.MAX_LINEAR_ROWS and (tile.rows >= 16 or rows <= tile.rows)
         assert tile.rows * tile.chunk <= 4096 if rows <= 4 else tile.chunk >= 16 * tile.warps
 
 
@@ -171,7 +172,7 @@ def test_the_only_length_threshold_is_that_of_the_selected_branch() -> None:
         for target in node.targets
         if isinstance(target, ast.Name) and target.id.endswith("_TOKENS")
     }
-    assert thresholds == {("launch.py", "UNION_TOKENS"), ("launch_table.py", "MAX_PDL_TOKENS")}
+    assert thresholds == {("launch.py", "UNION_TOKENS"), ("decoding_table.py", "MAX_PDL_TOKENS")}
 
 
 def test_launches_take_all_constants_from_the_table() -> None:

@@ -12,7 +12,7 @@ from model_inputs import make_config, make_tokens
 from torch import Tensor
 
 from nsa_lab.attention import Span, reference
-from nsa_lab.attention.kernels import launch_table
+from nsa_lab.attention.kernels.decoding import decoding_table
 from nsa_lab.attention.key_storage import encode_keys
 from nsa_lab.config import ConfigError, ModelConfig, NSAConfig, RunConfig, yaml_text
 from nsa_lab.inference import kv_cache_size
@@ -80,7 +80,7 @@ def test_kernels_equal_torch_for_random_forms(seed: int, monkeypatch: pytest.Mon
 
 
 def check_kernels(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_table, "DECODING_PROGRAMS", 8)  # the interpreter runs programs sequentially
+    monkeypatch.setattr(decoding_table, "DECODING_PROGRAMS", 8)  # the interpreter runs programs sequentially
     for name, error in compute_kernel_errors(config).items():
         assert error <= 2e-4, f"{name}: {error}: {config}"
 

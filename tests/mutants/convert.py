@@ -5,16 +5,16 @@ from __future__ import annotations
 from mutants.mutant import Mutant
 
 MUTANTS = [
-    Mutant("convert: documents are not separated", "convert.forward_pass", "        span=span,\n        layouts=", "        span=None,\n        layouts="),
-    Mutant("convert: padding stays before the tokens", "convert.forward_pass", "permutation = None if mask is None else", "permutation = None if mask is not None else"),
-    Mutant("convert: positions are not moved with the tokens", "convert.forward_pass", "permutation.apply(positions.expand(n_rows, -1))", "positions.expand(n_rows, -1)"),
-    Mutant("convert: columns are not moved back", "convert.forward_pass", "return permutation.restore(value) if", "return value if"),
+    Mutant("convert: documents are not separated", "convert.hooks", "        span=span,\n        layouts=", "        span=None,\n        layouts="),
+    Mutant("convert: padding stays before the tokens", "convert.hooks", "permutation = None if mask is None else", "permutation = None if mask is not None else"),
+    Mutant("convert: positions are not moved with the tokens", "convert.hooks", "permutation.apply(positions.expand(n_rows, -1))", "positions.expand(n_rows, -1)"),
+    Mutant("convert: columns are not moved back", "convert.hooks", "return permutation.restore(value) if", "return value if"),
     Mutant("convert: layers without an indexer use the first blocks", "convert.forward_pass", "self.blocks[index - index % c.indexer_every, 0]", "self.blocks[0, 0]"),
     Mutant("convert: dense attention in sparse passes", "convert.forward_pass", "        if self.is_dense:\n", "        if True:\n"),
     Mutant("convert: selection losses of texts have equal weights", "convert.forward_pass", "query_weights=self.query_weights,", "query_weights=None,"),
-    Mutant("convert: another attention function keeps the hooks", "convert.forward_pass", "in (SPARSE, DENSE)", "is not None"),
-    Mutant("convert: micro-batches all have the full selection loss", "convert.forward_pass", "weighted * _compute_label_share(arguments) if", "weighted if"),
-    Mutant("convert: a loss of the logits does not train the indexer", "convert.forward_pass", "else AddedLoss.apply(first, weighted)", "else first"),
+    Mutant("convert: another attention function keeps the hooks", "convert.hooks", "in (SPARSE, DENSE)", "is not None"),
+    Mutant("convert: micro-batches all have the full selection loss", "convert.hooks", "weighted * _compute_label_share(arguments) if", "weighted if"),
+    Mutant("convert: a loss of the logits does not train the indexer", "convert.hooks", "else AddedLoss.apply(first, weighted)", "else first"),
     Mutant("convert: a cached chunk starts at the first token", "convert.cache", "start + min(begin, count)", "start"),
     Mutant("convert: the cache is not advanced", "convert.cache", "self._tokens.advance(counts, width=max(counts))", "pass"),
     Mutant("convert: RoPE tables of the smaller cache", "convert.cache", "tokens.grow(2 * n_tokens)\n            self._rotary.clear()", "tokens.grow(2 * n_tokens)"),

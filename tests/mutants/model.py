@@ -14,19 +14,19 @@ MUTANTS = [
     # The model.
     Mutant(
         "model: Q rotated before the head split",
-        "model.attention_layers",
+        "model.head_projections",
         "* len(config.kv_sets)], dim=2)\n    return",
         "* len(config.kv_sets)], dim=2)\n    from nsa_lab.model.layers import get_rotary_table\n    raw = unrotated.qk[:, :, : config.n_heads].flatten(2).unsqueeze(2)\n    whole = get_rotary_table(raw.shape[1], raw.shape[3], config.rope_theta, raw.device)\n    q = rotate(raw, whole).squeeze(2).unflatten(-1, (config.n_heads, config.d_k))\n    return",
     ),
     Mutant(
         "model: K not rotated",
-        "model.attention_layers",
+        "model.head_projections",
         "* len(config.kv_sets)], dim=2)\n    return",
         "* len(config.kv_sets)], dim=2)\n    keys = unrotated.qk[:, :, config.n_heads :].split(config.n_kv_groups, dim=2)\n    return",
     ),
     Mutant(
         "model: compressed keys rotated by nothing",
-        "model.attention_layers",
+        "model.head_projections",
         "* len(config.kv_sets)], dim=2)\n    return",
         "* len(config.kv_sets)], dim=2)\n    keys = [unrotated.qk[:, :, config.n_heads : config.n_heads + config.n_kv_groups], *keys[1:]]\n    return",
     ),

@@ -127,7 +127,10 @@ DAMAGED = cases(
 )
 CONVERT = [f"tests/convert/test_{name}.py" for name in ("sparsify", "training", "saved_models", "nsa_model")]
 SUITES = {
-    **{f"convert.{name}": CONVERT for name in ("forward_pass", "cache", "indexer", "models", "adapter", "settings")},
+    **{
+        f"convert.{name}": CONVERT
+        for name in ("forward_pass", "hooks", "cache", "indexer", "models", "adapter", "settings")
+    },
     "convert.nsa_model": ["tests/convert/test_nsa_model.py"],
     "convert.sources": ["tests/convert/test_saved_models.py"],
     "convert.run_settings": ["tests/convert/test_describe_source.py"],
@@ -162,7 +165,7 @@ SUITES = {
     "attention.torch_backend": attention_tests("layout", "definition", "gradcheck", "torch_parity"),
     "attention.input_checks": attention_tests("dispatch"),
     "attention.dispatch": [*attention_tests("backend_launches", "dispatch"), "tests/model/test_model_indexer.py"],
-    "model.attention_layers": [*MODEL, "tests/inference/test_decode.py"],
+    **{f"model.{name}": [*MODEL, "tests/inference/test_decode.py"] for name in ("attention_layers", "head_projections")},
     "model.indexer": [*MODEL, *SHARDS],
     "model.init_weights": MODEL,
     "model.ngrams": ["tests/model/test_model_ngrams.py"],

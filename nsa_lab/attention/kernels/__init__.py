@@ -396,10 +396,10 @@ def has_few_rows(x: Tensor) -> bool:
     More than a few rows are multiplied in several parts at once, on which the compiler of Triton 3.2 aborts. Versions
     before 3.6 were not tested.
     """
-    from nsa_lab.attention.kernels import launch_table
+    from nsa_lab.attention.kernels.decoding import decoding_table
 
     can_split = _get_triton_version() >= (3, 6)
-    limit = launch_table.MAX_LINEAR_ROWS if can_split else launch_table.MAX_NARROW_ROWS
+    limit = decoding_table.MAX_LINEAR_ROWS if can_split else decoding_table.MAX_NARROW_ROWS
     return x.numel() // x.shape[-1] <= limit
 
 

@@ -24,7 +24,7 @@ from nsa_lab.inference.cache.compressed_cache import CompressedCache, get_pool_w
 from nsa_lab.inference.cache.storage import PreviousKeys, Ring, TokenRows, TokenStorage
 from nsa_lab.inference.fused_linear import apply_linears
 from nsa_lab.model import DenseAttention, Indexer, RMSNorm, Rotary, ShortConvolution, SparseAttention
-from nsa_lab.model.attention_layers import ProjectedHeads, split_projection
+from nsa_lab.model.head_projections import ProjectedHeads, split_projection
 from nsa_lab.model.indexer import IndexerOutput
 from nsa_lab.model.layers import subsample_rotary
 

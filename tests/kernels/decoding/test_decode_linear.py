@@ -8,7 +8,7 @@ from looping import looped
 from torch import Tensor
 
 from nsa_lab.attention import kernels
-from nsa_lab.attention.kernels import launch_table
+from nsa_lab.attention.kernels.decoding import decoding_table
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-2  # large enough to change the result
@@ -84,5 +84,5 @@ def test_row_does_not_depend_on_other_rows(rows: int) -> None:
 
 
 def test_many_rows_use_pytorch() -> None:
-    assert kernels.has_few_rows(torch.zeros(launch_table.MAX_LINEAR_ROWS, 1, 8))
-    assert not kernels.has_few_rows(torch.zeros(launch_table.MAX_LINEAR_ROWS + 1, 1, 8))
+    assert kernels.has_few_rows(torch.zeros(decoding_table.MAX_LINEAR_ROWS, 1, 8))
+    assert not kernels.has_few_rows(torch.zeros(decoding_table.MAX_LINEAR_ROWS + 1, 1, 8))

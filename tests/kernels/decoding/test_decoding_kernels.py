@@ -10,9 +10,8 @@ from cache_cases import Case, attend_all, compute_all_importances, make_inputs, 
 from looping import looped, tiered
 
 from nsa_lab.attention.cached_attention import attend_and_select, cached_attention
-from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.block_topk import SelectionRule
-from nsa_lab.attention.kernels.decoding import launch
+from nsa_lab.attention.kernels.decoding import decoding_table, launch
 from nsa_lab.attention.kernels.decoding.launch import SelectionScores
 from nsa_lab.attention.key_storage import decode_keys, encode_keys
 from nsa_lab.config import NSAConfig
@@ -76,7 +75,7 @@ ROUNDING = 2e-5
 def few_programs(monkeypatch):
     """The interpreter runs programs one after another, so on a CPU keys are split into few parts."""
     if not CUDA:
-        monkeypatch.setattr(launch_table, "DECODING_PROGRAMS", 32)
+        monkeypatch.setattr(decoding_table, "DECODING_PROGRAMS", 32)
 
 
 @pytest.fixture
@@ -224,8 +223,8 @@ def test_index_keys_in_few_bits_give_the_output_of_their_decoded_values(
 
 def test_more_index_blocks_than_are_ranked_at_once(device, poisoned, selected_blocks, assert_error_within, monkeypatch):
     """Positive and negative logarithms as scores, and several programs per query."""
-    monkeypatch.setattr(launch_table, "TOPK_BLOCKS", 8)
-    monkeypatch.setattr(launch_table, "DECODING_PROGRAMS", 64)
+    monkeypatch.setattr(decoding_table, "TOPK_BLOCKS", 8)
+    monkeypatch.setattr(decoding_table, "DECODING_PROGRAMS", 64)
     case = Case((520, 301), 2, 2, 1, 16, 16, NSAConfig(l=8, d=4, l_sel=16, n_sel=7, w=9), NSAConfig(l=2, d=2, l_sel=16))
     check_case(case, torch.float32, device, selected_blocks, assert_error_within)
 
@@ -233,12 +232,12 @@ def test_more_index_blocks_than_are_ranked_at_once(device, poisoned, selected_bl
 @looped
 @pytest.mark.parametrize("programs", [1, 8, 10**6])
 def test_any_number_of_parts(programs, device, poisoned, selected_blocks, assert_error_within, monkeypatch):
-    monkeypatch.setattr(launch_table, "DECODING_PROGRAMS", programs)
+    monkeypatch.setattr(decoding_table, "DECODING_PROGRAMS", programs)
     check_case(Case((310, 2, 77), 2, 6, 2, 32, 32, SMALL), torch.float32, device, selected_blocks, assert_error_within)
 
 
 def test_more_blocks_than_are_ranked_at_once(device, poisoned, selected_blocks, assert_error_within, monkeypatch):
-    monkeypatch.setattr(launch_table, "TOPK_BLOCKS", 8)
+    monkeypatch.setattr(decoding_table, "TOPK_BLOCKS", 8)
     case = Case((520, 300), 2, 2, 1, 16, 16, NSAConfig(l=8, d=4, l_sel=16, n_sel=7, w=9))
     check_case(case, torch.float32, device, selected_blocks, assert_error_within)
 
@@ -267,7 +266,7 @@ def select_by_loops(importance: torch.Tensor, nsa: NSAConfig) -> list[int]:
 
 def test_ties_go_to_the_lower_index(device, monkeypatch):
     """All probabilities are small integers, so there are many ties, also between tiles of blocks."""
-    monkeypatch.setattr(launch_table, "TOPK_BLOCKS", 8)
+    monkeypatch.setattr(decoding_table, "TOPK_BLOCKS", 8)
     nsa, T, G, h, before = NSAConfig(l=4, d=2, l_sel=16, n_sel=7), 3, 2, 2, 809
     N = (before + T - nsa.l) // nsa.d + 1
     is_visible = torch.rand(1, T, G * h, N, generator=torch.Generator().manual_seed(1)) < 0.3
@@ -294,7 +293,7 @@ def test_ties_go_to_the_lower_index(device, monkeypatch):
 @pytest.mark.parametrize("blocks_at_once", [8, 2048])
 def test_positive_and_negative_scores_are_ranked(blocks_at_once, device, monkeypatch):
     """Scores are logarithms of either sign. +inf ranks first; -inf and NaN rank last."""
-    monkeypatch.setattr(launch_table, "TOPK_BLOCKS", blocks_at_once)
+    monkeypatch.setattr(decoding_table, "TOPK_BLOCKS", blocks_at_once)
     nsa, T, G, before, n_blocks = NSAConfig(l=4, d=2, l_sel=16, n_sel=7), 3, 2, 829, 55
     scores = torch.randn(1, T, G, n_blocks, generator=torch.Generator().manual_seed(1)) - 2
     scores[..., 3], scores[..., 7], scores[..., 12], scores[..., 50:] = float("inf"), float("nan"), float("-inf"), 9e9

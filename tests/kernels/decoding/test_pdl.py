@@ -9,7 +9,7 @@ import torch
 from kernel_sources import FOLDER, TREES, find_launched
 
 from nsa_lab.attention.kernels import launch_table
-from nsa_lab.attention.kernels.decoding import pdl
+from nsa_lab.attention.kernels.decoding import decoding_table, pdl
 
 KERNELS = {
     node.name: node
@@ -55,7 +55,7 @@ def test_pdl_only_on_hopper_with_few_tokens(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(launch_table, "supports_pdl", lambda device: True)
     monkeypatch.setattr(pdl, "_has_pdl_option", lambda: True)
     early = {"USE_PDL": True, "launch_pdl": True}
-    most = launch_table.MAX_PDL_TOKENS
+    most = decoding_table.MAX_PDL_TOKENS
     assert [pdl.get_pdl_options(device, tokens) == early for tokens in (1, most, most + 1)] == [True, True, False]
     assert pdl.get_pdl_options(device, 1, can_prefetch=False) == {"USE_PDL": False}
     monkeypatch.setattr(pdl, "_has_pdl_option", lambda: False)

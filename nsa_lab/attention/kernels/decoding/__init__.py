@@ -9,6 +9,7 @@
     decode_linear.py        linear layers of few rows
     embedding.py            embeddings of new tokens and of the n-grams that end with them
     pdl.py                  programmatic dependent launch
+    decoding_table.py       tile sizes and compile options of these kernels
     launch.py               the launches of all kernels, in order
 
 A decoding step is limited by the bytes that it reads and, for one sequence, by the number of multiprocessors that read

@@ -18,6 +18,7 @@ from torch import Tensor
 from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.block_topk import SelectionRule
 from nsa_lab.attention.kernels.decoding import decode_linear as linear_kernel
+from nsa_lab.attention.kernels.decoding import decoding_table
 from nsa_lab.attention.kernels.decoding.compress_update import nsa_compress_update
 from nsa_lab.attention.kernels.decoding.decode_linear import nsa_linear
 from nsa_lab.attention.kernels.decoding.decode_topk import nsa_block_importance, nsa_block_logsumexp
@@ -188,7 +189,7 @@ def rotate_and_append(
         *(0 if x is None else x.shape[1] for x in (write_buffers.k_raw, write_buffers.k_win, k_before_conv)), G,
         H=H, KEYS=n_keys, FIRST_BRANCH=first_branch, HALF=cos.shape[1], DK=Dk, DV=Dv,
         PAD=padded_width(max(Dk, Dv)),
-        num_warps=launch_table.APPEND_WARPS, **get_pdl_options(q.device, B * T, can_prefetch),
+        num_warps=decoding_table.APPEND_WARPS, **get_pdl_options(q.device, B * T, can_prefetch),
     )
     return q
 
@@ -230,7 +231,7 @@ def append_index(
         H=n_rows - G, L=l, L_PAD=padded_width(l), HALF=rotary[0].shape[1],
         ROTATE_TOKENS=rotates_tokens, ROTATE_BLOCKS=rotates_blocks, NORM_FIRST=norm is not None and is_norm_first,
         FORMAT=key_format, DK=Dk, PAD=padded_width(Dk),
-        num_warps=launch_table.APPEND_WARPS if l == 1 else launch_table.STREAMING_WARPS,
+        num_warps=decoding_table.APPEND_WARPS if l == 1 else launch_table.STREAMING_WARPS,
         **get_pdl_options(k.device, B * T, can_prefetch),
     )
     return q
@@ -246,7 +247,7 @@ def linear(
     out = [x.new_empty(*x.shape[:-1], width) for width in widths]
     unused = [None] * (MAX_PROJECTIONS - len(projections))
     activations = [linear_kernel.ACTIVATIONS[activation] for _, activation in projections]
-    tile = launch_table.linear_tile(x.dtype, n_rows, sum(widths), K, is_gated)
+    tile = decoding_table.linear_tile(x.dtype, n_rows, sum(widths), K, is_gated)
     nsa_linear[(sum(ceil_div(width, tile.columns) for width in widths), ceil_div(n_rows, tile.rows))](
         x, None if norm is None else norm[0], residual, *(w for w, _ in projections), *unused, *out, *unused,
         n_rows, 0.0 if norm is None else norm[1],
@@ -287,7 +288,7 @@ def _get_optional_strides(x: Tensor | None) -> tuple[int, ...]:
 
 
 def _get_tile(q: Tensor, n_groups: int, width: int, n_queries: int) -> Tile:
-    return launch_table.decoding_tile(q.dtype, width, n_queries * (q.shape[2] // n_groups), q.device)
+    return decoding_table.decoding_tile(q.dtype, width, n_queries * (q.shape[2] // n_groups), q.device)
 
 
 def _count_row_tiles(q: Tensor, n_groups: int, tile: Tile, n_queries: int) -> int:
@@ -304,11 +305,11 @@ def allocate_parts(
     cmp_parts = win_parts = sel_parts = 0
     if v_cmp is not None:
         n_programs = B * G * _count_row_tiles(q, G, tile, T)
-        cmp_parts = launch_table.decoding_parts(n_programs, ceil_div(v_cmp.shape[1], tile.keys))
+        cmp_parts = decoding_table.decoding_parts(n_programs, ceil_div(v_cmp.shape[1], tile.keys))
     if v_win is not None:
-        win_parts = launch_table.decoding_parts(B * G * T, ceil_div(w, tile.keys))
+        win_parts = decoding_table.decoding_parts(B * G * T, ceil_div(w, tile.keys))
     if v_sel is not None:
-        sel_parts = launch_table.decoding_parts(B * G * T, n_sel)
+        sel_parts = decoding_table.decoding_parts(B * G * T, n_sel)
     out = q.new_empty(B, T, H, cmp_parts + win_parts + sel_parts, Dv, dtype=torch.float32)
     return PartialOutputs(out, out.new_empty(*out.shape[:4], 2), cmp_parts, win_parts, sel_parts)
 
@@ -344,7 +345,7 @@ def compute_importance(
     B, _, H, N = selection.scores.shape
     heads_pad, importance = padded_width(H // G), selection.scores.new_empty(B, T, G, n_blocks)
     strides_pad = padded_width(l_sel // selection.d)
-    blocks_per_program = launch_table.importance_blocks(heads_pad * strides_pad)
+    blocks_per_program = decoding_table.importance_blocks(heads_pad * strides_pad)
     nsa_block_importance[(B * T * G, ceil_div(n_blocks, blocks_per_program))](
         selection.scores, selection.sums, lengths, importance,
         T, N, G, n_blocks, selection.sums.shape[3],
@@ -366,9 +367,9 @@ def compute_block_logsumexp(
     """
     B, T, H, Dk = q.shape
     G = keys.shape[2]
-    rows = launch_table.index_rows(T * (H // G))
+    rows = decoding_table.index_rows(T * (H // G))
     row_tiles = ceil_div(T * (H // G), rows)
-    tile = launch_table.index_tile(q.dtype, Dk, B * G * row_tiles, n_blocks, l_sel // d)
+    tile = decoding_table.index_tile(q.dtype, Dk, B * G * row_tiles, n_blocks, l_sel // d)
     logsumexp = q.new_empty(B, T, H, n_blocks, dtype=torch.float32)
     keys, key_format = get_load_format(keys)
     chunk = get_mxfp4_chunk(Dk)
@@ -414,7 +415,7 @@ def launch_selected_and_window(
         T, N, k_win.shape[1], B, G, row_tiles, n_blocks, Dk**-0.5 * LOG2E,
         HEADS=H // G, L_SEL=l_sel, N_SEL=n_sel, N_SEL_PAD=padded_width(n_sel), W=w,
         SINK=rule.sink_blocks, LOCAL=rule.local_blocks, SCORE_HEADS=score_heads, SCORE_HEADS_PAD=padded_width(score_heads),
-        BLOCKS=launch_table.topk_blocks(n_blocks), FIRST_PART=parts.cmp_parts, WIN_PARTS=parts.win_parts,
+        BLOCKS=decoding_table.topk_blocks(n_blocks), FIRST_PART=parts.cmp_parts, WIN_PARTS=parts.win_parts,
         SEL_PARTS=parts.sel_parts, PARTS=parts.sums.shape[3],
         DK=Dk, DV=Dv, DK_PAD=padded_width(Dk), DV_PAD=padded_width(Dv),
         ROWS=tile.rows, KEYS=min(tile.keys, padded_width(l_sel)),
@@ -427,12 +428,12 @@ def merge_parts(q: Tensor, gates: Tensor | None, parts: PartialOutputs) -> Tenso
     """Merge the partial outputs of all branches and apply the gates, if there are any; the result has the dtype of q."""
     B, T, H, n_parts, Dv = parts.out.shape
     out = q.new_empty(B, T, H, Dv)
-    columns = min(launch_table.MERGE_ELEMENTS // padded_width(n_parts), padded_width(Dv))
+    columns = min(decoding_table.MERGE_ELEMENTS // padded_width(n_parts), padded_width(Dv))
     nsa_gate_merge[(B * T * H, ceil_div(Dv, columns))](
         parts.out, parts.sums, gates, out,
         T, H, *((0, 0, 0, 0) if gates is None else gates.stride()),
         CMP_PARTS=parts.cmp_parts, WIN_PARTS=parts.win_parts, PARTS=n_parts, PARTS_PAD=padded_width(n_parts),
-        DV=Dv, COLUMNS=columns, num_warps=launch_table.MERGE_WARPS, **get_pdl_options(q.device, B * T),
+        DV=Dv, COLUMNS=columns, num_warps=decoding_table.MERGE_WARPS, **get_pdl_options(q.device, B * T),
     )
     return out
 # fmt: on

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from nsa_lab.attention.kernels import launch_table
+from nsa_lab.attention.kernels.decoding import decoding_table
 
 
 @triton.jit
@@ -63,7 +64,7 @@ def _has_pdl_option() -> bool:
 
 def get_pdl_options(device: torch.device, n_tokens: int, can_prefetch: bool = True) -> dict[str, Any]:
     """Return the launch options of a kernel for `n_tokens` new tokens of all sequences: USE_PDL and the CUDA attribute."""
-    is_small = n_tokens <= launch_table.MAX_PDL_TOKENS
+    is_small = n_tokens <= decoding_table.MAX_PDL_TOKENS
     if not (can_prefetch and is_small and launch_table.supports_pdl(device) and _has_pdl_option()):
         return {"USE_PDL": False}
     return {"USE_PDL": True, "launch_pdl": True}
