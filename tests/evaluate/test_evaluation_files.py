@@ -18,7 +18,7 @@ from unpainted import unpainted
 from nsa_lab import cli
 from nsa_lab.runs import directory, resolve
 from nsa_lab.runs.atomic_io import warn_once
-from nsa_lab.runs.evaluation import EVALUATION, RULER, read_evaluation, read_ruler
+from nsa_lab.runs.evaluation import EVALUATION, RULER, find_file_problem, read_evaluation, read_ruler, write_evaluation
 
 Record = dict[str, Any]
 Edit = Callable[[Record], object]
@@ -121,6 +121,17 @@ def test_damaged_file_counts_as_missing(
         assert read(tmp_path) is None
     (message,) = caplog.messages
     assert message.startswith(f"{tmp_path / file}: ignored (") and reason in message, name
+
+
+@pytest.mark.parametrize("file", [EVALUATION, RULER])
+def test_a_changed_file_counts_as_missing(tmp_path: Path, file: str) -> None:
+    """Also if every value is valid. Infinite losses and keys that are no text are unchanged in the file."""
+    read, record = (read_ruler, RULER_RECORD) if file == RULER else (read_evaluation, make_evaluation(0))
+    written = write_evaluation(tmp_path, {**record, "new_field": {1: math.inf, "10": [], 9: (1, 2)}}, file)
+    assert read(tmp_path) == written == write_evaluation(tmp_path, written, file)
+    for name, value in (("seed", written["seed"] + 1), ("device", "another"), ("digest", "0" * 64), ("digest", None)):
+        (tmp_path / file).write_text(json.dumps(written | {name: value}))
+        assert read(tmp_path) is None and "digest: does not match" in (find_file_problem(tmp_path, file) or ""), name
 
 
 def test_valid_files_are_read() -> None:

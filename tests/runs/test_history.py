@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from fake_run import make_config, make_eval_event, make_healthy_events, make_ste
 from nsa_lab.config import RunConfig, TrainConfig
 from nsa_lab.runs import directory, environment, events, lifecycle, live_view, resolve
 from nsa_lab.runs import evaluation as evaluation_file
+from nsa_lab.runs.event_table import EventTable
 from nsa_lab.runs.history import (
     History,
     StepRange,
@@ -60,6 +62,19 @@ def test_follow_reads_the_last_event_of_an_exited_trainer(tmp_path: Path) -> Non
 def test_training_loss_uses_the_last_tenth_of_readings() -> None:
     values = 2.0 + 0.001 * np.arange(40.0)
     assert list(select_latest(values)) == list(values[-4:])
+
+
+def test_first_events_are_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    history, built = make_two_attempts(tmp_path), list[int]()
+    make_event = EventTable.make_event
+    monkeypatch.setattr(EventTable, "make_event", lambda table, row: built.append(row) or make_event(table, row))
+    for _ in range(3):
+        assert [event["attempt"] for event in history.first_events] == [1, 2]
+        assert history.first_events[-1] is history.first_events[1] and history.first_events[:1][0]["attempt"] == 1
+    copied = copy.deepcopy(history.first_events)
+    copied[0]["attempt"] = 7
+    assert history.first_events[0]["attempt"] == 1
+    assert len(built) == 2 + 3 + 2, "two once, three that were sliced, two copies"
 
 
 def test_facts_contain_best_validation_and_peak_memory(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from large_record import write_long_run
 from typer.testing import CliRunner
 
 from nsa_lab import cli, health
-from nsa_lab.runs import directory, event_table, events
+from nsa_lab.runs import directory, event_table, events, segment_digests
 
 RECORD_BYTES, MEMORY_BYTES = 200_000_000, 500_000_000
 
@@ -73,6 +74,7 @@ def test_the_work_of_health_is_linear_in_the_number_of_attempts(tmp_path: Path, 
 @pytest.mark.timeout(600)
 def test_health_of_a_long_record_takes_bounded_memory(tmp_path: Path) -> None:
     run_dir = write_long_run(tmp_path, RECORD_BYTES, n_attempts=600)
+    fake_run.sign_record(run_dir, every=1000)
     assert (run_dir / directory.EVENTS).stat().st_size > RECORD_BYTES * 0.95
     # The peak of a process includes the size of its parent at the fork. This process may be large, a new one is not.
     measure = (
@@ -84,6 +86,23 @@ def test_health_of_a_long_record_takes_bounded_memory(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr
     peak = int(result.stdout) * 1024
     assert 50_000_000 < peak < MEMORY_BYTES, f"{peak:,} bytes"
+
+
+def test_each_byte_of_a_record_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever sizes the digests of a damaged record have."""
+    run_dir, n_hashed = fake_run.write_run(tmp_path), list[int]()
+    hash_bytes = segment_digests._hash_bytes
+    monkeypatch.setattr(
+        segment_digests, "_hash_bytes", lambda file, start, size: n_hashed.append(size) or hash_bytes(file, start, size)
+    )
+    fake_run.sign_record(run_dir, every=1)
+    path = run_dir / directory.EVENTS
+    whole = path.read_text()
+    for size in (None, 0, 1, 10**15, -1):
+        path.write_text(whole if size is None else re.sub(r'"bytes":\d+', f'"bytes":{size}', whole))
+        n_hashed.clear()
+        segments = segment_digests.read_segments(path)
+        assert sum(n_hashed) <= path.stat().st_size and bool(segments.changed) == (size is not None), size
 
 
 @pytest.mark.slow
