@@ -35,6 +35,7 @@ from nsa_lab.attention import Span, compress, nsa_attention
 from nsa_lab.attention.context_parallel import ContextShard, slice_keys, split_queries
 from nsa_lab.bench.harness import Benchmark, Output, RandomInputs, RowColumn, Setup, make_record, measure_if_correct
 from nsa_lab.bench.step_breakdown import COMMUNICATION, compute_breakdown
+from nsa_lab.bench.timing import synchronize
 from nsa_lab.bench.training_speed import CPU_MODEL, make_bench_config
 from nsa_lab.config import ConfigError, ModelConfig
 from nsa_lab.data import Batch
@@ -238,21 +239,16 @@ def _time_calls(
         torch.cuda.reset_peak_memory_stats(device)
     for _ in range(n_warmup):
         run()
-    _synchronize(device)
+    synchronize(device)
     meet()
     start = time.perf_counter()
     for _ in range(n_timed):
         run()
-    _synchronize(device)
+    synchronize(device)
     milliseconds = (time.perf_counter() - start) * 1e3 / n_timed
     meet()
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return milliseconds, peak
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class _Operator:

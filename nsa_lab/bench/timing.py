@@ -52,14 +52,15 @@ def time_interleaved_ms(runs: Mapping[str, Callable[[], object]], device: torch.
 
 
 def _time_once_ms(run: Callable[[], object], device: torch.device) -> float:
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     run()
-    _synchronize(device)
+    synchronize(device)
     return (time.perf_counter() - start) * 1e3
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for the work of a CUDA device; a CPU has none in flight."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -63,12 +63,13 @@ def _describe_checks(verdicts: Sequence[Verdict]) -> str:
     names = {level: ", ".join(verdict.name for verdict in verdicts) for level, verdicts in by_level.items()}
     unknown = f" ({len(by_level['unknown'])} unknown)" if by_level["unknown"] else ""
     if by_level["failed"]:
-        return f"failed {_format_count(len(by_level['failed']), 'check')}: {names['failed']}"
+        return f"failed {format_count(len(by_level['failed']), 'check')}: {names['failed']}"
     if by_level["warning"]:
-        return f"passed its checks with {_format_count(len(by_level['warning']), 'warning')}{unknown}: {names['warning']}"
+        return f"passed its checks with {format_count(len(by_level['warning']), 'warning')}{unknown}: {names['warning']}"
     is_judged = any(verdict.ok for verdict in verdicts)
     return f"passed its checks{unknown}" if is_judged else "has no check that can be judged yet"
 
 
-def _format_count(count: int, noun: str) -> str:
+def format_count(count: int, noun: str) -> str:
+    """Return "1 seed" or "3 seeds"."""
     return f"{count} {noun}{'s' * (count != 1)}"

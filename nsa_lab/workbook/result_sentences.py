@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from nsa_lab.figures import get_position_ranges
 from nsa_lab.health.comparison import AblationSummary, ModelComparison, NeedleResult, Proportion
 from nsa_lab.health.paired_text_loss import RangeDifference, TextDifference
+from nsa_lab.health.summary_sentence import format_count
 
 FACTS = {
     "needle": "single facts",
@@ -24,7 +25,7 @@ def describe_costs(comparison: ModelComparison) -> list[str]:
         total = "" if cost.wall_share is None else f", and {cost.wall_share:.1%} of its total time"
         sentences.append(
             f"`{cost.model}` trained in {cost.seconds_share:.1%} of the step time of `{comparison.baseline}`{total} "
-            f"({_format_count(len(cost.runs), 'seed')})."
+            f"({format_count(len(cost.runs), 'seed')})."
         )
     return sentences
 
@@ -69,7 +70,7 @@ def _describe_model_ablations(model: str, results: dict[str, AblationSummary], l
     if chosen is None or random is None or chosen.every is None or random.every is None:
         return
     finds = chosen.every.low > random.every.high
-    seeds = _format_count(sum(proportion is not None for proportion in random.by_seed.values()), "seed")
+    seeds = format_count(sum(proportion is not None for proportion in random.by_seed.values()), "seed")
     yield (
         f"With random blocks, `{model}` retrieves {_format_proportion(random.every)} of the facts at {length:,} bytes, and "
         f"{_format_proportion(chosen.every)} with its selected blocks ({seeds}). "
@@ -90,7 +91,7 @@ def _describe_difference(text: TextDifference) -> str:
     return (
         f"On the text `{text.text}`, `{text.model}` has {whole.bits:.4f} bits per byte, which is "
         f"{_format_difference(whole.difference)} than `{text.baseline}` with {whole.baseline_bits:.4f} "
-        f"({_format_count(len(text.seeds), 'seed')}). {known[:1].upper()}{known[1:]}{'.' * bool(known)}"
+        f"({format_count(len(text.seeds), 'seed')}). {known[:1].upper()}{known[1:]}{'.' * bool(known)}"
     ).strip()
 
 
@@ -102,7 +103,7 @@ def _describe_positions(text: TextDifference, target: float | None) -> Iterator[
     is_within = worst.difference <= target
     yield (
         f"The target, at most {target:+g} bits per byte in every position range, is {'met' if is_within else 'missed'} by "
-        f"the mean over {_format_count(len(text.seeds), 'seed')}: the largest difference is {worst.difference:+.4f}, at "
+        f"the mean over {format_count(len(text.seeds), 'seed')}: the largest difference is {worst.difference:+.4f}, at "
         f"positions {worst.place}."
     )
 
@@ -132,7 +133,3 @@ def _format_proportion(proportion: Proportion | None) -> str:
     if proportion is None:
         return "an unknown share"
     return f"{proportion.share:.1%} ({proportion.right:,} of {proportion.total:,})"
-
-
-def _format_count(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
