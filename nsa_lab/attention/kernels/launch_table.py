@@ -1,9 +1,9 @@
 """Launch configuration of the kernels: tile sizes, warps, stages and registers, by device, dtype and head width.
 
-All such constants are in this file; those of a decoding step are in `decoding/decoding_table.py`. They were measured on one
-H200 (docs/log/kernels.md). GPUs of compute capability 8.x other than 8.0 have 99 KB of shared memory per thread block, an
-A100 has 163 KB; the tiles for the smaller GPUs fit in 99 KB. If you change a tile, measure it with `nsa-lab bench
-attention`; tests/kernels/test_launch_table.py checks the limits.
+All such constants are in this file, except for a decoding step (`decoding/decoding_table.py`). Measured on one H200
+(docs/log/kernels.md). GPUs of compute capability 8.x other than 8.0 have 99 KB of shared memory per thread block, an A100
+has 163 KB; the tiles for the smaller GPUs fit in 99 KB. If you change a tile, measure it with `nsa-lab bench attention`;
+tests/kernels/test_launch_table.py checks the limits.
 """
 
 # The device properties of torch have no type annotations.
