@@ -45,7 +45,7 @@ def _check_answers(history: History) -> Problem | None:
 
 
 def _check_ablations_differ(history: History) -> Problem | None:
-    """Other blocks give other losses. Equal ones in several measurements are those of one ablation."""
+    """Other blocks give other losses. Equal losses in several measurements have one ablation."""
     if "sel" not in list_active_branches(history) or not _has_choice(history):
         return None
     steps: dict[tuple[str, str], list[int]] = {}

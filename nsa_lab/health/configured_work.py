@@ -18,6 +18,8 @@ from nsa_lab.runs.history import History
 READS_ERROR = 1e-2
 N_LENGTHS = 512  # lengths of documents between which reads are interpolated
 WEIGHT_DTYPES = {"float32"}  # `nsa_lab.train.build` trains float32 weights; attention may compute in bfloat16
+# Evaluations of a small model take more than its training.
+OTHER_BYTES = 1 << 34
 MAX_PEAK_RATIO = 4.0  # peak memory / peak of the preflight, which has a step of every stage (2.0 measured)
 
 
@@ -111,7 +113,7 @@ def _check_preflight_memory(history: History) -> Problem | None:
     peaks = [_get_measured_peak(event) for event in history.events_of_kind("preflight")]
     measured = max((peak for peak in peaks if peak), default=None)
     recorded = history.steps.numbers("mem_peak_bytes")
-    if measured is None or not (is_wrong := recorded > MAX_PEAK_RATIO * measured).any():
+    if measured is None or not (is_wrong := recorded > MAX_PEAK_RATIO * measured + OTHER_BYTES).any():
         return None
     text = f"the peak memory is {recorded[is_wrong][0]:,.0f} bytes, that of the preflight {measured:,.0f},"
     return Problem(history.steps.ints("step")[is_wrong], text)

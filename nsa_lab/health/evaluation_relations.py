@@ -1,4 +1,4 @@
-"""Relations in `evaluation.json`: its means are those of its parts, and its settings those of the run."""
+"""Relations in `evaluation.json`: means follow from their parts, and settings agree with the run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MIN_EQUAL = 3  # losses of an evaluation that are all equal
 def find_evaluation_problem(history: History, record: dict[str, Any]) -> str | None:
     """Return a text on the first relation of a valid record that does not hold; None if all do.
 
-    The bounds of single values are those of the schema.
+    The schema has the bounds of single values.
     """
     return next(filter(None, (find(history, record) for find in RELATIONS)), None)
 
 
 def _find_other_setting(history: History, record: dict[str, Any]) -> str | None:
-    """The model and the data are those of the run."""
+    """The model and the data agree with the run."""
     identities = {event.get("data_identity") for event in history.first_events} - {None, ""}
     if identities and record["data_identity"] not in identities:
         return f"the text is of {record['data_identity']:.16}, that of the run of {min(identities):.16}"

@@ -13,9 +13,10 @@ from nsa_lab.runs.attempts import group_positions
 from nsa_lab.runs.event_table import Events
 from nsa_lab.runs.history import History
 
-MIN_IDLE = 10  # heartbeats in the phase `step` whose GPU utilization cannot all be 0 (at most 7% are 0, measured)
+MIN_IDLE = 10  # steps with heartbeats in the phase `step` whose GPU utilization cannot all be 0 (at most 7% are, measured)
 MAX_RACES = 1  # heartbeats that are written between the two assignments of a step and its tokens (0 measured)
 GAP = 5.0  # maximum time of training without a heartbeat / interval of heartbeats (1.0 measured)
+MIN_GAP_S = 30.0  # with short intervals, other threads may delay a heartbeat
 MIN_INTERVALS = 5  # intervals between readings with which the usual one is known
 USUAL = 3.0  # a longer interval / the median is an evaluation, a save or a suspension
 
@@ -37,7 +38,7 @@ def _iterate_attempts(history: History) -> Iterator[_Attempt]:
 
 
 def _check_steps(history: History) -> Problem | None:
-    """A heartbeat has the last completed step: at least that of the `step` event before it, at most about the next one.
+    """A heartbeat has the last completed step, between the `step` events before and after it.
 
     It may be written one event later than its step was read. The trainer reads the results of a step after the next one.
     """
@@ -84,8 +85,9 @@ def _check_utilization(history: History) -> Problem | None:
     for attempt in _iterate_attempts(history):
         is_training = np.array([phase == "step" for phase in attempt.beats.values("phase")], dtype=bool)
         own = attempt.beats.numbers("gpu_util")[is_training]
-        own = own[np.isfinite(own)]
-        if len(own) >= MIN_IDLE and not own.any():
+        is_known = np.isfinite(own)
+        own, n_places = own[is_known], len(np.unique(attempt.beats.ints("step")[is_training][is_known]))
+        if n_places >= MIN_IDLE and not own.any():
             text = f"the GPU utilization is 0 at all {len(own)} heartbeats in the phase step of attempt {attempt.number},"
             return Problem(attempt.beats.ints("step")[is_training], text)
     return None
@@ -106,7 +108,7 @@ def _check_gaps(history: History) -> Problem | None:
         first, last = np.minimum(edges[:-1], len(times) - 1), np.maximum(edges[1:] - 1, 0)
         gaps = np.where(last > first, total[last] - total[first], 0.0)
         worst = int(gaps.argmax())
-        if gaps[worst] > GAP * config.runtime.heartbeat_s:
+        if gaps[worst] > max(GAP * config.runtime.heartbeat_s, MIN_GAP_S):
             text = f"no heartbeat in {gaps[worst]:,.0f} s of training of attempt {attempt.number}, expected one every "
             step = attempt.steps.ints("step")[first[worst]]
             return Problem(np.array([step]), f"{text}{config.runtime.heartbeat_s:g} s, from")

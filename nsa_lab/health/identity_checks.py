@@ -16,12 +16,13 @@ DISTINCT_STATISTICS = (
     *("grad_norm_layers", "gate_entropy", "gate_update", "sel_sink_share"),
     *(f"norm_{branch}" for branch in BRANCHES),
 )
+SAME_VALUE = 1e-9  # relative difference of equal values
 MAX_EQUAL = 2  # values that two layers share by chance (0 measured)
 # Numbers that describe a layer or a branch in a reading, and the largest number of layers that are compared in pairs.
 MIN_DIMENSIONS, MAX_ROWS = 3, 256
 
 
-def find_equal_layers(history: History, n_layers: int, limits: Limits) -> str | None:
+def find_equal_layers(history: History, n_layers: int, _: Limits) -> str | None:
     """Return a text on two layers that share several values, in one statistic or more; None if there are none."""
     shared: dict[tuple[int, int], list[tuple[int, str]]] = {}
     for name in DISTINCT_STATISTICS:
@@ -31,7 +32,7 @@ def find_equal_layers(history: History, n_layers: int, limits: Limits) -> str | 
         varies = np.ptp(values, axis=0) > 0  # other checks judge zeros and constants
         for layer in range(1, n_layers):
             own = values[:, layer : layer + 1]
-            is_equal = np.isclose(values[:, :layer], own, rtol=limits.layers_equal, atol=0) & (own != 0)
+            is_equal = np.isclose(values[:, :layer], own, rtol=SAME_VALUE, atol=0) & (own != 0)
             is_equal &= varies[:layer] & varies[layer]
             for reading, other in np.argwhere(is_equal)[: (MAX_EQUAL + 1) * layer].tolist():
                 shared.setdefault((other, layer), []).append((int(steps[reading]), name))
@@ -75,7 +76,7 @@ def find_exchange(history: History, n_layers: int, limits: Limits) -> str | None
 def _find_exchange_step(history: History, steps: np.ndarray, rows: np.ndarray, limits: Limits) -> int | None:
     """Return the first step at which two rows of `rows` [readings, rows, numbers] take each other's earlier places.
 
-    None if there is none. Rows whose distance is not larger than their usual movement have no place of their own.
+    None if there is none. Rows whose distance is not larger than their usual movement have no place.
     """
     all_steps = history.steps.ints("step")
     attempts = history.steps.ints("attempt")[np.searchsorted(all_steps, steps)]
@@ -87,8 +88,8 @@ def _find_exchange_step(history: History, steps: np.ndarray, rows: np.ndarray, l
     for one, other in itertools.combinations(range(rows.shape[1]), 2):
         crossed = [np.linalg.norm(new[:, a] - old[:, b], axis=-1) for a, b in ((one, other), (other, one))]
         usual = np.median(np.minimum(stayed[:, [one, other]], np.stack(crossed, axis=1)))
-        is_apart = np.linalg.norm(old[:, one] - old[:, other], axis=-1) > limits.exchange_distance * usual
+        is_distinct = np.linalg.norm(old[:, one] - old[:, other], axis=-1) > limits.exchange_distance * usual
         is_exchange = sum(crossed) < limits.exchange_ratio * (stayed[:, one] + stayed[:, other])
-        if (found := is_apart & is_exchange).any():
+        if (found := is_distinct & is_exchange).any():
             first.append(int(steps[1:][is_next][found.argmax()]))
     return min(first, default=None)

@@ -10,6 +10,8 @@ from nsa_lab.health.verdict import Limits
 from nsa_lab.runs.history import History, find_stages
 
 SHIFT_READINGS = 3  # readings before and after, whose medians are compared
+GAP_READINGS = 12  # in random order, 12 documents of one kind do not precede 12 of another kind
+TINY = 1e-12
 
 
 class LevelShift(NamedTuple):
@@ -42,3 +44,26 @@ def find_level_shift(history: History, steps: np.ndarray, values: np.ndarray, li
         if factors[index, layer] > largest.factor:
             largest = LevelShift(int(own_steps[index + size]), layer, float(factors[index, layer]))
     return largest if largest.factor > limits.level_shift else None
+
+
+def find_gap(history: History, steps: np.ndarray, values: np.ndarray, limits: Limits) -> LevelShift | None:
+    """Return a change by which all `values` [readings] of a window are far from all of the next window; None without.
+
+    For numbers with much noise, such as the loss of the few documents that start in a batch, of which no median is known.
+    """
+    largest = LevelShift(0, 0, 0.0)
+    stages = find_stages(steps, history.config.train)
+    for stage in np.unique(stages):
+        own_steps, own = steps[stages == stage], values[stages == stage]
+        start = int(len(own) * limits.course_start)
+        own_steps, own = own_steps[start:], own[start:]
+        if len(own) < 2 * GAP_READINGS:
+            continue
+        windows = np.lib.stride_tricks.sliding_window_view(own, GAP_READINGS)
+        lowest, highest = np.maximum(windows.min(axis=1), TINY), np.maximum(windows.max(axis=1), TINY)
+        before, after = slice(None, -GAP_READINGS), slice(GAP_READINGS, None)
+        factors = np.maximum(lowest[before] / highest[after], lowest[after] / highest[before])
+        index = int(factors.argmax())
+        if factors[index] > largest.factor:
+            largest = LevelShift(int(own_steps[index + GAP_READINGS]), 0, float(factors[index]))
+    return largest if largest.factor > limits.loss_shift else None

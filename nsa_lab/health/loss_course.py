@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nsa_lab.health.level_shifts import find_level_shift
+from nsa_lab.health.level_shifts import find_gap
 from nsa_lab.health.loss_checks import drop_nonfinite, estimate_scatter
 from nsa_lab.health.references import explain_trial
 from nsa_lab.health.verdict import Limits, Verdict
@@ -126,9 +126,9 @@ def _find_loss_shift(history: History, limits: Limits) -> tuple[float, float, st
     """Return value, limit and text of a part of the loss that suddenly changes its size, and keeps it; None without."""
     for name in ("first_loss", "selection_loss"):
         steps, losses = drop_nonfinite(*history.series(name))
-        if shift := find_level_shift(history, steps, losses[:, None], limits):
-            text = f"{name} changes by a factor of {shift.factor:.0f} at step {shift.step:,}"
-            return shift.factor, limits.level_shift, text
+        if shift := find_gap(history, steps, losses, limits):
+            text = f"{name} changes by a factor of at least {shift.factor:.0f} at step {shift.step:,}"
+            return shift.factor, limits.loss_shift, text
     return None
 
 

@@ -79,7 +79,10 @@ class Limits:
     layers_equal: float = 1e-6  # relative difference of two layers in every statistic that counts as none
     exchange_ratio: float = 0.5  # minimum distance of two layers or branches to each other's last reading / to their own
     exchange_distance: float = 2.5  # minimum distance of two layers or branches / their movement, so that they differ
-    level_shift: float = 20.0  # maximum lasting change of a norm or a loss from readings to the next ones (6.6 measured)
+    level_shift: float = 20.0  # maximum lasting change of a norm from readings to the next ones (6.6 measured)
+    loss_shift: float = (
+        5.0  # minimum factor between all losses of 12 readings and all of the next ones that counts as a shift
+    )
     layers_order: float = 0.3  # minimum correlation of the ranks of layers in one reading and the next (0.8 measured)
     gate_min_change: float = 0.002  # minimum change of a layer's branch shares and entropy (0.0096 in half a run measured)
     gate_even: float = 0.05  # a layer is unspecialized if its branch shares never differ from 1/3 by more than this
@@ -90,7 +93,7 @@ class Limits:
     gate_share_failed: float = 0.01  # the same for shares
     gate_saturation_failed: float = 0.70  # the same for saturation
     gate_update_least: float = 1e-6  # minimum change of the gate weights / the largest of the layer (1e-4 measured)
-    gate_update_range: float = 20.0  # maximum change of the gate weights per learning rate / its median (6 measured)
+    gate_update_range: float = 30.0  # maximum change of the gate weights per learning rate / its median (6 measured)
     branch_fade: float = 0.05  # minimum RMS of a branch's output / the highest before it in the layer (0.27 measured)
     branch_least: float = 1e-3  # minimum RMS of a branch's output (0.17 measured)
     branch_range: float = (

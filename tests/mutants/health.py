@@ -312,7 +312,7 @@ MUTANTS = [
     Mutant(
         "health: exchanged branches pass",
         "health.identity_checks",
-        "if (found := is_apart & is_exchange).any():",
+        "if (found := is_distinct & is_exchange).any():",
         "if False:",
     ),
     Mutant(
@@ -881,5 +881,17 @@ MUTANTS = [
         "health.branch_checks",
         "update[is_used] / passed[is_used, None]",
         "update[is_used]",
+    ),
+    Mutant(
+        "health: a part of the loss of another size passes",
+        "health.level_shifts",
+        "largest.factor > limits.loss_shift",
+        "False",
+    ),
+    Mutant(
+        "health: exchanges of layers that are alike are faults",
+        "health.identity_checks",
+        "is_distinct & is_exchange",
+        "is_exchange",
     ),
 ]
