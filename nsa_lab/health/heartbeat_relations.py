@@ -21,7 +21,7 @@ MIN_INTERVALS = 5  # intervals between readings with which the usual one is know
 USUAL = 3.0  # a longer interval / the median is an evaluation, a save or a suspension
 
 
-class _Attempt(NamedTuple):
+class _BeatsAndSteps(NamedTuple):
     """Heartbeats and `step` events of an attempt, in the order of the record."""
 
     number: int
@@ -29,12 +29,12 @@ class _Attempt(NamedTuple):
     steps: Events
 
 
-def _iterate_attempts(history: History) -> Iterator[_Attempt]:
+def _iterate_attempts(history: History) -> Iterator[_BeatsAndSteps]:
     beats, steps = history.events_of_kind("heartbeat"), history.events_of_kind("step")
     steps_of = group_positions(steps.ints("attempt"))
     for number, own in group_positions(beats.ints("attempt")).items():
         if number in steps_of:
-            yield _Attempt(number, beats.select(own), steps.select(steps_of[number]))
+            yield _BeatsAndSteps(number, beats.select(own), steps.select(steps_of[number]))
 
 
 def _check_steps(history: History) -> Problem | None:
