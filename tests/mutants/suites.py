@@ -187,11 +187,11 @@ HF_MODELS = cases(
 OTHERS = {
     "config.base": ["tests/test_config.py"],
     "cli.bench_commands": ["tests/bench/test_bench_commands.py"],
-    "cli.training_commands": ["tests/test_cli_options.py::test_values_arrive[plan]"],
-    "cli.model_commands": ["tests/test_cli_options.py::test_values_arrive[evaluate]"],
+    "cli.training_commands": ["tests/cli/test_options.py::test_values_arrive[plan]"],
+    "cli.model_commands": ["tests/cli/test_options.py::test_values_arrive[evaluate]"],
     "runs.record_digest": ["tests/health/test_verdict_file.py"],
     "cli.status_table": cases("runs/test_scale.py", "status_reads_only_the_end_of_records"),
-    "cli.inspect_commands": cases("test_cli.py", "report_record_option_is_passed_on"),
+    "cli.inspect_commands": cases("cli/test_commands.py", "report_record_option_is_passed_on"),
     "data.paths": ["tests/data/test_paths.py"],
     "runs.event_schema": ["tests/runs/test_event_schema.py"],
     **{
