@@ -415,18 +415,18 @@ def test_decoding_with_triton_equals_torch(variant: dict, monkeypatch: pytest.Mo
     model = NSATransformer(
         tiny_config(**{"d_k": 16, "d_v": 32, "nsa": nsa} | variant), dtype=torch.float32, device=DEVICE, seed=5
     )
-    texts = [sample_tokens(length, seed=length).to(DEVICE) for length in (81, 74, 77)]
+    texts = [sample_tokens(length, seed=length).to(DEVICE) for length in (57, 50, 53)]
     decoders = [Decoder(model, 90, len(texts), backend=backend) for backend in ("torch", "triton")]
     for decoder in decoders:
-        decoder.append(*pad_ragged([text[:70] for text in texts]))
-    tokens, counts = pad_ragged([text[70:] for text in texts])
-    for _ in range(4):
+        decoder.append(*pad_ragged([text[:46] for text in texts]))
+    tokens, counts = pad_ragged([text[46:] for text in texts])
+    for _ in range(3):
         by_torch, by_kernels = (decoder.last(tokens, counts) for decoder in decoders)
         torch.testing.assert_close(by_kernels, by_torch, rtol=0, atol=1e-5)
         tokens, counts = by_torch.argmax(-1, keepdim=True), None
         assert torch.equal(by_kernels.argmax(-1, keepdim=True), tokens)
-    # On a GPU the three single tokens used a graph: two warmup runs and the capture are also three runs.
-    assert len(calls) == 4 * len(model.blocks)
+    # On a GPU the two single tokens used a graph: two warmup runs and the capture are three runs.
+    assert len(calls) == (4 if DEVICE == "cuda" else 3) * len(model.blocks)
 
 
 def test_triton_version_that_fails_on_the_kernels_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ MODEL = [
         "nsa_layer",
     )
 ]
+RUNS = [f"tests/train/test_{part}_run.py" for part in ("training", "resumed", "halted")]
 PACKED = cases(
     "kernels/test_packed_tiles.py",
     "every_tile_of_every_document_has_one_program",
@@ -347,7 +348,7 @@ OTHERS = {
     "train.muon": ["tests/train/test_muon.py"],
     "runs.trajectory": [
         "tests/train/test_resume_rules.py",
-        *cases("train/test_training_run.py", "a_run_without_an_optimizer_setting_resumes_only_with_adamw"),
+        *cases("train/test_resumed_run.py", "a_run_without_an_optimizer_setting_resumes_only_with_adamw"),
     ],
     "train.packing": [*GRAPHS, *MASKED, *cases("train/test_stage_switch.py", "steps_with_new_capacity_match_a_full_scan")],
     "train.preflight.leakage": MASKED,
@@ -484,11 +485,11 @@ OTHERS = {
     "train.trainer": [
         "tests/train/test_trainer.py",
         "tests/train/test_validation_loss.py",
-        "tests/train/test_training_run.py",
+        *RUNS,
         *cases("train/test_stage_switch.py", "every_document_capacity_is_compiled_ahead"),
     ],
     "train.checkpoint_manager": cases(
-        "train/test_training_run.py",
+        "train/test_halted_run.py",
         "a_run_whose_last_save_failed_is_not_done",
         "one_failed_save_is_recorded_and_the_next_one_is_tried",
         "two_failed_saves_in_a_row_halt",
@@ -553,8 +554,8 @@ OTHERS = {
     "train.attempt": [
         *cases("crash/test_damaged_checkpoint.py", "run_with_a_signed_but_bad_checkpoint_resumes_from_the_one_before"),
         "tests/train/test_resume_rules.py",
-        "tests/train/test_training_run.py::test_a_run_resumes_without_its_source_if_the_cache_is_complete",
-        "tests/train/test_training_run.py::test_the_window_of_the_spike_rule_outlives_a_resume",
+        "tests/train/test_resumed_run.py::test_a_run_resumes_without_its_source_if_the_cache_is_complete",
+        "tests/train/test_halted_run.py::test_the_window_of_the_spike_rule_outlives_a_resume",
     ],
     "train.launcher": ["tests/train/test_multi_rank.py::test_the_rank_ended_by_a_signal_is_reported_before_later_failures"],
     "train.telemetry.event_log": ["tests/crash/test_full_disk.py"],
@@ -562,7 +563,7 @@ OTHERS = {
     "train.telemetry.tensorboard_writer": ["tests/crash/test_full_disk.py"],
     "train.telemetry.awake_clock": CLOCK,
     "train.telemetry.phases": [*CLOCK, "tests/train/test_telemetry.py"],
-    "train.telemetry.system_metrics": ["tests/train/test_telemetry.py", "tests/train/test_training_run.py"],
+    "train.telemetry.system_metrics": ["tests/train/test_telemetry.py", *RUNS],
     "runs.csv_export": ["tests/runs/test_csv_export.py"],
     "train.validation": ["tests/train/test_validation_loss.py", *MASKED],
     "runs.history": [
