@@ -413,7 +413,10 @@ def test_decoding_with_triton_equals_torch(variant: dict, monkeypatch: pytest.Mo
     nsa = NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=20, phi=variant.get("phi", "avg"), gate=variant.get("gate", "sigmoid"))
     variant = {name: value for name, value in variant.items() if name not in ("phi", "gate")}
     model = NSATransformer(
-        tiny_config(**{"d_k": 16, "d_v": 32, "nsa": nsa} | variant), dtype=torch.float32, device=DEVICE, seed=5
+        tiny_config(**{"n_layers": 1, "d_k": 16, "d_v": 32, "nsa": nsa} | variant),
+        dtype=torch.float32,
+        device=DEVICE,
+        seed=5,
     )
     texts = [sample_tokens(length, seed=length).to(DEVICE) for length in (57, 50, 53)]
     decoders = [Decoder(model, 90, len(texts), backend=backend) for backend in ("torch", "triton")]

@@ -57,14 +57,17 @@ DECODING = cases(
     "ties_go_to_the_lower_index",
 )
 # A fork of this script may start no process, as a filling that is killed needs.
-FILLING = cases(
-    "data/test_build_shards.py",
-    "nothing_is_lost_and_documents_are_separated",
-    "copies_of_a_text_are_in_the_same_split",
-    "interruptions_change_nothing",
-    "damage_is_detected_and_reported",
-    "a_damaged_record_of_progress_starts_the_build_again",
-)
+FILLING = [
+    *cases(
+        "data/test_build_shards.py", "nothing_is_lost_and_documents_are_separated", "copies_of_a_text_are_in_the_same_split"
+    ),
+    *cases(
+        "data/test_interrupted_build.py",
+        "interruptions_change_nothing",
+        "damage_is_detected_and_reported",
+        "a_damaged_record_of_progress_starts_the_build_again",
+    ),
+]
 CHUNKS = cases("kernels/test_packed_tiles.py", "chunks[base]")
 SHARDS = cases(
     "model/test_context_parallel.py",
@@ -158,8 +161,11 @@ SUITES = {
         "model/test_export.py", "forward_mode_runs_on_the_reference", "torch_func_is_refused_with_the_way_out"
     ),
     "attention.torch_backend": attention_tests("layout", "definition", "gradcheck", "torch_parity"),
-    "attention.input_checks": attention_tests("dispatch"),
-    "attention.dispatch": [*attention_tests("backend_launches", "dispatch"), "tests/model/test_model_indexer.py"],
+    "attention.input_checks": attention_tests("input_checks", "dispatch"),
+    "attention.dispatch": [
+        *attention_tests("backend_launches", "dispatch", "input_checks"),
+        "tests/model/test_model_indexer.py",
+    ],
     "model.attention_layers": [*MODEL, "tests/inference/test_decode.py"],
     "model.indexer": [*MODEL, *SHARDS],
     "model.init_weights": MODEL,
@@ -169,22 +175,26 @@ SUITES = {
     "model.nsa_layer": ["tests/model/test_nsa_layer.py"],
     "model.transformer": MODEL,
 }
-HF_MODELS = cases(
-    "inference/test_hf.py",
-    "packed_documents_equal_single_documents",
-    "loss_does_not_depend_on_micro_batches",
-    "selection_loss_is_part_of_the_training_loss",
-    "base_model_returns_the_last_hidden_state",
-    "loss_computed_from_logits_trains_the_indexer",
-    "missing_weights_are_those_of_a_new_model",
-    "settings_of_gradient_checkpointing_have_an_effect",
-    "calls_return_a_cache_as_configured",
-    "labels_that_padding_predicts_are_ignored",
-    "tied_embedding_is_saved",
-    "a_generated_pad_token_is_a_token_for_an_assistant",
-    "early_exit_is_refused",
-    "selection_loss_does_not_depend_on_micro_batches",
-)
+HF_MODELS = [
+    *cases(
+        "inference/test_hf.py",
+        "packed_documents_equal_single_documents",
+        "loss_does_not_depend_on_micro_batches",
+        "selection_loss_is_part_of_the_training_loss",
+        "base_model_returns_the_last_hidden_state",
+        "loss_computed_from_logits_trains_the_indexer",
+        "settings_of_gradient_checkpointing_have_an_effect",
+        "labels_that_padding_predicts_are_ignored",
+        "selection_loss_does_not_depend_on_micro_batches",
+    ),
+    *cases("inference/test_hf_saving.py", "missing_weights_are_those_of_a_new_model", "tied_embedding_is_saved"),
+    *cases(
+        "inference/test_hf_generation.py",
+        "calls_return_a_cache_as_configured",
+        "a_generated_pad_token_is_a_token_for_an_assistant",
+        "early_exit_is_refused",
+    ),
+]
 OTHERS = {
     "config.base": ["tests/test_config.py"],
     "cli.bench_commands": ["tests/bench/test_bench_commands.py"],
@@ -284,19 +294,19 @@ OTHERS = {
         "selection_loss_does_not_depend_on_micro_batches",
     ),
     "inference.hf.exporting": cases(
-        "inference/test_hf.py",
+        "inference/test_hf_saving.py",
         "requested_step_is_exported_with_the_settings_of_its_stage",
         "trained_length_is_exported",
     ),
     **dict.fromkeys(("inference.hf.modeling", "inference.hf.causal_lm"), HF_MODELS),
     "inference.hf.cache": cases(
-        "inference/test_hf.py",
+        "inference/test_hf_generation.py",
         "cropped_cache_continues",
         "cropped_padding_leaves_no_trace",
         "positions_continue_the_cached_tokens",
     ),
     "inference.hf.configuration": cases(
-        "inference/test_hf.py",
+        "inference/test_hf_saving.py",
         "model_saved_without_a_tokenizer_can_be_imported",
         "arguments_that_contradict_the_architecture_are_rejected",
     ),
@@ -547,9 +557,9 @@ OTHERS = {
     "health.sweep_results": ["tests/health/test_sweep_results.py"],
     # Not the whole file: a mutant's process may have no children of its own.
     "data.dataset": [
-        "tests/data/test_build_shards.py::test_a_run_continues_from_the_cache_if_its_source_is_missing",
-        "tests/data/test_build_shards.py::test_without_a_source_every_shard_is_hashed_whatever_its_size",
-        "tests/data/test_build_shards.py::test_a_cache_folder_of_another_kind_is_named",
+        "tests/data/test_interrupted_build.py::test_a_run_continues_from_the_cache_if_its_source_is_missing",
+        "tests/data/test_interrupted_build.py::test_without_a_source_every_shard_is_hashed_whatever_its_size",
+        "tests/data/test_interrupted_build.py::test_a_cache_folder_of_another_kind_is_named",
     ],
     "train.attempt": [
         *cases("crash/test_damaged_checkpoint.py", "run_with_a_signed_but_bad_checkpoint_resumes_from_the_one_before"),
