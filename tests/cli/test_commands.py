@@ -1,4 +1,4 @@
-"""Commands: what they start, print and return."""
+"""Commands: their runs, outputs and exit codes."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ LOCALES = {
 
 REASON = "the file café…–→ is missing"
 
-# Runs the command of each line of its input, and prints a separator after each but the last. Encodings are those of the
-# process, so all commands share it.
+# Runs the command of each line of its input, and prints a separator after each but the last. A process has one encoding
+# for all commands.
 END = "\x1e"
 RUN_LINES = f"""
 import json, sys

@@ -1,4 +1,4 @@
-"""Shards: all text of the documents, split by content, with an identity of their own."""
+"""Shards have all text of the documents, are split by content, and are identified by content and settings."""
 
 from __future__ import annotations
 

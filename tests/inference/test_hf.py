@@ -1,4 +1,4 @@
-"""The `transformers` model: losses, gradients, masks, packed documents and outputs are those of the library."""
+"""The `transformers` model has the losses, gradients, masks, packed documents and outputs of the library."""
 
 from __future__ import annotations
 

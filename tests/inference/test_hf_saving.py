@@ -1,4 +1,4 @@
-"""Folders for `transformers`: what is exported, saved and loaded."""
+"""Folders for `transformers`: exported, saved and loaded again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of whole runs share: faults at a step, and what a run recorded."""
+"""Helpers of tests of whole runs: recorded events, final weights, and checkpoints to resume from."""
 
 from __future__ import annotations
 
