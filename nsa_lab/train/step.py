@@ -62,18 +62,28 @@ def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimize
 
 
 def sum_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the summed cross-entropy in nats, float32, of logits [B, T, V] against targets [B, T]."""
-    return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+    """Return the summed cross-entropy in nats of logits [B, T, V] against targets [B, T].
+
+    Computed in float32, or in float64 for float64 logits.
+    """
+    return functional.cross_entropy(_widen(logits).flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 def compute_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy in nats of every token, float32 [B, T], of logits [B, T, V] against targets [B, T]."""
-    losses = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+    """Return the cross-entropy in nats of every token, [B, T], of logits [B, T, V] against targets [B, T].
+
+    Computed in float32, or in float64 for float64 logits.
+    """
+    losses = functional.cross_entropy(_widen(logits).flatten(0, 1), targets.flatten(), reduction="none")
     return losses.view_as(targets)
 
 
+def _widen(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def sum_text_and_marked(losses: Tensor, weights: Tensor) -> Tensor:
-    """Return sum of `losses` and number of tokens, for tokens with weight 1 and for the others: float32 [4].
+    """Return sum of `losses` and number of tokens, for tokens with weight 1 and for the others: [4].
 
     `losses` and `weights` have the same shape. Tokens with weight 0 are padding and counted in neither.
     """
@@ -82,9 +92,9 @@ def sum_text_and_marked(losses: Tensor, weights: Tensor) -> Tensor:
 
 
 def sum_masked(losses: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum of `losses` where `mask` (bool, same shape) is True, and the number of such tokens: float32 [2]."""
-    zero = torch.zeros((), device=losses.device)
-    return torch.stack([torch.where(mask, losses.detach(), zero).sum().float(), mask.sum().float()])
+    """Return the sum of `losses` where `mask` (bool, same shape) is True, and the number of such tokens: [2]."""
+    zero = losses.new_zeros(())
+    return torch.stack([torch.where(mask, losses.detach(), zero).sum(), mask.sum().to(losses.dtype)])
 
 
 class ComputedBatch(NamedTuple):

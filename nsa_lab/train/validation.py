@@ -20,6 +20,7 @@ from nsa_lab.config import BYTE_VOCAB_SIZE
 from nsa_lab.data import Batch, EvalBatches
 from nsa_lab.evaluate.conversion import MAX_MASS_WINDOWS, ConversionProgress, measure_progress, read_windows
 from nsa_lab.evaluate.selection_benefit import SelectionBenefit, measure_selection_benefit
+from nsa_lab.model.placement import find_placement
 from nsa_lab.train.build import TrainContext, force_eager
 from nsa_lab.train.checkpoint_state import make_probe_input
 from nsa_lab.train.packing import make_span, place_share
@@ -53,8 +54,9 @@ def evaluate_held_out(context: TrainContext, held_out: EvalBatches, poll: Callab
     `poll` is called before each batch and may raise.
     """
     # One row per batch, summed in the order of the batches, so the sum does not depend on the number of ranks.
-    sums = torch.zeros(len(held_out), 4, device=context.device)
-    window_sums = torch.zeros(held_out.n_windows, device=context.device)
+    dtype = torch.promote_types(find_placement(context.model).dtype, torch.float32)
+    sums = torch.zeros(len(held_out), 4, dtype=dtype, device=context.device)
+    window_sums = torch.zeros(held_out.n_windows, dtype=dtype, device=context.device)
     with _eval_mode(context.model):
         batches = _assign_batches(len(held_out), context, context.stepper.context_size)
         for batch in _evaluate_batches(context, held_out, batches, poll):
@@ -87,7 +89,7 @@ class _EvaluatedBatch:
 
 
 def _sum_losses(batch: _EvaluatedBatch, losses: Tensor) -> Tensor:
-    """Return the summed loss and number of tokens, for all tokens and for first tokens of documents, float32 [4].
+    """Return the summed loss and number of tokens, for all tokens and for first tokens of documents, [4].
 
     `losses`: the loss of every token. The total is summed by the loss function, as in training; another summation order
     would change the last bits.

@@ -74,7 +74,7 @@ def test_window_branch(variant: str) -> None:
 @pytest.mark.slow
 @looped
 @every_variant
-@pytest.mark.parametrize("projected", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("projected", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_the_three_branches_and_their_gates(variant: str, projected: bool) -> None:
     """Along random directions and for single entries."""
     with use_variant(variant) as backend:
@@ -97,7 +97,8 @@ def test_compression(implementation: Callable[..., Tensor], phi: str) -> None:
 
 @pytest.mark.slow
 @looped
-@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "torch"])
+# In CI, tests/attention/test_torch_parity.py compares the gradients of both backends.
+@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.nightly), "torch"])
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 def test_the_whole_layer(backend: str, phi: str, gate: str) -> None:

@@ -199,7 +199,7 @@ def test_repeated_steps_keep_the_lengths(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_token_by_token_equals_full_forward(variant: dict) -> None:
     model, tokens = build_model(tiny_config(**variant)), sample_tokens(2, LENGTH)
     full = model(tokens)
-    for prefill in PREFILLS if not variant else (1, 9, 33):
+    for prefill in PREFILLS if not variant else (1, 33):
         logits = torch.stack(decode_in_chunks(model, [*tokens], [prefill, 1]))
         torch.testing.assert_close(logits, full, rtol=0, atol=1e-10)
 
@@ -210,9 +210,9 @@ def test_token_by_token_equals_full_forward(variant: dict) -> None:
 def test_ragged_sequences_in_chunks_equal_full_forward(variant: dict, step: None) -> None:
     """With NaN in the cache before."""
     model = build_model(tiny_config(**variant))
-    texts = [sample_tokens(length, seed=length) for length in (70, 1, 33, 13, 13, 64, 8)]
+    texts = [sample_tokens(length, seed=length) for length in (49, 1, 33, 13, 13, 8)]
     full = [model(text[None])[0] for text in texts]
-    for chunks in ([7], [1, 13, 30], [40, 2, 3, 17], [100]):
+    for chunks in ([7], [1, 13, 30], [40]):
         torch.testing.assert_close(decode_in_chunks(model, texts, chunks, poison=True), full, rtol=0, atol=1e-10)
 
 
@@ -351,7 +351,7 @@ def test_most_likely_tokens_of_long_ragged_batches_equal_full_forward(variant: d
     """In float32, at every position; tokens tied within rounding may differ."""
     nsa = NSAConfig(l=16, d=8, l_sel=32, n_sel=6, w=40)
     model = NSATransformer(tiny_config(nsa=nsa, **variant), seed=3)
-    lengths = (3000, 1, 777, 64, 1500, 1500, 333, 2047) if chunk > 7 else (1, 300, 64, 301)
+    lengths = {64: (3000, 1, 777, 64, 1500, 1500, 333, 2047), 500: (1203, 1, 333, 777)}.get(chunk, (1, 64, 231))
     texts = [sample_tokens(length, seed=length) for length in lengths]
     with torch.no_grad():
         for text, logits in zip(texts, decode_in_chunks(model, texts, [chunk]), strict=True):
@@ -412,20 +412,23 @@ def test_decoding_with_triton_equals_torch(variant: dict, monkeypatch: pytest.Mo
     nsa = NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=20, phi=variant.get("phi", "avg"), gate=variant.get("gate", "sigmoid"))
     variant = {name: value for name, value in variant.items() if name not in ("phi", "gate")}
     model = NSATransformer(
-        tiny_config(**{"d_k": 16, "d_v": 32, "nsa": nsa} | variant), dtype=torch.float32, device=DEVICE, seed=5
+        tiny_config(**{"n_layers": 1, "d_k": 16, "d_v": 32, "nsa": nsa} | variant),
+        dtype=torch.float32,
+        device=DEVICE,
+        seed=5,
     )
-    texts = [sample_tokens(length, seed=length).to(DEVICE) for length in (81, 74, 77)]
+    texts = [sample_tokens(length, seed=length).to(DEVICE) for length in (57, 50, 53)]
     decoders = [Decoder(model, 90, len(texts), backend=backend) for backend in ("torch", "triton")]
     for decoder in decoders:
-        decoder.append(*pad_ragged([text[:70] for text in texts]))
-    tokens, counts = pad_ragged([text[70:] for text in texts])
-    for _ in range(4):
+        decoder.append(*pad_ragged([text[:46] for text in texts]))
+    tokens, counts = pad_ragged([text[46:] for text in texts])
+    for _ in range(3):
         by_torch, by_kernels = (decoder.last(tokens, counts) for decoder in decoders)
         torch.testing.assert_close(by_kernels, by_torch, rtol=0, atol=1e-5)
         tokens, counts = by_torch.argmax(-1, keepdim=True), None
         assert torch.equal(by_kernels.argmax(-1, keepdim=True), tokens)
-    # On a GPU the three single tokens used a graph: two warmup runs and the capture are also three runs.
-    assert len(calls) == 4 * len(model.blocks)
+    # On a GPU the two single tokens used a graph: two warmup runs and the capture are three runs.
+    assert len(calls) == (4 if DEVICE == "cuda" else 3) * len(model.blocks)
 
 
 def test_triton_version_that_fails_on_the_kernels_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ SKIPS = {
         "test_capture_outputs_decorator",
         "test_can_capture_specific_layers_hidden_states",
     ),
-    "compares with torch.nn.init, and initial weights come from a generator; test_hf.py tests missing weights": (
+    "compares with torch.nn.init, and initial weights come from a generator; test_hf_saving.py tests missing weights": (
         "test_can_init_all_missing_weights",
     ),
     "all weights have one dtype": ("test_keep_in_fp32_modules*",),

@@ -9,6 +9,7 @@ Sets of shapes:
     two_selections    two variants of the block selection kernel
     in_parallel       the same two, compiled in parallel
     lengths           compile nothing; count which kernels other lengths would compile again
+    translate         the kernels of `narrow` in Triton's own representation only, which takes a fifth of the time
     cached_launches   compile nothing; compare the launches of `fast_launch` with Triton's own
     first_calls       count the kernels of first calls that are compiled in parallel and one by one
 
@@ -27,10 +28,12 @@ import random
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.compiler import CompiledKernel
@@ -320,6 +323,26 @@ def lengths() -> None:
             decode(S=1, H=6, G=2, D=64, capacity=T, has_indexer=True)
             cu_seqlens = torch.tensor([0, 3, T // 2, T], dtype=torch.int32)
             attend(T, H=6, G=2, D=64, span=Span.packed(cu_seqlens, capacity=4, longest=high))
+
+
+def translate() -> None:
+    """Translate the kernels of `narrow` into Triton's own representation, and compile no further."""
+    target = driver.active.get_current_target()
+
+    def translate_kernel(kernel, key, signature, device, constexprs, options, attrs, warmup):
+        backend, context = kernel.device_caches[device][3], ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        source = kernel.ASTSource(kernel, signature, constexprs, attrs)
+        code = backend.get_codegen_implementation(options), backend.get_module_map()
+        module = source.make_ir(target, options, *code, context)
+        assert module.verify(), kernel
+        translated = SimpleNamespace(metadata=SimpleNamespace(name=module.get_entry_func_name(), shared=0))
+        kernel.device_caches[device][0][key] = translated
+        return translated
+
+    JITFunction._do_compile = translate_kernel
+    narrow()
 
 
 class RecordingKernel(CompiledKernel):

@@ -206,7 +206,9 @@ ignore_interpreter_warnings = pytest.mark.filterwarnings(
     tiered(
         itertools.product(ONE_HEAD + (GPU_ONE_HEAD if CUDA else []), DTYPES, [1.0, 30.0]),
         nightly=lambda case, dtype, scale: (
-            case in GPU_ONE_HEAD or (case is ONE_HEAD[1]) or (dtype != torch.float32 and case is not ONE_HEAD[0])
+            case in GPU_ONE_HEAD
+            or case is ONE_HEAD[1]
+            or ((dtype != torch.float32 or scale != 1.0) and case is not ONE_HEAD[0])
         ),
     ),
 )
@@ -342,8 +344,8 @@ RULES = [
 def test_rules_match_the_reference(rule: dict[str, object], heads: int, device: torch.device, poisoned) -> None:
     """Sink and local blocks, and maxima instead of sums; one head without an LSE, and several heads."""
     nsa = NSAConfig(**{"l": 16, "d": 8, "l_sel": 16, "w": 9, **rule})
-    generator, T = torch.Generator().manual_seed(3), 401
-    q = torch.randn(2, T, 2 * heads, 16, generator=generator)
-    k = torch.randn(2, geometry.num_compressed(T, nsa), 2, 16, generator=generator)
+    generator, T = torch.Generator().manual_seed(3), 203
+    q = torch.randn(1, T, 2 * heads, 16, generator=generator)
+    k = torch.randn(1, geometry.num_compressed(T, nsa), 2, 16, generator=generator)
     blocks = select_blocks(q.to(device), k.to(device), None, nsa)
     assert torch.equal(blocks.cpu(), reference.select_blocks(q.double(), k.double(), None, nsa))

@@ -41,11 +41,10 @@ def assert_they_fit(used: dict[str, int], architecture: int | str) -> None:
 
 
 @pytest.mark.slow
-def test_narrow_heads_compile_for_hopper_and_fit():
-    """A nightly test below has wide heads and all other architectures."""
-    used = run_compiling(90, CACHE, "narrow")
+def test_kernels_of_narrow_heads_are_valid_triton():
+    """Nightly tests below compile them to machine code, on all architectures."""
+    used = run_compiling(90, CACHE, "translate")
     assert used.keys() <= find_launched_names() and len(used) > 20
-    assert_they_fit(used, 90)
 
 
 @pytest.mark.nightly

@@ -59,7 +59,7 @@ FEW = (0, 5, 0, 0, 1, 8, 3, 4, 0)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "lengths",
-    [(6,), FEW, FEW * 7, *(pytest.param(many, marks=pytest.mark.slow) for many in (FEW * 8, (0, 0, 1, 0) * 520))],
+    [(6,), FEW, FEW * 7, FEW * 8, pytest.param((0, 0, 1, 0) * 520, marks=pytest.mark.nightly)],
     ids=lambda lengths: f"{len(lengths)}_documents",
 )
 def test_every_tile_of_every_document_has_one_program(lengths: tuple[int, ...], device: torch.device) -> None:

@@ -30,6 +30,7 @@ MODEL = [
         "nsa_layer",
     )
 ]
+RUNS = [f"tests/train/test_{part}_run.py" for part in ("training", "resumed", "halted")]
 PACKED = cases(
     "kernels/test_packed_tiles.py",
     "every_tile_of_every_document_has_one_program",
@@ -56,14 +57,17 @@ DECODING = cases(
     "ties_go_to_the_lower_index",
 )
 # A fork of this script may start no process, as a filling that is killed needs.
-FILLING = cases(
-    "data/test_build_shards.py",
-    "nothing_is_lost_and_documents_are_separated",
-    "copies_of_a_text_are_in_the_same_split",
-    "interruptions_change_nothing",
-    "damage_is_detected_and_reported",
-    "a_damaged_record_of_progress_starts_the_build_again",
-)
+FILLING = [
+    *cases(
+        "data/test_build_shards.py", "nothing_is_lost_and_documents_are_separated", "copies_of_a_text_are_in_the_same_split"
+    ),
+    *cases(
+        "data/test_interrupted_build.py",
+        "interruptions_change_nothing",
+        "damage_is_detected_and_reported",
+        "a_damaged_record_of_progress_starts_the_build_again",
+    ),
+]
 CHUNKS = cases("kernels/test_packed_tiles.py", "chunks[base]")
 SHARDS = cases(
     "model/test_context_parallel.py",
@@ -163,8 +167,11 @@ SUITES = {
         "torch_func_is_refused_with_the_way_out",
     ),
     "attention.torch_backend": attention_tests("layout", "definition", "gradcheck", "torch_parity"),
-    "attention.input_checks": attention_tests("dispatch"),
-    "attention.dispatch": [*attention_tests("backend_launches", "dispatch"), "tests/model/test_model_indexer.py"],
+    "attention.input_checks": attention_tests("input_checks", "dispatch"),
+    "attention.dispatch": [
+        *attention_tests("backend_launches", "dispatch", "input_checks"),
+        "tests/model/test_model_indexer.py",
+    ],
     **{f"model.{name}": [*MODEL, "tests/inference/test_decode.py"] for name in ("attention_layers", "head_projections")},
     "model.indexer": [*MODEL, *SHARDS],
     "model.init_weights": MODEL,
@@ -174,31 +181,35 @@ SUITES = {
     "model.nsa_layer": ["tests/model/test_nsa_layer.py"],
     "model.transformer": MODEL,
 }
-HF_MODELS = cases(
-    "inference/test_hf.py",
-    "packed_documents_equal_single_documents",
-    "loss_does_not_depend_on_micro_batches",
-    "selection_loss_is_part_of_the_training_loss",
-    "base_model_returns_the_last_hidden_state",
-    "loss_computed_from_logits_trains_the_indexer",
-    "missing_weights_are_those_of_a_new_model",
-    "settings_of_gradient_checkpointing_have_an_effect",
-    "calls_return_a_cache_as_configured",
-    "labels_that_padding_predicts_are_ignored",
-    "tied_embedding_is_saved",
-    "a_generated_pad_token_is_a_token_for_an_assistant",
-    "early_exit_is_refused",
-    "selection_loss_does_not_depend_on_micro_batches",
-)
+HF_MODELS = [
+    *cases(
+        "inference/test_hf.py",
+        "packed_documents_equal_single_documents",
+        "loss_does_not_depend_on_micro_batches",
+        "selection_loss_is_part_of_the_training_loss",
+        "base_model_returns_the_last_hidden_state",
+        "loss_computed_from_logits_trains_the_indexer",
+        "settings_of_gradient_checkpointing_have_an_effect",
+        "labels_that_padding_predicts_are_ignored",
+        "selection_loss_does_not_depend_on_micro_batches",
+    ),
+    *cases("inference/test_hf_saving.py", "missing_weights_are_those_of_a_new_model", "tied_embedding_is_saved"),
+    *cases(
+        "inference/test_hf_generation.py",
+        "calls_return_a_cache_as_configured",
+        "a_generated_pad_token_is_a_token_for_an_assistant",
+        "early_exit_is_refused",
+    ),
+]
 OTHERS = {
     "config.base": ["tests/test_config.py"],
     "cli.bench_commands": ["tests/bench/test_bench_commands.py"],
-    "cli.common": cases("test_cli_options.py", "every_path_refuses_an_empty_text_and_expands_the_home_folder"),
-    "cli.training_commands": ["tests/test_cli_options.py::test_values_arrive[plan]"],
-    "cli.model_commands": ["tests/test_cli_options.py::test_values_arrive[evaluate]"],
+    "cli.common": cases("cli/test_options.py", "every_path_refuses_an_empty_text_and_expands_the_home_folder"),
+    "cli.training_commands": ["tests/cli/test_options.py::test_values_arrive[plan]"],
+    "cli.model_commands": ["tests/cli/test_options.py::test_values_arrive[evaluate]"],
     "runs.record_digest": ["tests/health/test_verdict_file.py"],
     "cli.status_table": cases("runs/test_scale.py", "status_reads_only_the_end_of_records"),
-    "cli.inspect_commands": cases("test_cli.py", "report_record_option_is_passed_on"),
+    "cli.inspect_commands": cases("cli/test_commands.py", "report_record_option_is_passed_on"),
     "data.paths": ["tests/data/test_paths.py"],
     "runs.event_schema": ["tests/runs/test_event_schema.py"],
     **{
@@ -302,19 +313,19 @@ OTHERS = {
         "selection_loss_does_not_depend_on_micro_batches",
     ),
     "inference.hf.exporting": cases(
-        "inference/test_hf.py",
+        "inference/test_hf_saving.py",
         "requested_step_is_exported_with_the_settings_of_its_stage",
         "trained_length_is_exported",
     ),
     **dict.fromkeys(("inference.hf.modeling", "inference.hf.causal_lm"), HF_MODELS),
     "inference.hf.cache": cases(
-        "inference/test_hf.py",
+        "inference/test_hf_generation.py",
         "cropped_cache_continues",
         "cropped_padding_leaves_no_trace",
         "positions_continue_the_cached_tokens",
     ),
     "inference.hf.configuration": cases(
-        "inference/test_hf.py",
+        "inference/test_hf_saving.py",
         "model_saved_without_a_tokenizer_can_be_imported",
         "arguments_that_contradict_the_architecture_are_rejected",
     ),
@@ -366,7 +377,7 @@ OTHERS = {
     "train.muon": ["tests/train/test_muon.py"],
     "runs.trajectory": [
         "tests/train/test_resume_rules.py",
-        *cases("train/test_training_run.py", "a_run_without_an_optimizer_setting_resumes_only_with_adamw"),
+        *cases("train/test_resumed_run.py", "a_run_without_an_optimizer_setting_resumes_only_with_adamw"),
     ],
     "train.packing": [*GRAPHS, *MASKED, *cases("train/test_stage_switch.py", "steps_with_new_capacity_match_a_full_scan")],
     "train.preflight.leakage": MASKED,
@@ -503,11 +514,11 @@ OTHERS = {
     "train.trainer": [
         "tests/train/test_trainer.py",
         "tests/train/test_validation_loss.py",
-        "tests/train/test_training_run.py",
+        *RUNS,
         *cases("train/test_stage_switch.py", "every_document_capacity_is_compiled_ahead"),
     ],
     "train.checkpoint_manager": cases(
-        "train/test_training_run.py",
+        "train/test_halted_run.py",
         "a_run_whose_last_save_failed_is_not_done",
         "one_failed_save_is_recorded_and_the_next_one_is_tried",
         "two_failed_saves_in_a_row_halt",
@@ -565,15 +576,15 @@ OTHERS = {
     "health.sweep_results": ["tests/health/test_sweep_results.py"],
     # Not the whole file: a mutant's process may have no children of its own.
     "data.dataset": [
-        "tests/data/test_build_shards.py::test_a_run_continues_from_the_cache_if_its_source_is_missing",
-        "tests/data/test_build_shards.py::test_without_a_source_every_shard_is_hashed_whatever_its_size",
-        "tests/data/test_build_shards.py::test_a_cache_folder_of_another_kind_is_named",
+        "tests/data/test_interrupted_build.py::test_a_run_continues_from_the_cache_if_its_source_is_missing",
+        "tests/data/test_interrupted_build.py::test_without_a_source_every_shard_is_hashed_whatever_its_size",
+        "tests/data/test_interrupted_build.py::test_a_cache_folder_of_another_kind_is_named",
     ],
     "train.attempt": [
         *cases("crash/test_damaged_checkpoint.py", "run_with_a_signed_but_bad_checkpoint_resumes_from_the_one_before"),
         "tests/train/test_resume_rules.py",
-        "tests/train/test_training_run.py::test_a_run_resumes_without_its_source_if_the_cache_is_complete",
-        "tests/train/test_training_run.py::test_the_window_of_the_spike_rule_outlives_a_resume",
+        "tests/train/test_resumed_run.py::test_a_run_resumes_without_its_source_if_the_cache_is_complete",
+        "tests/train/test_halted_run.py::test_the_window_of_the_spike_rule_outlives_a_resume",
     ],
     "train.launcher": ["tests/train/test_multi_rank.py::test_the_rank_ended_by_a_signal_is_reported_before_later_failures"],
     "train.telemetry.event_log": ["tests/crash/test_full_disk.py"],
@@ -581,7 +592,7 @@ OTHERS = {
     "train.telemetry.tensorboard_writer": ["tests/crash/test_full_disk.py"],
     "train.telemetry.awake_clock": CLOCK,
     "train.telemetry.phases": [*CLOCK, "tests/train/test_telemetry.py"],
-    "train.telemetry.system_metrics": ["tests/train/test_telemetry.py", "tests/train/test_training_run.py"],
+    "train.telemetry.system_metrics": ["tests/train/test_telemetry.py", *RUNS],
     "runs.csv_export": ["tests/runs/test_csv_export.py"],
     "train.validation": ["tests/train/test_validation_loss.py", *MASKED],
     "runs.history": [

@@ -6,16 +6,19 @@ import gc
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from nsa_lab.config import RunConfig
 from nsa_lab.data import Dataset, prepare
 from nsa_lab.runs import lifecycle
 from nsa_lab.train.attempt import run
-from nsa_lab.train.build import Builders
+from nsa_lab.train.build import Builders, build_model
 
 Make = Callable[..., Path]
 
@@ -70,6 +73,21 @@ def builders(shards: Path) -> Builders:
         return prepare(*arguments, cache=shards)
 
     return Builders(data=data)
+
+
+@pytest.fixture
+def make_hooked_builders(builders: Builders) -> Callable[[Callable[[nn.Module], None]], Builders]:
+    """`hooked(change)`: builders that apply `change(model)` to the model."""
+
+    def make(change: Callable[[nn.Module], None]) -> Builders:
+        def model(config: RunConfig, device: torch.device) -> nn.Module:
+            built = build_model(config, device)
+            change(built)
+            return built
+
+        return replace(builders, model=model)
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -153,7 +153,8 @@ def check_training(world: World, folder: str, optimizer: str) -> None:
         assert (weights[name] - value).abs().mean() < 1e-5, name
 
 
-# Sections of runs in which several ranks share each sequence, with lengths that no number of ranks divides.
+# Sections of runs in which several ranks share each sequence, with lengths that no number of ranks divides. Of the four
+# blocks of a query, one is selected by importance.
 SHARED_RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "one sequence": {"train": {"seq_len": 83, "batch_size": 1, "accumulate_grad_batches": 1}},
     "documents, two micro-batches": {
@@ -170,10 +171,15 @@ SHARED_RUNS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def check_shared_sequences(world: World, folder: str, only: str = "") -> None:
-    """Ranks that share each sequence have the losses, held-out losses and weights of one rank."""
-    builders, n_steps, limit = Builders(build_float64_model), 4, 1e-6
+    """Ranks that share each sequence have the losses, held-out losses and weights of one rank.
+
+    Everything is computed in float64: in float32, another number of ranks would round importances to another selection, and
+    another processor losses to other sums.
+    """
+    builders, n_steps, limit = Builders(build_float64_model), 4, 1e-9
     for name, sections in SHARED_RUNS.items() if not only else [(only, SHARED_RUNS[only])]:
         runtime = {"parallel": world.parallel, **sections.get("runtime", {})}
+        sections = {**sections, "nsa": {"n_sel": 4}}
         context = make_context(world, Path(folder), builders, **{**sections, "runtime": runtime})
         assert context.stepper.context_size > 1, name
         single = make_context(World(), Path(folder), builders, **{**sections, "runtime": {}})

@@ -22,8 +22,15 @@ def test_sharded_weights_start_as_those_of_one_rank(n_ranks: int, local_size: in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize(("n_ranks", "local_size"), [(3, 0), (4, 2)])
+@pytest.mark.parametrize(
+    ("n_ranks", "local_size", "optimizer"),
+    [
+        (3, 0, "muon"),
+        (4, 2, "adamw"),
+        pytest.param(3, 0, "adamw", marks=pytest.mark.nightly),
+        pytest.param(4, 2, "muon", marks=pytest.mark.nightly),
+    ],
+)
 def test_sharded_ranks_train_as_one_rank(n_ranks: int, local_size: int, optimizer: str, tmp_path: Path) -> None:
     run_ranks("training", n_ranks, tmp_path, optimizer, local_size=local_size)
 

@@ -47,16 +47,9 @@ def read_losses(run_dir: Path) -> list[float]:
     return [event["loss"] for event in (*events.get_step_events(record), *events.get_eval_events(record))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("n_ranks", "parallel"),
-    [
-        (2, "fsdp"),
-        pytest.param(2, "ddp", marks=pytest.mark.nightly),
-        pytest.param(4, "fsdp", marks=pytest.mark.nightly),
-        pytest.param(4, "ddp", marks=pytest.mark.nightly),
-    ],
-)
+# `make ranks` runs them too. In CI, tests/train/test_fsdp.py compares ranks that share a model with one rank.
+@pytest.mark.nightly
+@pytest.mark.parametrize(("n_ranks", "parallel"), [(2, "fsdp"), (2, "ddp"), (4, "fsdp"), (4, "ddp")])
 def test_twenty_steps_under_torchrun_equal_those_of_one_rank(
     new_run: Make, train: Callable[..., int], n_ranks: int, parallel: str
 ) -> None:
