@@ -123,7 +123,7 @@ def test_other_damage_is_found(signed: History) -> None:
     for content, text in cases.items():
         write_lines(signed, [content])
         assert check(signed).ok is False and text in check(signed).text, (text, check(signed).text)
-    # What another rank, the heartbeat, or a next attempt writes after the end.
+    # Another rank, the heartbeat, or a next attempt writes after the end.
     for late in (
         {"kind": "error", "attempt": last["attempt"]},
         {"kind": "heartbeat", "attempt": last["attempt"]},
@@ -192,7 +192,7 @@ def test_a_kill_at_any_byte_is_no_change(signed: History, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_full_disk_is_no_change(signed: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever number of bytes can be written before the disk is full, and after it has space again."""
+    """Any number of bytes is written before the disk is full; then it has space again."""
     for room in range(0, 1500, 11):
         run_dir = tmp_path / f"full-{room}"
         run_dir.mkdir()

@@ -201,9 +201,9 @@ def test_the_initial_loss_of_any_model_follows_from_its_head(
     assert initial_loss.check_initial_loss(context).ok, initial_loss.check_initial_loss(context)
     expected, tolerance = initial_loss.compute_expected_loss(config.model, context.evaluations[0][0][1])
     low, high = initial_loss.compute_logit_bounds(config.model)
-    # Of many heads, five standard deviations are within the bounds.
+    # The bounds include five standard deviations of many heads.
     losses, deviations = list[float](), list[float]()
-    generator = torch.Generator().manual_seed(seed + 100)  # not that of the embeddings
+    generator = torch.Generator().manual_seed(seed + 100)  # the embeddings have another seed
     for _ in range(6):
         context.model.initialize_layer("head", generator)
         check = initial_loss.check_initial_loss(context)
