@@ -253,7 +253,7 @@ def sign_record(run_dir: Path, every: int = 1 << 30) -> None:
     """Replace the digest events of a record: one after `every` lines, and one at the end, which status.json names.
 
     An independent implementation of what a trainer does (`nsa_lab.runs.segment_digests`). For records that a test edits,
-    so that other checks than that of the digests judge the edit.
+    so that the other checks judge the edit.
     """
     path = run_dir / directory.EVENTS
     lines = [line for line in path.read_bytes().splitlines(keepends=True) if b'"kind":"digest"' not in line]

@@ -1,6 +1,6 @@
-"""Find out whether a stopped run can resume with a config.yaml that is not that of its last attempt.
+"""Find out whether a stopped run can resume with a config.yaml that was edited after its last attempt.
 
-The answer is that of `nsa-lab resume`, which compares the settings of the trajectory with those of the newest checkpoint.
+The result is the same as for `nsa-lab resume`, which compares the settings of the trajectory with the newest checkpoint.
 """
 
 from __future__ import annotations

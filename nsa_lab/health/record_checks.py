@@ -61,7 +61,7 @@ def check_one_run(history: History, limits: Limits) -> Verdict:
 def _find_foreign_file(history: History, is_edited: bool) -> str | None:
     """Return a text on a file of another run, or that contradicts the events; None if there is none.
 
-    `is_edited`: config.yaml describes the next attempt, so execution settings are not those of the last one.
+    `is_edited`: config.yaml describes the next attempt, so execution settings may differ from the last one.
     """
     n_steps, n_layers = history.config.train.steps, history.config.model.n_layers
     for event in history.first_events:

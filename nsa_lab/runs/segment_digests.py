@@ -10,7 +10,7 @@ beginning of the file, to the end of a line before this event. The lines of dige
 * The last digest event, and lines after it, are in no segment. status.json has the SHA-256 of the line of the event with
   which the last attempt ended.
 
-These digests are inside of the record. Those of `record_digest` are of whole files, and tell whether a verdict is out of
+These digests are inside of the record. `record_digest` has digests of whole files, by which a verdict is out of
 date.
 """
 

@@ -123,7 +123,7 @@ def test_other_damage_is_found(signed: History) -> None:
     for content, text in cases.items():
         write_lines(signed, [content])
         assert check(signed).ok is False and text in check(signed).text, (text, check(signed).text)
-    # What another rank, the heartbeat, or a next attempt writes after the end.
+    # Another rank, the heartbeat, or a next attempt writes after the end.
     for late in (
         {"kind": "error", "attempt": last["attempt"]},
         {"kind": "heartbeat", "attempt": last["attempt"]},
@@ -192,7 +192,7 @@ def test_a_kill_at_any_byte_is_no_change(signed: History, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_full_disk_is_no_change(signed: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever number of bytes can be written before the disk is full, and after it has space again."""
+    """Any number of bytes is written before the disk is full; then it has space again."""
     for room in range(0, 1500, 11):
         run_dir = tmp_path / f"full-{room}"
         run_dir.mkdir()
@@ -232,7 +232,9 @@ def test_lines_of_other_ranks_are_in_a_segment(signed: History, tmp_path: Path, 
     first, second = EventLog(run_dir, "r", 1), EventLog(run_dir, "r", 1)
 
     def hash_and_wait(*arguments: Any) -> Any:
+        os.write(second._file, b'{"v":1,"kind":')
         result = hash_lines(*arguments)
+        os.write(second._file, b'"error","attempt":1}\n')
         second.append("error", where="rank 1", message="late", fatal=False)
         return result
 
@@ -243,9 +245,15 @@ def test_lines_of_other_ranks_are_in_a_segment(signed: History, tmp_path: Path, 
         digest = first.append_digest()
         assert check(replace(history, status={"events_digest": digest})).ok
     monkeypatch.undo()
+    # A line that is written in pieces, around a digest that is then no event.
+    n_segments = len(read_segments(path).digests)
+    os.write(second._file, b'{"v":1,"kind":')
+    assert first.append_digest() is None and len(read_segments(path).digests) == n_segments
+    os.write(second._file, b'"error"}\n')
     digest = first.append_digest()
+    assert check(replace(history, status={"events_digest": digest})).ok
     whole = path.read_bytes()
-    assert whole.count(b'"error"') == 3 and len(read_segments(path).digests) == 4
+    assert whole.count(b'"error"') == 7 and len(read_segments(path).digests) == 4
     for place in range(0, len(whole), 9):
         path.write_bytes(whole[:place] + (b"0" if whole[place : place + 1] != b"0" else b"1") + whole[place + 1 :])
         assert check(replace(history, status={"events_digest": digest})).ok is False, place

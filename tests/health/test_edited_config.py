@@ -1,4 +1,4 @@
-"""A stopped run whose config.yaml was edited: health refuses the edits that resume refuses, and says what to do."""
+"""A stopped run whose config.yaml was edited: health refuses the edits that resume refuses, with the remedy."""
 
 from __future__ import annotations
 

@@ -6,6 +6,36 @@ from mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "health: an incomplete line may have any content",
+        "health.digest_checks",
+        "is_text = line.isascii() and line.decode().isprintable()",
+        "return True",
+    ),
+    Mutant(
+        "health: removed last lines pass", "health.digest_checks", "recorded is None or recorded in", "True or recorded in"
+    ),
+    Mutant("health: lines after the end pass", "health.digest_checks", "elif has_ended and", "elif False and"),
+    Mutant(
+        "health: late lines of other ranks were added",
+        "health.digest_checks",
+        'LATE_KINDS = (segment_digests.KIND, "error",',
+        "LATE_KINDS = (segment_digests.KIND,",
+    ),
+    Mutant("health: another environment passes", "health.digest_checks", "if {*recorded} ==", "if {*recorded} or {} =="),
+    Mutant(
+        "health: an edit that resume refuses is accepted", "health.edited_config", "    if not differences:", "    if True:"
+    ),
+    Mutant("health: an edit that resume accepts fails", "health.edited_config", "    if not differences:", "    if False:"),
+    Mutant(
+        "health: a run that is DONE may be edited", "health.edited_config", "history.is_alive or history.is_done or", ""
+    ),
+    Mutant(
+        "health: an edited backend contradicts the last attempt",
+        "health.record_checks",
+        "(None if is_edited else start_checks.find_contradiction(history))",
+        "start_checks.find_contradiction(history)",
+    ),
+    Mutant(
         "health: forced blocks are a choice",
         "health.completeness_checks",
         "has_choice and stage.seq_len > nsa.n_sel * nsa.l_sel",

@@ -14,6 +14,42 @@ MUTANTS = [
         "return None",
     ),
     Mutant(
+        "digests: a segment may have any content",
+        "runs.segment_digests",
+        'is_equal = is_inside and _hash_bytes(file, segments.end, size) == event["sha256"]',
+        "is_equal = is_inside",
+    ),
+    Mutant(
+        "digests: an edit changes all later segments",
+        "runs.segment_digests",
+        "segments.end + size if is_equal else offset",
+        "segments.end + size",
+    ),
+    Mutant(
+        "digests: an incomplete line is in the segment before it",
+        "runs.segment_digests",
+        "        digest.update(lines + line_end)\n",
+        "        digest.update(lines + line_end + rest)\n",
+    ),
+    Mutant(
+        "digests: a damaged size is hashed to the end of the file",
+        "runs.segment_digests",
+        "0 <= size <= offset - segments.end",
+        "0 <= size",
+    ),
+    Mutant(
+        "digests: those of an evaluation are not compared", "runs.evaluation", "if DIGEST in record and", "if False and"
+    ),
+    Mutant(
+        "digests: keys of an evaluation that become text change it",
+        "runs.evaluation",
+        "json.loads(json.dumps(evaluation)).items()",
+        "evaluation.items()",
+    ),
+    Mutant(
+        "history: first events are built again", "runs.event_table", "events._built = list(self)", "events._built = None"
+    ),
+    Mutant(
         "names: a shortened list does not state the rest",
         "runs.resolve",
         "if len(names) > MAX_LISTED else",

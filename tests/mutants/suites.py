@@ -213,7 +213,11 @@ OTHERS = {
     "data.paths": ["tests/data/test_paths.py"],
     "runs.event_schema": ["tests/runs/test_event_schema.py"],
     **{
-        f"runs.event_{name}": ["tests/runs/test_event_schema.py", "tests/runs/test_damaged_records.py"]
+        f"runs.event_{name}": [
+            *cases("runs/test_history.py", "first_events_are_built_once"),
+            "tests/runs/test_event_schema.py",
+            "tests/runs/test_damaged_records.py",
+        ]
         for name in ("columns", "table", "builder")
     },
     "runs.resolve": [*cases("runs/test_permissions.py", "private_runs_are_listed"), "tests/runs/test_resolve.py"],
@@ -295,6 +299,7 @@ OTHERS = {
     ],
     "health.record_checks": [
         "tests/health/test_record_edits.py",
+        "tests/health/test_edited_config.py",
         "tests/health/test_attempts.py",
         "tests/health/test_verdicts.py",
     ],
@@ -587,7 +592,14 @@ OTHERS = {
         "tests/train/test_halted_run.py::test_the_window_of_the_spike_rule_outlives_a_resume",
     ],
     "train.launcher": ["tests/train/test_multi_rank.py::test_the_rank_ended_by_a_signal_is_reported_before_later_failures"],
-    "train.telemetry.event_log": ["tests/crash/test_full_disk.py"],
+    "train.telemetry.event_log": ["tests/crash/test_full_disk.py", "tests/health/test_digest_checks.py"],
+    "train.preflight.initial_loss": cases("train/test_preflight.py", "the_initial_loss_of_any_model_follows_from_its_head"),
+    "runs.segment_digests": [
+        "tests/health/test_digest_checks.py",
+        *cases("runs/test_scale.py", "each_byte_of_a_record_is_hashed_once"),
+    ],
+    "health.digest_checks": ["tests/health/test_digest_checks.py"],
+    "health.edited_config": ["tests/health/test_edited_config.py"],
     "train.telemetry.heartbeat": ["tests/train/test_telemetry.py"],
     "train.telemetry.tensorboard_writer": ["tests/crash/test_full_disk.py"],
     "train.telemetry.awake_clock": CLOCK,

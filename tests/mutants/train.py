@@ -6,6 +6,54 @@ from mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "digests: a failed digest counts as written",
+        "train.telemetry.event_log",
+        "            if not self._try_write_line(line) or not",
+        "            if self._try_write_line(line) is None or not",
+    ),
+    Mutant(
+        "digests: one that is torn counts as written",
+        "train.telemetry.event_log",
+        " or not self._ends_with_line(line):",
+        ":",
+    ),
+    Mutant(
+        "digests: a new attempt begins at the first line",
+        "train.telemetry.event_log",
+        "self._segment_start = read_segments(self._path).end",
+        "self._segment_start = 0",
+    ),
+    Mutant(
+        "digests: lines between a segment and its digest are in none",
+        "train.telemetry.event_log",
+        "            self._segment_start += size\n",
+        "            self._segment_start = os.fstat(self._file).st_size - len(line)\n",
+    ),
+    Mutant(
+        "preflight: any initial logits pass",
+        "train.preflight.initial_loss",
+        " and low <= math.sqrt(variance) <= high",
+        "",
+    ),
+    Mutant(
+        "preflight: any initial loss passes",
+        "train.preflight.initial_loss",
+        "abs(loss - expected) <= tolerance and ",
+        "",
+    ),
+    Mutant(
+        "preflight: any targets pass",
+        "train.preflight.initial_loss",
+        "if not torch.equal(targets[:, :-1], inputs[:, 1:]):",
+        "if False:",
+    ),
+    Mutant(
+        "preflight: the initial loss is ln V within 2%",
+        "train.preflight.initial_loss",
+        "abs(loss - expected) <= tolerance",
+        "abs(loss - expected) <= 0.02 * expected",
+    ),
+    Mutant(
         "ranks: those that share a sequence have different ones",
         "train.distributed",
         "return self.rank // size * count, count",

@@ -89,7 +89,7 @@ def test_health_of_a_long_record_takes_bounded_memory(tmp_path: Path) -> None:
 
 
 def test_each_byte_of_a_record_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever sizes the digests of a damaged record have."""
+    """The digests of a damaged record may have any size."""
     run_dir, n_hashed = fake_run.write_run(tmp_path), list[int]()
     hash_bytes = segment_digests._hash_bytes
     monkeypatch.setattr(

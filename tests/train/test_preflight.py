@@ -171,7 +171,7 @@ def test_preflight_detects_changed_shards(
 
 INITIAL_VARIANTS: list[Any] = [
     {},
-    {"dim": 8, "n_heads": 2, "n_kv_groups": 1},  # 2% from ln V or more with seeds 1 and 3
+    {"dim": 8, "n_heads": 2, "n_kv_groups": 1},  # often more than 2% from ln V
     *(
         pytest.param(changes, marks=pytest.mark.nightly)
         for changes in ({"dim": 24, "attention": "dense"}, {"dim": 64, "n_heads": 8, "matching_heads": 1})
@@ -201,12 +201,14 @@ def test_the_initial_loss_of_any_model_follows_from_its_head(
     assert initial_loss.check_initial_loss(context).ok, initial_loss.check_initial_loss(context)
     expected, tolerance = initial_loss.compute_expected_loss(config.model, context.evaluations[0][0][1])
     low, high = initial_loss.compute_logit_bounds(config.model)
-    # Of many heads, five standard deviations are within the bounds.
+    # The bounds include five standard deviations of many heads.
     losses, deviations = list[float](), list[float]()
-    generator = torch.Generator().manual_seed(seed + 100)  # not that of the embeddings
+    generator = torch.Generator().manual_seed(seed + 100)  # the embeddings have another seed
     for _ in range(6):
         context.model.initialize_layer("head", generator)
-        loss, deviation = map(float, re.findall(r"[\d.]+", initial_loss.check_initial_loss(context).value))
+        check = initial_loss.check_initial_loss(context)
+        loss, deviation = map(float, re.findall(r"[\d.]+", check.value))
+        assert check.ok, check
         losses.append(loss - expected)
         deviations.append(deviation)
     assert max(map(abs, losses)) < tolerance and low < min(deviations) < max(deviations) < high

@@ -63,7 +63,8 @@ class EventLog:
                 logger.error("the digest of the events could not be computed, the run continues: %s", error)
                 return None
             line = self._encode_event(KIND, {"bytes": size, "sha256": digest})
-            if not self._try_write_line(line):
+            # A line into which another process wrote is not found by readers, so the next digest has to cover it.
+            if not self._try_write_line(line) or not self._ends_with_line(line):
                 return None
             self._segment_start += size
             return hashlib.sha256(line.rstrip(b"\n")).hexdigest()
@@ -130,6 +131,12 @@ class EventLog:
             if os.fstat(self._file).st_size == start + written:
                 os.ftruncate(self._file, start)
             raise
+
+    def _ends_with_line(self, line: bytes) -> bool:
+        """Return whether the bytes that this process wrote last are this line, from its beginning to its end."""
+        start = os.lseek(self._file, 0, os.SEEK_CUR) - len(line)
+        before = b"\n" if start else b""
+        return os.pread(self._file, len(before + line), start - len(before)) == before + line
 
     def _end_torn_line(self) -> None:
         size = os.fstat(self._file).st_size
