@@ -6,6 +6,12 @@ from mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "step: losses of float64 logits are float32",
+        "train.step",
+        "    return x.to(torch.promote_types(x.dtype, torch.float32))",
+        "    return x.float()",
+    ),
+    Mutant(
         "ranks: those that share a sequence have different ones",
         "train.distributed",
         "return self.rank // size * count, count",
