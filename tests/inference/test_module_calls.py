@@ -381,12 +381,12 @@ def test_changed_module_with_kernels(variant: dict, monkeypatch: pytest.MonkeyPa
 
 
 def check_few_steps_equal_forward(model: NSATransformer) -> None:
-    tokens = sample_tokens(1, 23)
+    tokens = sample_tokens(1, 36)
     with torch.no_grad():
         full = model(tokens)
-        decoder = Decoder(model, 23, backend="triton")
-        decoder.append(tokens[:, :21])
-        for position in (21, 22):
+        decoder = Decoder(model, 36, backend="triton")
+        decoder.append(tokens[:, :34])
+        for position in (34, 35):
             logits = decoder.append(tokens[:, position : position + 1])
             torch.testing.assert_close(logits[:, 0], full[:, position], rtol=0, atol=2e-5)
 

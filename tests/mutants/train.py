@@ -54,6 +54,12 @@ MUTANTS = [
         "abs(loss - expected) <= 0.02 * expected",
     ),
     Mutant(
+        "step: losses of float64 logits are float32",
+        "train.step",
+        "    return x.to(torch.promote_types(x.dtype, torch.float32))",
+        "    return x.float()",
+    ),
+    Mutant(
         "ranks: those that share a sequence have different ones",
         "train.distributed",
         "return self.rank // size * count, count",

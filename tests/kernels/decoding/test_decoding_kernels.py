@@ -205,7 +205,7 @@ def test_index_keys_in_few_bits_give_the_output_of_their_decoded_values(
     of 16 and 96 channels an odd one.
     """
     rule = make_rule(1, 1, reduction)
-    case = make_index_case((91, 21), 2, 4, 2, width, 16, rule=rule, tokens=1, branches=("sel",), index_heads=index_heads)
+    case = make_index_case((203, 37), 2, 4, 2, width, 16, rule=rule, tokens=1, branches=("sel",), index_heads=index_heads)
     inputs = make_inputs(case, dtype, device)
     shared = inputs.cache.k_index[:, :, :1].float() * torch.logspace(-3, 2, width, device=device)
     stored = encode_keys(shared, index_dtype)
