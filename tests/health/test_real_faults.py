@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from fake_run import Event, edit_history
-from nsa_lab.health.log_integrity import check_one_run
 
 from nsa_lab.health import LIMITS, Limits, Verdict
 from nsa_lab.health.attempt_checks import check_attempts_agree
@@ -22,6 +21,7 @@ from nsa_lab.health.consistency_checks import check_consistent
 from nsa_lab.health.ending_checks import check_status_agrees
 from nsa_lab.health.evaluation_checks import find_foreign_evaluation
 from nsa_lab.health.loss_course import check_loss_course
+from nsa_lab.health.record_checks import check_one_run
 from nsa_lab.health.repetition_checks import check_layers_differ
 from nsa_lab.health.selection_checks import check_sink_share
 from nsa_lab.health.throughput_checks import check_memory
