@@ -125,7 +125,9 @@ DAMAGED = cases(
     "many_files_of_a_manifest_start_few_threads",
     "manifest_without_weights_is_not_whole",
 )
-CONVERT = [f"tests/convert/test_{name}.py" for name in ("sparsify", "training", "saved_models", "nsa_model")]
+CONVERT = [
+    f"tests/convert/test_{name}.py" for name in ("sparsify", "cached_passes", "training", "saved_models", "nsa_model")
+]
 SUITES = {
     **{f"convert.{name}": CONVERT for name in ("forward_pass", "cache", "indexer", "models", "adapter", "settings")},
     "convert.nsa_model": ["tests/convert/test_nsa_model.py"],
