@@ -283,6 +283,7 @@ OTHERS = {
         "inference/test_hf.py",
         "invalid_masks_and_positions_are_rejected",
         "selection_loss_does_not_depend_on_micro_batches",
+        "masks_with_holes_generate_as_their_tokens",
     ),
     "inference.hf.exporting": cases(
         "inference/test_hf.py",
