@@ -16,7 +16,7 @@ from nsa_lab.convert.settings import ConversionSettings
 from nsa_lab.inference import kv_cache_size
 from nsa_lab.inference.cache import Cache, Step
 from nsa_lab.inference.hf.cache import ColumnCache
-from nsa_lab.inference.hf.inputs import PaddingPermutation, find_end_offsets, find_ends
+from nsa_lab.inference.hf.inputs import PADDED_AT_END, PaddingPermutation, find_end_offsets, find_ends
 from nsa_lab.model import NSATransformer, Rotary
 from nsa_lab.model.placement import find_placement
 
@@ -59,11 +59,14 @@ class SparseCache(ColumnCache):
             self._offset, self._column_offset = offset, column_offset
         is_equal = offset.eq(self._offset) | column_offset.eq(self._column_offset) | ~is_text | n_cached.eq(0)
         if not bool(is_equal.all()):
+            restarts = ~self.make_mask(len(is_equal))[:, -1:].to(offset.device) & positions[:, :1].eq(1)
+            if bool((is_equal | restarts).all()):  # as in `find_continued`
+                raise ValueError(PADDED_AT_END)
             row = int(is_equal[:, 0].byte().argmin())
             expected = int((self._offset + n_cached)[row])
             raise ValueError(
                 f"position_ids: expected {expected} for the first new token of row {row}, after cached tokens, got "
-                f"{int((offset + n_cached)[row])}; omit position_ids, pass them in every call, and pad prompts on the left"
+                f"{int((offset + n_cached)[row])}; omit position_ids, or pass them in every call"
             )
         self._offset = torch.where(is_text, last_offset, self._offset)
         self._column_offset = torch.where(is_text, last_column_offset, self._column_offset)

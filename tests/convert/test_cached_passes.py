@@ -109,7 +109,7 @@ def test_padding_after_a_prompt_repeats_its_last_token() -> None:
         torch.testing.assert_close(logits[0, 13:], expected.expand(7, -1))
         last = model(tokens, attention_mask=mask, use_cache=use_cache, logits_to_keep=1).logits
         torch.testing.assert_close(last[0], expected)
-        with pytest.raises(ValueError, match="position_ids: expected"):
+        with pytest.raises(ValueError, match=r"attention_mask: expected padding before the tokens .* pad on the left"):
             model.generate(tokens, attention_mask=mask, use_cache=use_cache, **GREEDY)
 
 

@@ -321,6 +321,7 @@ OTHERS = {
             "selection_loss_does_not_depend_on_micro_batches",
         ),
         *cases("inference/test_hf_generation.py", "masks_with_holes_generate_as_their_tokens"),
+        *cases("convert/test_cached_passes.py", "padding_after_a_prompt_repeats_its_last_token"),
     ],
     "inference.hf.exporting": cases(
         "inference/test_hf_saving.py",

@@ -18,6 +18,11 @@ from nsa_lab.attention.segment_ops import find_documents_of_rows
 from nsa_lab.attention.selection_loss import sample_rows
 
 TENSOR_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels")
+# Error for the positions that `generate` passes after padding at the end of a row, where the caller rotates by them.
+PADDED_AT_END = (
+    "attention_mask: expected padding before the tokens of each prompt, got padding after them, whose position `generate` "
+    "continues; pad on the left"
+)
 
 
 def check_tensor_arguments(arguments: Mapping[str, Any]) -> None:
@@ -98,6 +103,8 @@ def build_layout(
     is_continued = n_columns == 1 or bool(find_continued(positions, mask, with_restarts=not counts_padding).all())
     if is_continued or (counts_padding and bool(counts_up.all())):
         return None
+    if mask is not None and bool(find_continued(positions, mask).all()):
+        raise ValueError(PADDED_AT_END)
     if (
         n_rows > 1
         or mask is not None
