@@ -16,7 +16,7 @@ from nsa_lab.convert.settings import ConversionSettings
 from nsa_lab.inference import kv_cache_size
 from nsa_lab.inference.cache import Cache, Step
 from nsa_lab.inference.hf.cache import ColumnCache
-from nsa_lab.inference.hf.inputs import PaddingPermutation
+from nsa_lab.inference.hf.inputs import PADDED_AT_END, PaddingPermutation, find_end_offsets, find_ends
 from nsa_lab.model import NSATransformer, Rotary
 from nsa_lab.model.placement import find_placement
 
@@ -33,6 +33,7 @@ class SparseCache(ColumnCache):
         super().__init__(base)
         self.settings = settings
         self._tokens: Cache | None = None
+        self._column_offset: Tensor | None = None  # position minus column of the last token, [B, 1]
         self._rotary: dict[torch.device, Rotary] = {}
 
     @property
@@ -40,8 +41,45 @@ class SparseCache(ColumnCache):
         return self._tokens
 
     def _drop_tokens(self) -> None:
-        self._tokens = None
+        self._tokens = self._column_offset = None
         self._rotary.clear()
+
+    def check_positions(self, positions: Tensor, mask: Tensor | None) -> None:
+        """Raise ValueError unless positions [B, n] of new columns continue the positions of the cached tokens.
+
+        New tokens are rotated by them. They count up from token to token, or from column to column, padding included.
+        mask: [B, n], None without padding.
+        """
+        is_token = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask.to(positions.device).bool()
+        is_text, ends = is_token.any(1, keepdim=True), find_ends(is_token)
+        n_cached = torch.tensor(self._tokens.starts if self._tokens else (0,), device=positions.device)[:, None]
+        offset, last_offset = (x - n_cached for x in find_end_offsets(positions, mask))
+        column_offset, last_column_offset = (positions.gather(1, end) - end - self._n_columns for end in ends)
+        if self._offset is None or self._column_offset is None:
+            self._offset, self._column_offset = offset, column_offset
+        is_equal = offset.eq(self._offset) | column_offset.eq(self._column_offset) | ~is_text | n_cached.eq(0)
+        if not bool(is_equal.all()):
+            restarts = ~self.make_mask(len(is_equal))[:, -1:].to(offset.device) & positions[:, :1].eq(1)
+            if bool((is_equal | restarts).all()):  # as in `find_continued`
+                raise ValueError(PADDED_AT_END)
+            row = int(is_equal[:, 0].byte().argmin())
+            expected = int((self._offset + n_cached)[row])
+            raise ValueError(
+                f"position_ids: expected {expected} for the first new token of row {row}, after cached tokens, got "
+                f"{int((offset + n_cached)[row])}; omit position_ids, or pass them in every call"
+            )
+        self._offset = torch.where(is_text, last_offset, self._offset)
+        self._column_offset = torch.where(is_text, last_column_offset, self._column_offset)
+
+    def make_positions(self, n_columns: int, device: torch.device) -> Tensor:
+        """Return positions [B, n] or [1, n] of new columns: they count up from the last cached token, padding included."""
+        columns = torch.arange(self._n_columns, self._n_columns + n_columns, device=device)[None]
+        return columns if self._column_offset is None else columns + self._column_offset.to(device)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        if self._column_offset is not None:
+            self._column_offset = self._column_offset[beam_idx.to(self._column_offset.device)]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Return the new keys and values unchanged: the attention function stores them, together with index keys."""

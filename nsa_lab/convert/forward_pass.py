@@ -163,7 +163,10 @@ def attend(
             "gradient checkpointing with use_reentrant=True: the selection loss would have no gradient; use "
             'gradient_checkpointing_kwargs={"use_reentrant": False}'
         )
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    # Under autocast, transformers rotates queries and keys in float32.
+    is_autocast = torch.is_autocast_enabled(value.device.type) and value.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(value.device.type) if is_autocast else value.dtype
+    q, k, v = (x.transpose(1, 2).to(dtype) for x in (query, key, value))
     return current.attend(attention, ProjectedHeads(q, (k,), (v,), None), arguments[HIDDEN]), None
 
 

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
@@ -30,7 +29,7 @@ from nsa_lab.convert.cache import SparseCache, compute_index_rotary
 from nsa_lab.convert.forward_pass import DENSE, HIDDEN, PASS, SPARSE, ForwardPass
 from nsa_lab.convert.settings import ConversionSettings
 from nsa_lab.inference.hf.cache import GET_CACHE
-from nsa_lab.inference.hf.causal_lm import IGNORED_LABEL, NSALabOutput
+from nsa_lab.inference.hf.causal_lm import IGNORED_LABEL, NSALabOutput, find_shifted_labels
 from nsa_lab.inference.hf.inputs import (
     PaddingPermutation,
     build_layout,
@@ -40,7 +39,7 @@ from nsa_lab.inference.hf.inputs import (
     slice_mask,
     weigh_queries,
 )
-from nsa_lab.inference.hf.modeling import CACHE_ARGUMENT, AddedLoss
+from nsa_lab.inference.hf.modeling import CACHE_ARGUMENT, AddedLoss, RefusedBackward
 from nsa_lab.model import Rotary
 from nsa_lab.model.attention_layers import get_layouts
 
@@ -73,14 +72,17 @@ def begin_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     arguments = _bind(model, args, kwargs)
     check_tensor_arguments(arguments)
     check_item_count(arguments.get("num_items_in_batch"))
-    labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
-    if shifted is not None:
+    labels, shifted, mask = (arguments.get(name) for name in ("labels", "shift_labels", "attention_mask"))
+    inputs = _get_inputs(arguments)
+    if _has_labels(arguments) and inputs is not None:  # transformers reports missing inputs
+        mask = None if mask is None else slice_mask(mask, *inputs.shape[:2])
+        shifted = find_shifted_labels(inputs, labels, shifted, mask)
         # transformers computes a loss only if there are also labels, and flattens shift_labels with `view`.
-        labels, shifted = shifted if labels is None else labels, shifted.contiguous()
-        args, kwargs = (), {**arguments, "labels": labels, "shift_labels": shifted}
+        arguments |= {"labels": shifted if labels is None else labels, "shift_labels": shifted.contiguous()}
+        args, kwargs = (), arguments
     if model.training and torch.is_grad_enabled():
         kwargs = {**kwargs, LOSSES: {}}
-        if arguments.get("num_items_in_batch") is not None and _has_labels(arguments):
+        if arguments.get("num_items_in_batch") is not None and shifted is not None:
             kwargs[LABELS] = _find_labels(arguments)
     return args, kwargs
 
@@ -116,6 +118,11 @@ def _has_labels(arguments: Mapping[str, Any]) -> bool:
     return any(arguments.get(name) is not None for name in ("labels", "shift_labels"))
 
 
+def _get_inputs(arguments: Mapping[str, Any]) -> Tensor | None:
+    tokens = arguments.get("input_ids")
+    return tokens if tokens is not None else arguments.get("inputs_embeds")
+
+
 def _compute_label_share(arguments: Mapping[str, Any]) -> Tensor | float:
     """Return this batch's share of the labels, by which a Trainer weighs the losses of micro-batches; 1 without it."""
     n_labels = arguments.get("num_items_in_batch")
@@ -123,18 +130,20 @@ def _compute_label_share(arguments: Mapping[str, Any]) -> Tensor | float:
 
 
 def _find_labels(arguments: Mapping[str, Any]) -> Tensor:
-    """Return where a label is predicted, bool [B, T]."""
-    shifted, labels = arguments.get("shift_labels"), arguments.get("labels")
-    if shifted is None:
-        shifted = pad(cast(Tensor, labels)[:, 1:], (0, 1), value=IGNORED_LABEL)
-    return cast(Tensor, shifted) != IGNORED_LABEL
+    """Return where a label is predicted, bool [B, T], after `begin_model`."""
+    return cast(Tensor, arguments["shift_labels"]) != IGNORED_LABEL
 
 
 def begin_pass(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Prepare the pass of the base model: find its documents, and move the tokens of each row before its padding."""
-    if not is_converted(base):
-        return None
     arguments = _bind(base, args, kwargs)
+    if not is_converted(base):
+        if any(isinstance(arguments.get(name), SparseCache) for name in CACHE_NAMES):
+            raise TypeError(
+                f"cache: expected one of transformers with attention {base.config._attn_implementation!r}, got a "
+                "SparseCache; start without a cache after set_attn_implementation"
+            )
+        return None
     check_tensor_arguments(arguments)
     if arguments.get("output_attentions"):
         raise NotImplementedError(
@@ -142,12 +151,11 @@ def begin_pass(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
             'use model.set_attn_implementation("eager") for dense attention'
         )
     check_flag("use_cache", arguments.get("use_cache"))
-    tokens, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
-    inputs = tokens if tokens is not None else embeddings
+    tokens, inputs = arguments.get("input_ids"), _get_inputs(arguments)
     if inputs is None:
         return None  # transformers reports it
     n_rows, n_columns = inputs.shape[:2]
-    cache = _get_cache(arguments)
+    cache = _get_cache(base, arguments)
     mask = arguments.get("attention_mask")
     if mask is not None:
         mask = slice_mask(mask, n_rows, n_columns)
@@ -159,17 +167,18 @@ def begin_pass(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
         raise NotImplementedError(
             f'attention {DENSE!r} has no cache; pass use_cache=False, or use model.set_attn_implementation("sdpa")'
         )
-    positions = arguments.get("position_ids")
-    if positions is None:
-        first = cache.get_seq_length() if cache is not None else 0
-        positions = torch.arange(first, first + n_columns, device=inputs.device)[None]
     permutation = None if mask is None else PaddingPermutation(mask)
-    counts = [n_columns] * n_rows
+    counts = [n_columns] * n_rows if permutation is None else permutation.counts
+    positions, steps = arguments.get("position_ids"), []
+    if cache is not None:
+        steps = cache.make_steps(counts)
+        positions = cache.make_positions(n_columns, inputs.device) if positions is None else positions
+        cache.check_positions(positions.expand(n_rows, -1), mask)
+    elif positions is None:
+        positions = torch.arange(n_columns, device=inputs.device)[None]
     if permutation is not None:
-        counts = permutation.counts
         inputs, positions = permutation.apply(inputs), permutation.apply(positions.expand(n_rows, -1))
         inputs, positions = inputs[:, : max(counts)], positions[:, : max(counts)]
-    steps = cache.make_steps(counts) if cache is not None else []
     query_weights, is_label = None, arguments.pop(LABELS, None)
     if is_label is not None and is_label.shape == (n_rows, n_columns):  # transformers reports other shapes
         n_tokens = None if permutation is None else permutation.mask.sum(1)
@@ -209,10 +218,15 @@ def _compute_rotary(base: Any, inputs: Tensor, span: Span | None) -> Rotary:
     return compute_index_rotary(base, positions)
 
 
-def _get_cache(arguments: Mapping[str, Any]) -> SparseCache | None:
+def _get_cache(base: Any, arguments: Mapping[str, Any]) -> SparseCache | None:
     given = [arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None]
     if given and not isinstance(given[0], SparseCache):
         raise TypeError(f"cache: expected a SparseCache, got a {type(given[0]).__name__}; {GET_CACHE}")
+    if given and given[0]._model is not base:
+        raise ValueError(
+            "cache: expected a cache of this model, got that of another one; omit it in the first call with "
+            "use_cache=True, which returns one"
+        )
     return given[0] if given else None
 
 
@@ -233,21 +247,23 @@ def end_pass(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: A
         return None
     if current.cache is not None:
         current.cache.finish(current.counts, current.n_columns, current.permutation)
-    if current.permutation is not None:
-        output = _restore(output, current.permutation, max(current.counts))
+        output = _map_tensors(output, RefusedBackward.apply)
+    if (permutation := current.permutation) is not None:
+        n_columns = max(current.counts)
+        output = _map_tensors(output, lambda x: permutation.restore(x) if x.ndim > 1 and x.shape[1] == n_columns else x)
     if current.losses and LOSSES not in kwargs:
         # The base model was called directly: a loss computed from its output also trains the indexer.
         output = _add_gradient(output, sum_losses(current.losses) * current.settings.model.selection_loss)
     return output
 
 
-def _restore(value: Any, permutation: PaddingPermutation, n_columns: int) -> Any:
-    """Return an output with the columns of all its tensors [B, n, ...] in the order of the mask."""
+def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return an output with `function` applied to all its tensors."""
     if isinstance(value, Tensor):
-        return permutation.restore(value) if value.ndim > 1 and value.shape[1] == n_columns else value
+        return function(value)
     if isinstance(value, ModelOutput):
-        return type(value)(**{name: _restore(part, permutation, n_columns) for name, part in value.items()})
-    return tuple(_restore(part, permutation, n_columns) for part in value) if isinstance(value, tuple) else value
+        return type(value)(**{name: _map_tensors(part, function) for name, part in value.items()})
+    return tuple(_map_tensors(part, function) for part in value) if isinstance(value, tuple) else value
 
 
 def _add_gradient(output: Any, loss: Tensor) -> Any:

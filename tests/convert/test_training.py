@@ -77,6 +77,22 @@ def test_shifted_labels_give_the_loss_of_labels() -> None:
             torch.testing.assert_close(model(tokens, return_dict=False, **arguments)[0], expected)
 
 
+def test_labels_that_padding_predicts_are_ignored() -> None:
+    """The loss of padded rows is the mean over the labels of their tokens, with labels and with shifted labels."""
+    model, tokens = convert().eval(), make_tokens()
+    for side in (slice(0, 13), slice(-13, None), slice(20, 27)):
+        mask = torch.ones_like(tokens)
+        mask[0, side] = 0
+        shifted = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+        logits = model(tokens, attention_mask=mask).logits
+        nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), shifted.flatten(), reduction="none")
+        expected = nll[(mask.bool() & (shifted != -100)).flatten()].mean()
+        for labels in ({"labels": tokens}, {"shift_labels": shifted}):
+            torch.testing.assert_close(
+                model(tokens, attention_mask=mask, **labels).loss.double(), expected, atol=1e-5, rtol=1e-5
+            )
+
+
 def test_the_selection_loss_trains_only_the_indexer() -> None:
     model, tokens = convert(), make_tokens()
     output = model(tokens, labels=tokens)

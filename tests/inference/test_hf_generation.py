@@ -136,6 +136,18 @@ def test_early_exit_is_refused() -> None:
         model.generate(tokens, max_new_tokens=4)
 
 
+def test_a_cache_outlives_inference_mode() -> None:
+    model, tokens = make_model().eval(), sample_bytes(2, 600)
+    with torch.inference_mode():
+        cache = model(tokens[:, :20], use_cache=True)[hf.CACHE_ARGUMENT]
+    parts = [model(tokens[:, 20:23], cache=cache).logits]
+    with torch.inference_mode():  # the cache grows
+        parts.append(model(tokens[:, 23:599], cache=cache).logits)
+    cache.reorder_cache(torch.tensor([0, 1]))
+    parts.append(model(tokens[:, 599:], cache=cache).logits)
+    torch.testing.assert_close(torch.cat(parts, 1), model(tokens).logits[:, 20:])
+
+
 def test_reset_cache_is_empty(model: hf.NSALabForCausalLM) -> None:
     tokens = torch.randint(0, 255, (1, 20), generator=torch.Generator().manual_seed(0))
     first = model(tokens, use_cache=True)
@@ -263,11 +275,12 @@ def test_masks_with_holes_generate_as_their_tokens() -> None:
             assert torch.equal(model.generate(tokens[row : row + 1], **how, **single)[0, -8:], expected[row])
     with pytest.raises(ValueError, match="count up by one from token to token, without a step at padding"):
         model.generate(tokens, position_ids=torch.arange(14)[None], **inputs)
-    # The first token after padding at the end is undefined: its logits are those of padding. `transformers` only warns, and
-    # continues from position 0 of the padding.
+    # With padding at the end, `transformers` takes the first token from the last column, and continues from position 0.
     mask[1, 12:] = 0
-    for how in ({}, {"use_cache": False}, {"num_beams": 2}):
-        assert model.generate(tokens, **how, **inputs).shape == (2, 22), how
+    row = tokens[1][mask[1].bool()][None]
+    for how in ({}, {"use_cache": False}, {"num_beams": 3}):
+        expected = model.generate(row, max_new_tokens=8, **how, **options)[0, -8:]
+        assert torch.equal(model.generate(tokens, **how, **inputs)[1, -8:], expected), how
 
 
 @pytest.mark.slow

@@ -242,6 +242,12 @@ MUTANTS = [
         "mask.eq(mask)",
     ),
     Mutant(
+        "transformers: padding at the end repeats the first token",
+        "inference.hf.inputs",
+        "(self.mask.cumsum(1) - 1).clamp_min(0)",
+        "(self.mask.cumsum(1) - 1).clamp_min(0) * self.mask",
+    ),
+    Mutant(
         "transformers: a negative number of labels trains to a higher loss",
         "inference.hf.inputs",
         "(isinstance(number, Real) and 0 < number < math.inf)",

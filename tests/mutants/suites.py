@@ -129,7 +129,9 @@ DAMAGED = cases(
     "many_files_of_a_manifest_start_few_threads",
     "manifest_without_weights_is_not_whole",
 )
-CONVERT = [f"tests/convert/test_{name}.py" for name in ("sparsify", "training", "saved_models", "nsa_model")]
+CONVERT = [
+    f"tests/convert/test_{name}.py" for name in ("sparsify", "cached_passes", "training", "saved_models", "nsa_model")
+]
 SUITES = {
     **{
         f"convert.{name}": CONVERT
@@ -312,11 +314,15 @@ OTHERS = {
         "a_model_that_fails_parity_gets_no_speed",
         "random_caches_hold_finite_index_keys",
     ),
-    "inference.hf.inputs": cases(
-        "inference/test_hf.py",
-        "invalid_masks_and_positions_are_rejected",
-        "selection_loss_does_not_depend_on_micro_batches",
-    ),
+    "inference.hf.inputs": [
+        *cases(
+            "inference/test_hf.py",
+            "invalid_masks_and_positions_are_rejected",
+            "selection_loss_does_not_depend_on_micro_batches",
+        ),
+        *cases("inference/test_hf_generation.py", "masks_with_holes_generate_as_their_tokens"),
+        *cases("convert/test_cached_passes.py", "padding_after_a_prompt_repeats_its_last_token"),
+    ],
     "inference.hf.exporting": cases(
         "inference/test_hf_saving.py",
         "requested_step_is_exported_with_the_settings_of_its_stage",

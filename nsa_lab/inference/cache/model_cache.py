@@ -26,6 +26,7 @@ class Cache:
     sequences that would fit; the errors of `resolve_backend` if the backend cannot run or does not support the shapes.
     """
 
+    @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
     def __init__(self, model: NSATransformer, capacity: int, batch: int = 1, backend: str | None = None) -> None:
         check_weights_in_memory(model)
         placement = find_placement(model)
@@ -102,6 +103,7 @@ class Cache:
             # In place: a captured graph reads this memory.
             self.lengths.copy_(torch.tensor(self.starts, dtype=torch.int32), non_blocking=True)
 
+    @torch.inference_mode(False)
     def grow(self, capacity: int) -> None:
         """Increase the capacity to `capacity` tokens per sequence. Tensors that depend on it are copied."""
         self.capacity = capacity

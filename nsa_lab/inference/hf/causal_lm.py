@@ -166,7 +166,7 @@ class NSALabForCausalLM(PassesCacheToPeft, NSALabModel, GenerationMixin):
             columns = slice(-logits_to_keep, None) if logits_to_keep else None
 
         def shift(inputs: Tensor) -> Tensor:
-            return _shift_labels(inputs, labels, shift_labels, attention_mask)
+            return find_shifted_labels(inputs, labels, shift_labels, attention_mask)
 
         def find_labels(inputs: Tensor) -> Tensor:
             return shift(inputs).to(inputs.device) != IGNORED_LABEL
@@ -220,7 +220,7 @@ class NSALabForCausalLM(PassesCacheToPeft, NSALabModel, GenerationMixin):
         return loss + weighted
 
 
-def _shift_labels(
+def find_shifted_labels(
     inputs: Tensor, labels: Tensor | None, shift_labels: Tensor | None, attention_mask: Tensor | None
 ) -> Tensor:
     """Return the label that each column predicts, int64 [B, T], `IGNORED_LABEL` at padding. inputs: [B, T, ...].

@@ -18,6 +18,11 @@ from nsa_lab.attention.segment_ops import find_documents_of_rows
 from nsa_lab.attention.selection_loss import sample_rows
 
 TENSOR_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels")
+# Error for the positions that `generate` passes after padding at the end of a row, where the caller rotates by them.
+PADDED_AT_END = (
+    "attention_mask: expected padding before the tokens of each prompt, got padding after them, whose position `generate` "
+    "continues; pad on the left"
+)
 
 
 def check_tensor_arguments(arguments: Mapping[str, Any]) -> None:
@@ -73,7 +78,8 @@ def build_layout(
 
     Positions that count up by one from token to token may start anywhere: RoPE depends only on distances. Padding between
     tokens takes no position; what `generate` passes after padding at the end of a row is accepted (`find_continued`).
-    `counts_padding`: positions that count up by one from column to column are accepted too; the caller rotates by them.
+    `counts_padding`: the caller rotates by the positions; those that count up by one from column to column are accepted
+    too, but not those that `generate` passes after padding at the end of a row.
     Raises ValueError for other positions, and if documents are separated only by another argument.
     """
     positions = arguments.get("position_ids")
@@ -94,9 +100,11 @@ def build_layout(
     positions = positions.expand(n_rows, -1)
     counts_up, is_zero = positions.diff(dim=1).eq(1), positions.eq(0)
     # Each generation step has one column, and would wait for the GPU.
-    is_continued = n_columns == 1 or bool(find_continued(positions, mask).all())
+    is_continued = n_columns == 1 or bool(find_continued(positions, mask, with_restarts=not counts_padding).all())
     if is_continued or (counts_padding and bool(counts_up.all())):
         return None
+    if mask is not None and bool(find_continued(positions, mask).all()):
+        raise ValueError(PADDED_AT_END)
     if (
         n_rows > 1
         or mask is not None
@@ -119,19 +127,21 @@ def compute_offsets(positions: Tensor, mask: Tensor | None) -> Tensor:
     return positions - (mask.to(positions.device).bool().cumsum(1) - 1)
 
 
-def find_continued(positions: Tensor, mask: Tensor | None) -> Tensor:
+def find_continued(positions: Tensor, mask: Tensor | None, *, with_restarts: bool = True) -> Tensor:
     """Return where a token continues the position of the token before it, bool [B, T]; True for padding and first tokens.
 
     After padding at the end of a prompt, `generate` counts from the position of the last column, 0 for padding: its first
-    token has the position 1. This also counts as continued.
+    token has the position 1. This also counts as continued, `with_restarts`.
     """
     is_token = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask.to(positions.device).bool()
     columns = torch.arange(positions.shape[1], device=positions.device)
     previous = pad(torch.where(is_token, columns, -1).cummax(1).values[:, :-1], (1, 0), value=-1)
     offsets = compute_offsets(positions, mask)
     is_same = (previous < 0) | (offsets == offsets.gather(1, previous.clamp_min(0)))
-    restarts = ~is_token[:, :-1] & positions[:, :-1].eq(0) & positions[:, 1:].eq(1)
-    return is_same | pad(restarts, (1, 0)) | ~is_token
+    is_continued = is_same | ~is_token
+    if with_restarts:
+        is_continued |= pad(~is_token[:, :-1] & positions[:, :-1].eq(0) & positions[:, 1:].eq(1), (1, 0))
+    return is_continued
 
 
 def find_end_offsets(positions: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -139,10 +149,16 @@ def find_end_offsets(positions: Tensor, mask: Tensor | None) -> tuple[Tensor, Te
     offsets = compute_offsets(positions, mask)
     if mask is None:
         return offsets[:, :1], offsets[:, -1:]
-    is_token = mask.to(positions.device).bool()
-    n_columns, is_text = is_token.shape[1], is_token.any(1, keepdim=True)
-    first, last = is_token.byte().argmax(1, keepdim=True), n_columns - 1 - is_token.byte().flip(1).argmax(1, keepdim=True)
+    mask = mask.to(positions.device).bool()
+    first, last = find_ends(mask)
+    is_text = mask.any(1, keepdim=True)
     return offsets.gather(1, first) * is_text, offsets.gather(1, last) * is_text
+
+
+def find_ends(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the columns of the first and of the last token of each row of a mask [B, T], int64 [B, 1]."""
+    is_token = mask.byte()
+    return is_token.argmax(1, keepdim=True), mask.shape[1] - 1 - is_token.flip(1).argmax(1, keepdim=True)
 
 
 def weigh_queries(
@@ -177,7 +193,8 @@ class PaddingPermutation:
     def __init__(self, mask: Tensor) -> None:
         self.mask = mask.bool()
         self._indices = self.mask.logical_not().byte().argsort(dim=1, stable=True)
-        self._inverse = self._indices.argsort(dim=1)
+        # A column of padding has the index of the token before it, or of the first token.
+        self._inverse = (self.mask.cumsum(1) - 1).clamp_min(0)
 
     @cached_property
     def counts(self) -> list[int]:
@@ -189,9 +206,11 @@ class PaddingPermutation:
         return _gather_columns(x, self._indices)
 
     def restore(self, x: Tensor) -> Tensor:
-        """Return x [B, n, ...] of the first n columns, n <= T, in the order of the mask; zeros for the rest."""
-        missing = self.mask.shape[1] - x.shape[1]
-        return _gather_columns(pad(x, (0, 0, 0, missing)) if missing else x, self._inverse)
+        """Return x [B, n, ...] of at least the tokens of each row in the order of the mask, [B, T, ...].
+
+        Padding repeats the token before it: `generate` takes the next token from the last column, also if it is padding.
+        """
+        return _gather_columns(x, self._inverse)
 
 
 def _gather_columns(x: Tensor, indices: Tensor) -> Tensor:

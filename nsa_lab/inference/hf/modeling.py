@@ -378,3 +378,17 @@ class AddedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
         return grad_outputs[0], ctx.like
+
+
+class RefusedBackward(torch.autograd.Function):
+    """Return x of a pass with a cache, and refuse its backward pass: cached keys and values have no gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        raise NotImplementedError(
+            "use_cache: a pass with a cache has no gradients; pass use_cache=False, or call model.train() first"
+        )
