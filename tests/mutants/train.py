@@ -606,7 +606,7 @@ MUTANTS = [
         "resume: what a killed status left is kept",
         "train.attempt",
         ', *self.folder.glob(f".{directory.STATUS}.*"))',
-        ")",
+        ",)",
     ),
     Mutant(
         "phases: waiting for the device is in none",
