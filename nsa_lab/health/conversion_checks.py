@@ -13,30 +13,38 @@ import numpy as np
 
 from nsa_lab.health.loss_checks import drop_nonfinite, estimate_scatter
 from nsa_lab.health.verdict import Limits, Verdict
-from nsa_lab.runs.history import History
+from nsa_lab.runs.history import History, find_stages
 
 MIN_READINGS = 5
 
 
 def check_indexer_learns(history: History, limits: Limits) -> Verdict:
-    """Check that the selection loss fell: means of the first and of the last fifth of the readings.
+    """Check that the selection loss fell: means of the first and of the last fifth of the readings of a stage.
 
-    If the indexer was trained before the run, its loss may rise by a limited amount instead.
+    The changes of all stages are multiplied, because texts of another length have another selection loss. If the indexer
+    was trained before the run, its loss may rise by a limited amount instead.
     """
     name, limit = "indexer learns", limits.selection_loss_fall * min(1.0, history.last_step / 100)
     if _is_indexer_loaded(history):
         limit = -limits.selection_loss_rise
-    _, values = drop_nonfinite(*history.series("selection_loss"))
-    if len(values) < MIN_READINGS:
+    steps, values = drop_nonfinite(*history.series("selection_loss"))
+    stages = find_stages(steps, history.config.train)
+    series = [own for stage in np.unique(stages) if len(own := values[stages == stage]) >= MIN_READINGS]
+    if not series:
         return Verdict(name, None, None, limit, "too few readings of the selection loss")
-    count = -(-len(values) // 5)
-    first, last = float(values[:count].mean()), float(values[-count:].mean())
-    if not first:
+    counts = [-(-len(own) // 5) for own in series]
+    firsts = [float(own[:count].mean()) for own, count in zip(series, counts, strict=True)]
+    lasts = [float(own[-count:].mean()) for own, count in zip(series, counts, strict=True)]
+    if not all(firsts):
         return Verdict(name, False, 0.0, limit, "the selection loss is 0 from the start")
-    fall, chance = 1 - last / first, limits.selection_loss_errors * estimate_scatter(values) * (2 / count) ** 0.5 / first
+    fall = 1 - math.prod(last / first for first, last in zip(firsts, lasts, strict=True))
+    chance = limits.selection_loss_errors * math.hypot(
+        *(estimate_scatter(own) * (2 / n) ** 0.5 / first for own, n, first in zip(series, counts, firsts, strict=True))
+    )
     change = f"{abs(fall):.1%} {'lower' if fall >= 0 else 'higher'}"
     requirement = f"required: {limit:.1%} lower" if limit > 0 else f"limit: {-limit:.0%} higher"
-    text = f"selection loss from {first:.4g} to {last:.4g}, {change} ({requirement})"
+    pairs = ", ".join(f"from {first:.4g} to {last:.4g}" for first, last in zip(firsts, lasts, strict=True))
+    text = f"selection loss {pairs}{' by stage' if len(series) > 1 else ''}, {change} ({requirement})"
     if fall < limit and abs(fall) < chance:
         return Verdict(name, None, fall, limit, f"{text}; readings differ by up to {chance:.1%} by chance")
     return Verdict(name, bool(fall >= limit), fall, limit, text)

@@ -130,6 +130,8 @@ def check_data_wait(history: History, limits: Limits) -> Verdict:
 def check_memory(history: History, limits: Limits) -> Verdict:
     """Check that memory does not grow: of the process over its heartbeats, and of the device over the peaks so far."""
     beats, steps = history.events_of_kind("heartbeat"), history.steps
+    # A save holds a copy of the optimizer's state for a moment.
+    beats = beats.select(np.array([phase != "save" for phase in beats.values("phase")], dtype=bool))
     resident, peaks = _keep_positive(beats.numbers("rss_bytes")), _keep_positive(steps.numbers("mem_peak_bytes"))
     stages = find_stages(steps.ints("step"), history.config.train)
     beats_of, steps_of = group_positions(beats.ints("attempt")), group_positions(steps.ints("attempt"))

@@ -10,6 +10,7 @@ import pytest
 from looping import looped
 
 from nsa_lab.config import RunConfig, StageConfig
+from nsa_lab.health.conversion_checks import check_indexer_learns
 from nsa_lab.health.loss_checks import check_generalization, check_loss_kept, check_training_loss, compute_expected_lr
 from nsa_lab.health.throughput_checks import check_throughput
 from nsa_lab.health.verdict import LIMITS
@@ -22,13 +23,21 @@ STAGES: list[dict[str, Any]] = [
 ]
 
 
-def make_history(speeds: list[float], train_bpb: list[float], eval_bpb: dict[int, float], **train: Any) -> History:
+def make_history(
+    speeds: list[float],
+    train_bpb: list[float],
+    eval_bpb: dict[int, float],
+    selection_loss: list[float] | None = None,
+    **train: Any,
+) -> History:
     """Return a run of 40 steps with these speeds (tokens per second) and losses, and some evaluations."""
     config = RunConfig.from_dict({"train": train or {"stages": STAGES}})
     steps = [
         {"kind": "step", "attempt": 1, "step": n, "dt_s": 512 / speed, "tokens_per_s": speed, "bpb": bpb}
         for n, (speed, bpb) in enumerate(zip(speeds, train_bpb, strict=True), 1)
     ]
+    for step, loss in zip(steps, selection_loss or (), strict=False):
+        step["selection_loss"] = loss
     evaluations = [{"kind": "eval", "attempt": 1, "step": n, "bpb": bpb} for n, bpb in eval_bpb.items()]
     return History(Path(), config, {}, {}, [*steps, *evaluations], steps, evaluations)
 
@@ -44,6 +53,14 @@ def test_speed_is_compared_within_a_stage() -> None:
     assert check_throughput(make_history(slower, FLAT, {}, **ONE_STAGE), LIMITS).level == "warning"
     with_slow_part = [*slower[:28], *[20.0] * 6, *slower[34:]]
     assert check_throughput(make_history(with_slow_part, FLAT, {}), LIMITS).level == "warning"
+
+
+def test_selection_losses_are_compared_within_a_stage() -> None:
+    """Those of longer texts are twice as high. The changes of the stages are multiplied."""
+    for change, expected in ((-0.1, True), (0.1, False)):
+        losses = [1 + change * step / 24 for step in range(24)] + [2 + 2 * change * step / 16 for step in range(16)]
+        verdict = check_indexer_learns(make_history(FLAT, FLAT, {}, losses), replace(LIMITS, selection_loss_rise=0.1))
+        assert verdict.ok is expected and "by stage" in verdict.text, verdict
 
 
 def test_losses_are_compared_at_equal_length() -> None:

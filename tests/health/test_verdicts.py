@@ -1359,18 +1359,21 @@ def test_logged_steps_and_token_counts(spoil: Any, config: dict[str, Any], text:
 
 
 def test_memory_compares_the_maxima_of_both_halves(tmp_path: Path) -> None:
-    def set_memory(*gigabytes: tuple[int, int]) -> Callable[[list[Event]], None]:
-        """Return an edit that sets (index of heartbeat, gigabytes) and 1 GB at all other heartbeats."""
+    def set_memory(*gigabytes: tuple[int, int], phase: str = "step") -> Callable[[list[Event]], None]:
+        """Return an edit that sets (index of heartbeat, gigabytes) in a phase, and 1 GB at all other heartbeats."""
 
         def spoil(events: list[Event]) -> None:
             beats = [event for event in events if event["kind"] == "heartbeat"]
             for index, event in enumerate(beats):
                 event["rss_bytes"] = dict(gigabytes).get(index, 1) * 10**9
+                event["phase"] = phase if index in dict(gigabytes) else event["phase"]
 
         return spoil
 
     assert get_verdict(list_verdicts(write_run(tmp_path / "early", spoil=set_memory((3, 2), (15, 2)))), "memory").ok is True
     assert get_verdict(list_verdicts(write_run(tmp_path / "late", spoil=set_memory((15, 2)))), "memory").ok is False
+    saving = write_run(tmp_path / "saving", spoil=set_memory((15, 2), phase="save"))
+    assert get_verdict(list_verdicts(saving), "memory").ok is True
 
 
 def test_data_wait_is_weighted_by_steps(tmp_path: Path) -> None:

@@ -797,6 +797,18 @@ MUTANTS = [
         'return history.config.train.trainable == "all"',
     ),
     Mutant(
+        "health: selection losses of other lengths are compared",
+        "health.conversion_checks",
+        "stages = find_stages(steps, history.config.train)",
+        "stages = 0 * find_stages(steps, history.config.train)",
+    ),
+    Mutant(
+        "health: memory of a save is growth",
+        "health.throughput_checks",
+        'phase != "save" for phase',
+        'phase != "" for phase',
+    ),
+    Mutant(
         "health: an overlap that only geometry determines may not repeat",
         "health.selection_geometry",
         "return bounds.is_fixed[:, None] | is_bound[0] | is_bound[1]",

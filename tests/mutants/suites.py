@@ -367,7 +367,7 @@ OTHERS = {
         "tests/inference/test_model_package.py",
     ],
     "runs.evaluation_schema": ["tests/evaluate/test_evaluation_files.py"],
-    "health.conversion_checks": ["tests/health/test_conversion_checks.py"],
+    "health.conversion_checks": ["tests/health/test_conversion_checks.py", "tests/health/test_stage_verdicts.py"],
     "health.model_runs": ["tests/health/test_comparison.py"],
     "health.paired_text_loss": ["tests/health/test_comparison.py"],
     "health.comparison": ["tests/health/test_comparison.py"],
