@@ -115,7 +115,7 @@ def test_a_healthy_run_with_all_rules_enabled_has_no_findings(new_run: Make, tra
 @pytest.mark.slow
 def test_a_frozen_gate_is_reported(new_run: Make, train: Train, make_hooked_builders: Callable) -> None:
     def freeze(model: nn.Module) -> None:
-        # As with a bug: the gradient is zero, and weight decay is off.
+        # The gradient is zero, as with a bug, and weight decay is off.
         model.blocks[1].attention.gate.weight.register_hook(torch.zeros_like)
 
     run_dir = new_run(stats_every=2, weight_decay=0.0)
