@@ -113,6 +113,10 @@ def _find_untrained_selection(history: History) -> str | None:
     if not steps.has("selection_loss").any():
         return f"selection_loss is missing in all {len(steps):,} readings, {where}"
     recorded, values = history.series("selection_loss")
+    has_choice = find_readings_with_selection(history, recorded)  # otherwise, nothing can be learned
+    recorded, values = recorded[has_choice], values[has_choice]
+    if not len(values):
+        return None
     is_zero = values == 0
     streak, end = find_longest_constant(is_zero.astype(np.float64), is_zero)
     if not is_zero[end] or streak < min(MIN_ZERO_LOSSES, len(values)):

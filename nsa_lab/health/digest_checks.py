@@ -28,10 +28,16 @@ def check_unchanged(history: History, limits: Limits) -> Verdict | None:
     environments = [value for value in history.first_events.values("environment") if value is not None]
     if not has_digests and not environments:
         return None
+    if not (history.run_dir / directory.EVENTS).exists():
+        return Verdict(NAME, False, 1, 0, f"{directory.EVENTS} is missing; {REMEDY}")
     segments = segment_digests.read_segments(history.run_dir / directory.EVENTS)
     if segments.changed:
         return Verdict(NAME, False, len(segments.changed), 0, f"{_describe_changes(segments)}; {REMEDY}")
-    if problem := _find_removed_end(history, segments) or _find_damaged_end(history, segments):
+    if (
+        problem := _find_removed_digests(history)
+        or _find_removed_end(history, segments)
+        or _find_damaged_end(history, segments)
+    ):
         return Verdict(NAME, False, 1, 0, f"{problem}; {REMEDY}")
     if problem := _find_changed_environment(history, environments):
         return Verdict(NAME, False, 1, 0, problem)
@@ -46,6 +52,18 @@ def _describe_changes(segments: Segments) -> str:
     return (
         f"lines {first:,} to {last:,}, or their digest in line {last + 1:,}, were changed after they were written{others}"
     )
+
+
+def _find_removed_digests(history: History) -> str | None:
+    """Return a text on an attempt that trained, whose first event has a digest and that has no others; None without one."""
+    has_digest, has_trained = (
+        {*history.events_of_kind(kind).ints("attempt").tolist()} for kind in (segment_digests.KIND, "step")
+    )
+    for event in history.first_events:
+        attempt = event["attempt"]
+        if event.get("environment") is not None and attempt in has_trained - has_digest:
+            return f"the digest events of attempt {attempt} were removed"
+    return None
 
 
 def _find_removed_end(history: History, segments: Segments) -> str | None:

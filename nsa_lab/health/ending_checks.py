@@ -76,7 +76,9 @@ def _find_late_event(history: History, ending: EndEvent) -> str | None:
     kinds = {event["kind"] for event in own.of_kind("end", "halt")}
     if len(kinds) > 1:
         return f"attempt {attempt} has both ended and halted"
-    if len(own.of_kind(ending["kind"])) > 1:
+    # If a rank fails, another rank and the supervisor may both record the halt.
+    n_ranks = max((event.get("ranks") or 1 for event in history.first_events if event["attempt"] == attempt), default=1)
+    if len(own.of_kind(ending["kind"])) > (1 if ending["kind"] == "end" or n_ranks == 1 else n_ranks + 1):
         return f"attempt {attempt} has ended twice"
     last = int(np.flatnonzero(own.is_kind(ending["kind"])).max())
     late = own.select(np.arange(len(own)) > last).of_kind("step", "eval")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nsa_lab.health.completeness_checks import find_readings_with_selection
 from nsa_lab.health.level_shifts import find_gap
 from nsa_lab.health.loss_checks import drop_nonfinite, estimate_scatter
 from nsa_lab.health.references import explain_trial
@@ -108,6 +109,8 @@ def _find_selection_loss_rise(history: History, limits: Limits) -> tuple[float, 
 def _find_vanished_selection_loss(history: History, limits: Limits) -> tuple[float, float, str] | None:
     """Return value, limit and text of a selection loss that falls to almost nothing in readings in a row; None without."""
     steps, losses = drop_nonfinite(*history.series("selection_loss"))
+    has_choice = find_readings_with_selection(history, steps)  # otherwise, the loss is 0
+    steps, losses = steps[has_choice], losses[has_choice]
     is_small = losses < limits.selection_loss_least * losses.max(initial=0.0)
     in_a_row = (
         np.convolve(is_small, np.ones(limits.equal_losses), "valid") >= limits.equal_losses if len(losses) else is_small

@@ -10,6 +10,7 @@ import numpy as np
 
 from nsa_lab.config import NSAConfig
 from nsa_lab.health.branch_checks import format_layers, is_dense, list_active_branches
+from nsa_lab.health.completeness_checks import find_readings_with_selection
 from nsa_lab.health.references import explain_trial
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.history import History, find_stages
@@ -179,7 +180,8 @@ def check_sink_share(history: History, limits: Limits) -> Verdict | None:
     if history.config.nsa.sink_blocks and (is_lost := (values == 0).all(axis=1)).any():
         text = f"the first block is always selected, but no layer has attention on it at step {steps[is_lost][0]:,}"
         return Verdict(name, False, 0.0, 0.0, f"{text} ({is_lost.sum():,} such readings)")
-    is_sink = values > limits.sink_share
+    # Where all blocks are selected, the share is that of dense attention.
+    is_sink = (values > limits.sink_share) & find_readings_with_selection(history, steps)[:, None]
     if failure := _judge(history, name, is_sink, limits):
         text = f"the first block has {values[is_sink].max():.0%} of the selected attention in {failure.where}"
         return failure.make_verdict(float(values[is_sink].max()), limits.sink_share, text)

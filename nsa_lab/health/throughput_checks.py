@@ -130,8 +130,6 @@ def check_data_wait(history: History, limits: Limits) -> Verdict:
 def check_memory(history: History, limits: Limits) -> Verdict:
     """Check that memory does not grow: of the process over its heartbeats, and of the device over the peaks so far."""
     beats, steps = history.events_of_kind("heartbeat"), history.steps
-    # A save holds a copy of the optimizer's state for a moment.
-    beats = beats.select(np.array([phase != "save" for phase in beats.values("phase")], dtype=bool))
     resident, peaks = _keep_positive(beats.numbers("rss_bytes")), _keep_positive(steps.numbers("mem_peak_bytes"))
     stages = find_stages(steps.ints("step"), history.config.train)
     beats_of, steps_of = group_positions(beats.ints("attempt")), group_positions(steps.ints("attempt"))
@@ -146,10 +144,15 @@ def check_memory(history: History, limits: Limits) -> Verdict:
             problem = problem or _find_late_rise(history, steps.select(own_steps), stages[own_steps], limits)
         if problem:
             return Verdict("memory", False, *problem)
-    resident = resident[np.isfinite(resident)]
+    is_finite = np.isfinite(resident)
+    resident, phases = resident[is_finite], np.array(list(beats.values("phase")), dtype=object)[is_finite]
     if len(resident) < limits.memory_readings:
         return Verdict("memory", None, None, limits.memory_growth, "too few heartbeats to detect growth")
-    early, late = (float(half.max()) for half in (resident[: len(resident) // 2], resident[len(resident) // 2 :]))
+    half = len(resident) // 2
+    # A save holds a copy of the optimizer's state for a moment, so phases are compared that both halves have.
+    known = {*phases[:half]}
+    is_known = np.array([phase in known for phase in phases[half:]])
+    early, late = float(resident[:half].max()), float(resident[half:].max(where=is_known, initial=0.0))
     return Verdict(
         "memory",
         late / early <= limits.memory_growth,

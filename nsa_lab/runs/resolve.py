@@ -32,13 +32,17 @@ def get_root() -> Path:
 def get_outputs_dir(outputs: Path | None = None) -> Path:
     """Return the folder of run directories: `outputs`, or the project's `outputs/` by default.
 
-    Raises `RunDirectoryError` for a file.
+    Raises `RunDirectoryError` for a file and for links that lead to themselves.
     """
     if outputs is None:
         return get_root() / "outputs"
-    if outputs.is_file():
+    try:
+        resolved = outputs.resolve()
+    except (OSError, RuntimeError) as error:  # a loop of links, by the version of Python
+        raise RunDirectoryError(f"{outputs}: expected a folder of run directories, got a link: {error}") from None
+    if resolved.is_file():
         raise RunDirectoryError(f"{outputs}: expected a folder of run directories, got a file")
-    return outputs.resolve()
+    return resolved
 
 
 def load_config(name: str, overrides: list[str], settings: Mapping[str, Any] | None = None) -> RunConfig:

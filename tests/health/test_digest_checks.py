@@ -133,8 +133,22 @@ def test_other_damage_is_found(signed: History) -> None:
         assert check(signed).ok, late
 
 
+def test_removed_digests_and_a_missing_file_are_found(signed: History) -> None:
+    path = signed.run_dir / directory.EVENTS
+    lines = path.read_bytes().splitlines(keepends=True)
+    first = json.loads(lines[0]) | {"environment": "0" * 64}
+    path.write_bytes(json.dumps(first).encode() + b"\n" + b"".join(x for x in lines[1:] if b'"digest"' not in x))
+    verdict = check_unchanged(History.read(signed.run_dir), LIMITS)
+    assert verdict is not None and verdict.ok is False and "digest events of attempt 1 were removed" in verdict.text
+    path.unlink()
+    verdict = check_unchanged(History.read(signed.run_dir), LIMITS)
+    assert verdict is not None and verdict.ok is False and "is missing" in verdict.text
+    assert examine(signed.run_dir).level == "failed"
+
+
 def test_a_changed_environment_is_found(tmp_path: Path) -> None:
     run_dir = fake_run.write_run(tmp_path)
+    fake_run.sign_record(run_dir)
     path = run_dir / directory.ENVIRONMENT
     digest = directory.compute_file_digest(path)
     history = fake_run.edit_history(History.read(run_dir), lambda events: events[0].update(environment=digest))

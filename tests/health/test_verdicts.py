@@ -1358,6 +1358,24 @@ def test_logged_steps_and_token_counts(spoil: Any, config: dict[str, Any], text:
     assert verdict.ok is False and verdict.text.startswith(text)
 
 
+def test_readings_without_a_choice_of_blocks_are_not_judged(tmp_path: Path) -> None:
+    """In 512 tokens all blocks are selected: the selection loss is 0, and the first block has most of the attention."""
+
+    def spoil(events: list[Event]) -> None:
+        for event in events:
+            if "sel_sink_share" in event:
+                event["sel_sink_share"] = [0.95] * LAYERS
+            if event["kind"] == "step":
+                event["selection_loss"] = 0.0
+
+    for length, expected in ((512, True), (2048, False)):
+        config = make_config(train__seq_len=length, model__indexer_block=4, model__selection_loss=0.05)
+        verdicts = list_verdicts(write_run(tmp_path / str(length), config, spoil))
+        for name in ("statistics", "attention sink"):
+            assert (get_verdict(verdicts, name).ok is True) is expected, get_verdict(verdicts, name)
+        assert get_verdict(verdicts, "loss course").ok is True or not expected
+
+
 def test_memory_compares_the_maxima_of_both_halves(tmp_path: Path) -> None:
     def set_memory(*gigabytes: tuple[int, int], phase: str = "step") -> Callable[[list[Event]], None]:
         """Return an edit that sets (index of heartbeat, gigabytes) in a phase, and 1 GB at all other heartbeats."""

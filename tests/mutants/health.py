@@ -803,10 +803,16 @@ MUTANTS = [
         "stages = 0 * find_stages(steps, history.config.train)",
     ),
     Mutant(
+        "digests: a record without them passes",
+        "health.digest_checks",
+        "attempt in has_trained - has_digest",
+        "False",
+    ),
+    Mutant(
         "health: memory of a save is growth",
         "health.throughput_checks",
-        'phase != "save" for phase',
-        'phase != "" for phase',
+        "known = {*phases[:half]}",
+        "known = {*phases}",
     ),
     Mutant(
         "health: an overlap that only geometry determines may not repeat",
