@@ -82,6 +82,8 @@ def _find_exchange_step(history: History, steps: np.ndarray, rows: np.ndarray, l
     attempts = history.steps.ints("attempt")[np.searchsorted(all_steps, steps)]
     stages = find_stages(steps, history.config.train)
     is_next = (np.diff(attempts) == 0) & (np.diff(stages) == 0)
+    if not is_next.any():
+        return None
     new, old = rows[1:][is_next], rows[:-1][is_next]
     stayed = np.linalg.norm(new - old, axis=-1)
     first: list[int] = []

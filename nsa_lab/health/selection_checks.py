@@ -180,7 +180,7 @@ def check_sink_share(history: History, limits: Limits) -> Verdict | None:
     if history.config.nsa.sink_blocks and (is_lost := (values == 0).all(axis=1)).any():
         text = f"the first block is always selected, but no layer has attention on it at step {steps[is_lost][0]:,}"
         return Verdict(name, False, 0.0, 0.0, f"{text} ({is_lost.sum():,} such readings)")
-    # Where all blocks are selected, the share is that of dense attention.
+    # If all blocks are selected, the share is dense attention's.
     is_sink = (values > limits.sink_share) & find_readings_with_selection(history, steps)[:, None]
     if failure := _judge(history, name, is_sink, limits):
         text = f"the first block has {values[is_sink].max():.0%} of the selected attention in {failure.where}"
