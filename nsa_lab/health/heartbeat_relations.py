@@ -82,14 +82,14 @@ def _check_suspensions(history: History) -> Problem | None:
 
 def _check_utilization(history: History) -> Problem | None:
     """A GPU that trains is not idle at every heartbeat: it would be the utilization of another one."""
-    for attempt in _iterate_attempts(history):
-        is_training = np.array([phase == "step" for phase in attempt.beats.values("phase")], dtype=bool)
-        own = attempt.beats.numbers("gpu_util")[is_training]
-        is_known = np.isfinite(own)
-        own, n_places = own[is_known], len(np.unique(attempt.beats.ints("step")[is_training][is_known]))
-        if n_places >= MIN_IDLE and not own.any():
-            text = f"the GPU utilization is 0 at all {len(own)} heartbeats in the phase step of attempt {attempt.number},"
-            return Problem(attempt.beats.ints("step")[is_training], text)
+    beats = history.events_of_kind("heartbeat")
+    utilization, steps = beats.numbers("gpu_util"), beats.ints("step")
+    is_training = np.array([phase == "step" for phase in beats.values("phase")], dtype=bool) & np.isfinite(utilization)
+    for number, positions in group_positions(beats.ints("attempt")).items():
+        own = positions[is_training[positions]]
+        if len(np.unique(steps[own])) >= MIN_IDLE and not utilization[own].any():
+            text = f"the GPU utilization is 0 at all {len(own)} heartbeats in the phase step of attempt {number},"
+            return Problem(steps[own], text)
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 
@@ -20,6 +21,7 @@ SAME_VALUE = 1e-9  # relative difference of equal values
 MAX_EQUAL = 2  # values that two layers share by chance (0 measured)
 # Numbers that describe a layer or a branch in a reading, and the largest number of layers that are compared in pairs.
 MIN_DIMENSIONS, MAX_ROWS = 3, 256
+USUAL_READINGS = 100
 
 
 def find_equal_layers(history: History, n_layers: int, _: Limits) -> str | None:
@@ -86,11 +88,13 @@ def _find_exchange_step(history: History, steps: np.ndarray, rows: np.ndarray, l
         return None
     new, old = rows[1:][is_next], rows[:-1][is_next]
     stayed = np.linalg.norm(new - old, axis=-1)
+    # Rows that cross can exchange their places by chance, the more so the more readings there are.
+    factor = limits.exchange_distance * max(1.0, math.log(len(new)) / math.log(USUAL_READINGS)) ** 0.5
     first: list[int] = []
     for one, other in itertools.combinations(range(rows.shape[1]), 2):
         crossed = [np.linalg.norm(new[:, a] - old[:, b], axis=-1) for a, b in ((one, other), (other, one))]
         usual = np.median(np.minimum(stayed[:, [one, other]], np.stack(crossed, axis=1)))
-        is_distinct = np.linalg.norm(old[:, one] - old[:, other], axis=-1) > limits.exchange_distance * usual
+        is_distinct = np.linalg.norm(old[:, one] - old[:, other], axis=-1) > factor * usual
         is_exchange = sum(crossed) < limits.exchange_ratio * (stayed[:, one] + stayed[:, other])
         if (found := is_distinct & is_exchange).any():
             first.append(int(steps[1:][is_next][found.argmax()]))
