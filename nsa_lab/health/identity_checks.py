@@ -21,7 +21,7 @@ SAME_VALUE = 1e-9  # relative difference of equal values
 MAX_EQUAL = 2  # values that two layers share by chance (0 measured)
 # Numbers that describe a layer or a branch in a reading, and the largest number of layers that are compared in pairs.
 MIN_DIMENSIONS, MAX_ROWS = 3, 256
-USUAL_READINGS = 100
+USUAL_READINGS = 100  # up to which `exchange_distance` is used as it is
 
 
 def find_equal_layers(history: History, n_layers: int, _: Limits) -> str | None:

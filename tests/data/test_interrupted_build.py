@@ -225,20 +225,20 @@ def test_without_a_source_every_shard_is_hashed_whatever_its_size(
 def test_progress_reports_rate_and_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("nsa_lab.data.build_shards.time.monotonic", lambda: now[0])
-    told = ProgressMeter(interval_s=5.0)
-    assert told.take_report() is None
-    assert not told.observe(BuildProgress("waiting for the source", 0, 0, None))
-    assert format_fill_progress(told.take_report()) == "waiting for the source"
+    meter = ProgressMeter(interval_s=5.0)
+    assert meter.take_report() is None
+    assert not meter.observe(BuildProgress("waiting for the source", 0, 0, None))
+    assert format_fill_progress(meter.take_report()) == "waiting for the source"
     now[0] = 110.0
     # Documents of an earlier filling that was interrupted are not this one's speed.
-    assert told.observe(BuildProgress("filling", 1_010_000, 100, 5_000_000, 1_000_000, 1_000_000))
-    assert told.take_report()["bytes_per_s"] is None
+    assert meter.observe(BuildProgress("filling", 1_010_000, 100, 5_000_000, 1_000_000, 1_000_000))
+    assert meter.take_report()["bytes_per_s"] is None
     now[0] = 112.0
-    assert told.observe(BuildProgress("filling", 2_020_000, 200, 5_000_000, 2_000_000, 2_000_000))
-    assert not told.observe(BuildProgress("filling", 2_020_000, 200, 5_000_000, 2_000_000, 2_000_000))
-    assert told.take_report() is None, "too soon"
+    assert meter.observe(BuildProgress("filling", 2_020_000, 200, 5_000_000, 2_000_000, 2_000_000))
+    assert not meter.observe(BuildProgress("filling", 2_020_000, 200, 5_000_000, 2_000_000, 2_000_000))
+    assert meter.take_report() is None, "too soon"
     now[0] = 120.0
-    fields = told.take_report()
+    fields = meter.take_report()
     assert fields["bytes_per_s"] == 100_000 and fields["left_s"] == 30.0
     assert format_fill_progress(fields) == "filling: 200 documents, 2.0 MB, 0.1 MB/s, 30 s left"
 
