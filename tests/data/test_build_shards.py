@@ -144,8 +144,8 @@ def test_next_in_line_records_the_closest_validation_candidates(tmp_path: Path) 
     texts = [f"document {i}" for i in range(60)]
     build_shards(ListSource(texts), plan(), tmp_path / "key")
     trained = sorted([compute_split_fraction(text), len(text) + 1] for text in texts if compute_split_fraction(text) >= 0.3)
-    meter = sorted([-negative, tokens] for negative, tokens in read_manifest(tmp_path / "key")["next_in_line"])
-    assert meter == trained[:16]
+    queue = sorted([-negative, tokens] for negative, tokens in read_manifest(tmp_path / "key")["next_in_line"])
+    assert queue == trained[:16]
 
 
 def test_every_shard_has_its_own_file(tmp_path: Path) -> None:
@@ -156,13 +156,13 @@ def test_every_shard_has_its_own_file(tmp_path: Path) -> None:
 
 
 def test_document_length_is_measured_in_bytes(tmp_path: Path) -> None:
-    meter: list[BuildProgress] = []
+    reports: list[BuildProgress] = []
     texts = ["é" * 6, "e" * 6] + ["e" * n for n in range(10, 40)]
-    build_shards(ListSource(texts), plan(min_document_bytes=10), tmp_path / "key", meter.append)
+    build_shards(ListSource(texts), plan(min_document_bytes=10), tmp_path / "key", reports.append)
     manifest = read_manifest(tmp_path / "key")
     train, held_out = (manifest["splits"][split] for split in shards.SPLITS)
     assert manifest["short_documents"] == 1 and train["documents"] + held_out["documents"] == 31
-    assert meter[-1].train_tokens == train["tokens"] and meter[-1].tokens == train["tokens"] + held_out["tokens"]
+    assert reports[-1].train_tokens == train["tokens"] and reports[-1].tokens == train["tokens"] + held_out["tokens"]
     assert held_out["tokens"] > 0
 
 

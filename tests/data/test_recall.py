@@ -57,11 +57,11 @@ def test_every_answer_occurs_earlier_exactly_once(recall: RecallConfig, length: 
     tokens, weights = make_inserter(recall, length, seed)(window, sequence)
     assert tokens.shape == weights.shape == (length + 1,) and tokens.dtype == np.int64 and weights.dtype == np.float32
     said = as_bytes(tokens)
-    meter, asked = list(STATEMENT.finditer(said)), list(QUESTION.finditer(said))
+    statements, asked = list(STATEMENT.finditer(said)), list(QUESTION.finditer(said))
     facts = max(1, length // recall.bytes_per_fact)
-    assert len(meter) == len({m[1] for m in meter}) == facts
+    assert len(statements) == len({m[1] for m in statements}) == facts
     assert len(asked) == len({m[1] for m in asked}) == max(1, round(facts * (1 - recall.distractors)))
-    by_name = {m[1]: m for m in meter}
+    by_name = {m[1]: m for m in statements}
     expected = np.ones(length + 1, np.float32)
     for question in asked:
         statement = by_name[question[1]]
@@ -163,14 +163,14 @@ def test_a_task_states_its_fact_at_the_requested_depth(make, depth: float) -> No
     assert asked.tokens.shape == (length,) and asked.tokens.dtype == np.int64
     said = as_bytes(asked.tokens)
     assert asked.answers.shape == (4 if make is make_multi_query_task else 1, 5) and asked.answers[-1, -1] == length - 1
-    meter = {m[1]: m for m in STATEMENT.finditer(said)}
-    assert len(meter) == {make_needle_task: 1, make_multi_key_task: 1 + length // 512, make_multi_query_task: 4}[make]
+    statements = {m[1]: m for m in STATEMENT.finditer(said)}
+    assert len(statements) == {make_needle_task: 1, make_multi_key_task: 1 + length // 512, make_multi_query_task: 4}[make]
     for index, (question, places) in enumerate(zip(QUESTION.finditer(said + b"\n"), asked.answers, strict=True)):
-        statement = meter[question[1]]
+        statement = statements[question[1]]
         assert question[2] == as_bytes(asked.tokens[places]) == statement[2] and question.start(2) == places[0]
         if index == 0:
-            others = sum(len(m[0]) for m in meter.values() if m.start() < statement.start())
-            body = length - len(said) + said.index(b"\nQ: ") - sum(len(m[0]) for m in meter.values())
+            others = sum(len(m[0]) for m in statements.values() if m.start() < statement.start())
+            body = length - len(said) + said.index(b"\nQ: ") - sum(len(m[0]) for m in statements.values())
             assert statement.start() - others == int(depth * body)
 
 
