@@ -2,8 +2,9 @@
 
     python docs/science/wordings_grammar.py FOLDER
 
-FOLDER holds the runs of the sweeps long_64k_grammar (seed 0) and long_64k_grammar_seeds, and the controls of
-long_64k_lean (seed 0) and long_64k_lean_seeds (`tools/records.py unpack --to FOLDER`). Missing runs are left out.
+FOLDER holds the runs of the sweeps long_64k_grammar (seed 0), long_64k_grammar_seeds and long_64k_grammar_twice, and the
+controls of long_64k_lean (seed 0) and long_64k_lean_seeds (`tools/records.py unpack --to FOLDER`). Missing runs are
+left out.
 """
 
 import json
@@ -18,7 +19,9 @@ from learning_rates_and_parts import TEXTS, Run, percent, table
 
 from nsa_lab.data.recall.grammar import HELD_OUT_QUESTIONS, HELD_OUT_STATEMENTS, QUESTIONS, STATEMENTS, WORDS, expand
 
-ARMS = ("dense", "window", "dense_twice", "dense_no_ngrams")
+ARMS = ("dense", "window", "dense_twice", "window_twice", "dense_no_ngrams")
+# A run and the run with dense attention that it is compared with.
+PAIRS = {"window": "dense", "window_twice": "dense_twice"}
 LENGTHS = (4096, 65536)
 AMONG_OTHERS = ("multi_key", "multi_query")
 # Held-out task -> the task whose share it is; None: the share of all answers. With the target.
@@ -122,8 +125,9 @@ def main() -> None:
 
 def find_newest(folder: Path, arm: str, seed: int) -> list[Path]:
     """The newest evaluated run of an arm and seed, if there is one."""
-    sweep = "long_64k_grammar" if seed == 0 else "long_64k_grammar_seeds"
-    return sorted(path.parent for path in folder.glob(f"{sweep}.{arm}.s{seed}-*/evaluation.json"))[-1:]
+    sweeps = "long_64k_grammar", "long_64k_grammar_seeds", "long_64k_grammar_twice"
+    found = [path.parent for sweep in sweeps for path in folder.glob(f"{sweep}.{arm}.s{seed}-*/evaluation.json")]
+    return sorted(found, key=lambda path: path.name.rpartition("-")[0][-16:])[-1:]
 
 
 def print_targets(pooled: dict[tuple[str, str, int], list[int]], arms: list[str]) -> None:
@@ -136,10 +140,10 @@ def print_targets(pooled: dict[tuple[str, str, int], list[int]], arms: list[str]
                 rows.append(
                     [f"`{arm}`, `{task}`", f"{length:,}", label, *judge(pooled[arm, task, length], reference, target)]
                 )
-        if "window" in arms:
-            for task in HELD_OUT:
-                found, reference = pooled["window", task, length], pooled["dense", task, length]
-                rows.append([f"`window`, `{task}`", f"{length:,}", "90% of `dense`", *judge(found, reference, 0.9)])
+        for arm, dense in PAIRS.items():
+            for task in (*HELD_OUT, *AMONG_OTHERS, "updated", "first_value") if {arm, dense} <= set(arms) else ():
+                found, reference = pooled[arm, task, length], pooled[dense, task, length]
+                rows.append([f"`{arm}`, `{task}`", f"{length:,}", f"90% of `{dense}`", *judge(found, reference, 0.9)])
     table(["run, task", "length", "target", "right", "reference", ""], rows)
 
 

@@ -8,8 +8,9 @@ must agree before anything is timed.
 * step: the trainer's own step of a model on one sequence (as `bench train`).
 
 `communication_ms`: only the collectives of the operator, forward and backward, without computation to overlap with. A
-profile of one more call on rank 0 has the share of each part, also of communication that nothing hides. Peak memory
-includes the inputs, of which every rank has the whole sequence.
+profile of as many more calls on rank 0 has the share of each part, also of communication that nothing hides. The first of
+these calls waits for the other ranks, whose profiles start at another time. Peak memory includes the inputs, of which every
+rank has the whole sequence.
 """
 
 from __future__ import annotations
@@ -203,7 +204,7 @@ def _measure_on_rank(folder: Path, rank: int, n_ranks: int) -> None:
         if world.is_first:
             expected = part.compute(World(), None)
             row.one_ms, row.one_peak_bytes = time_calls(lambda: part.compute(World(), None), lambda: None)
-            row.one_breakdown = compute_breakdown(lambda: part.compute(World(), None), device, n_runs=1)
+            row.one_breakdown = compute_breakdown(lambda: part.compute(World(), None), device, n_timed)
         distributed.barrier()
     group = world.make_context_group(n_ranks, device)
     actual = part.compute(world, group)
@@ -212,7 +213,7 @@ def _measure_on_rank(folder: Path, rank: int, n_ranks: int) -> None:
 
     def measure() -> None:
         row.shared_ms, row.shared_peak_bytes = time_calls(lambda: part.compute(world, group), distributed.barrier)
-        row.shared_breakdown = compute_breakdown(lambda: part.compute(world, group), device, n_runs=1)
+        row.shared_breakdown = compute_breakdown(lambda: part.compute(world, group), device, n_timed)
         if isinstance(part, _Operator):
             communicate = functools.partial(part.communicate, world, group)
             row.communication_ms, _ = time_calls(communicate, distributed.barrier)
