@@ -52,10 +52,11 @@ import torch
 from IPython.display import Markdown
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nsa_lab import NSAConfig, generate, load_model, sparsify
+from nsa_lab import NSAConfig, figures, generate, load_model, sparsify
 from nsa_lab.convert import describe_source
 from nsa_lab.evaluate.conversion import evaluate_conversion
 from nsa_lab.workbook.conversion import make_loss_table, make_mass_table
+from nsa_lab.workbook.display import show_figure
 from nsa_lab.workbook.training_session import configure_training
 
 sample = {"prompt": "def main(", "sample_tokens": 100}
@@ -169,6 +170,12 @@ await control.follow()
 # %%
 record = evaluate_conversion(trained.run, blocks=blocks, windows=windows, control=control.run)
 Markdown(make_loss_table(record).to_markdown())
+
+# %% [markdown]
+# The same as a figure, minus the control, with 95% intervals over windows; below it, the attention mass by layer.
+
+# %%
+show_figure(figures.plot_conversion(record, "validation", blocks[0]))
 
 # %% [markdown]
 # ## A model of transformers

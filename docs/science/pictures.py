@@ -1,15 +1,19 @@
-"""The pictures of retrieval.md and long_texts.md, from the records: `python docs/science/pictures.py`. Nothing is computed
-anew."""
+"""The pictures of retrieval.md, long_texts.md and convert.md, from the records: `python docs/science/pictures.py`.
+
+Nothing is computed anew. Those of convert.md read FOLDER, the unpacked records: `python docs/science/pictures.py FOLDER`.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from nsa_lab.figures.conversion_plots import plot_conversion
 from nsa_lab.figures.evaluation_plots import get_position_ranges, plot_retrieval
 from nsa_lab.figures.style import DENSE, SEL, add_legend, add_legend_below, make_panel, render_png
 from nsa_lab.health.comparison import compare_models
@@ -115,9 +119,26 @@ def difference() -> Figure:
     return figure
 
 
+# Picture of convert.md -> the run whose conversion.json it shows.
+CONVERSIONS = {
+    "conversion_stage_1": "convert_b.two_heads.s0-*",
+    "conversion_stage_2": "convert_c.train.s0-*",
+    "conversion_stage_3": "convert_c.extend.s0-*",
+}
+
+
+def save(name: str, figure: Figure) -> None:
+    path = HERE.parent / "pictures" / f"{name}.png"
+    path.write_bytes(render_png(figure))
+    print(path)
+
+
 if __name__ == "__main__":
-    for page, pictures in {"retrieval": (courses, needles, tasks), "long_texts": (difference,)}.items():
-        for drawn in pictures:
-            path = HERE.parent / "pictures" / f"{drawn.__name__}_{page}.png"
-            path.write_bytes(render_png(drawn()))
-            print(path)
+    if sys.argv[1:]:
+        for name, run in CONVERSIONS.items():
+            [path] = Path(sys.argv[1]).glob(f"{run}/conversion.json")
+            save(name, plot_conversion(json.loads(path.read_text(encoding="utf-8")), "long", 40))
+    else:
+        for page, pictures in {"retrieval": (courses, needles, tasks), "long_texts": (difference,)}.items():
+            for drawn in pictures:
+                save(f"{drawn.__name__}_{page}", drawn())

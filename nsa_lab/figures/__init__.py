@@ -24,6 +24,7 @@ from nsa_lab.figures.branch_curves import (
     plot_selection_statistics,
 )
 from nsa_lab.figures.context_shards import plot_context_shards
+from nsa_lab.figures.conversion_plots import plot_conversion
 from nsa_lab.figures.document_boundaries import plot_document_boundaries
 from nsa_lab.figures.evaluation_plots import (
     get_position_ranges,
@@ -58,6 +59,7 @@ __all__ = [
     "plot_branch_masks",
     "plot_branch_norms",
     "plot_context_shards",
+    "plot_conversion",
     "plot_decode_speed",
     "plot_difference_by_position",
     "plot_document_boundaries",

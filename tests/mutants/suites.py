@@ -355,6 +355,7 @@ OTHERS = {
     "report": cases("report/test_report.py", "header_summarizes_the_run"),
     "figures.query_plot": cases("workbook/test_query_attention.py", "bar_of_a_token_is_inside_its_block"),
     "figures.run_difference": ["tests/workbook/test_run_difference.py"],
+    "figures.conversion_plots": ["tests/workbook/test_conversion_tables.py"],
     "figures.evaluation_plots": [
         "tests/workbook/test_evaluated_runs.py",
         *cases("evaluate/test_tiny_recall.py", "model_colors_are_consistent_across_figures"),

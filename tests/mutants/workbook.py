@@ -69,6 +69,18 @@ MUTANTS = [
         "[place.over_seeds for place in ranges]",
     ),
     Mutant(
+        "figures: a converted model is compared with itself instead of its control",
+        "figures.conversion_plots",
+        '"control" if "control" in rows else "dense"',
+        '"dense"',
+    ),
+    Mutant(
+        "figures: intervals of a conversion are standard deviations of windows",
+        "figures.conversion_plots",
+        "difference.std(axis=0, ddof=1) / n**0.5",
+        "difference.std(axis=0, ddof=1)",
+    ),
+    Mutant(
         "notebook: a pattern without a run has no note",
         "workbook.evaluated_runs",
         "notes.append(str(error))",
