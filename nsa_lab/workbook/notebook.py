@@ -35,8 +35,8 @@ class Stop(Exception):
 def load_configuration(name: str, sections: dict[str, dict[str, Any]], run_dir: str = "") -> RunConfig:
     """Return `params/<name>.yaml` with `sections` on top, or the configuration of the run in `run_dir`.
 
-    With a name of its own, the sections are the whole configuration. Raises `Stop` with a line for each problem, also for
-    the name of no file that is similar to one: it is misspelt.
+    With a new name, the sections are the whole configuration. Raises `Stop` with a line for each problem. A name that is
+    similar to a preset's name is not new but misspelt.
     """
     overrides = {section: _parse_numbers(section, values) for section, values in sections.items() if values}
     try:
