@@ -113,6 +113,8 @@ class _Search:
         for name in sorted(os.listdir(folder)) if patterns else ():
             if matched := self._match(name, patterns):
                 names.setdefault(name, set()).update(matched)
+            elif name in names:
+                continue  # a hidden folder that the pattern names
             elif self._match(name, patterns, include_hidden=True) - {len(self.parts)} and os.path.isdir(folder / name):
                 # Hidden folders (.git, .cache, .ipynb_checkpoints) are not training text.
                 self.matches.left_out.append((folder / name, "hidden"))
@@ -140,8 +142,7 @@ def get_mode(path: Path) -> tuple[int | None, str | None]:
     except FileNotFoundError:
         return None, NO_TARGET if path.is_symlink() else None
     except OSError as error:
-        # Also a name that is too long, as of a text that is no path.
-        return None, None if error.errno in (errno.ENAMETOOLONG, errno.ENOTDIR) else _describe(error)
+        return None, None if error.errno == errno.ENOTDIR else _describe(error)
     except ValueError:
         return None, None  # a zero byte
 

@@ -63,6 +63,12 @@ def find_params_file(name: str) -> Path:
     return _find_yaml_file(name, get_root() / "params")
 
 
+def is_new_name(name: str) -> bool:
+    """Return whether `name` can name a new configuration: no path, no preset, and not similar to the name of a preset."""
+    known = _list_presets(get_root() / "params")
+    return expand_path(name).suffix not in (".yaml", ".yml") and not difflib.get_close_matches(name, known, n=1)
+
+
 def find_sweep_file(name: str) -> Path:
     return _find_yaml_file(name, get_root() / "params" / "sweeps")
 
@@ -75,8 +81,7 @@ def _find_yaml_file(name: str, folder: Path) -> Path:
     preset = folder / f"{name}.yaml"
     if _is_file(preset):
         return preset
-    known = sorted(path.stem for path in folder.glob("*.yaml"))
-    suggestion = _suggest(name, known, "give the path of a YAML file")
+    suggestion = _suggest(name, _list_presets(folder), "give the path of a YAML file")
     given = describe_given(name)
     if given is None:
         if _is_file(Path(f"{path}.yaml")):
@@ -85,6 +90,10 @@ def _find_yaml_file(name: str, folder: Path) -> Path:
     if run_dir := _find_run_dir(name, Path(), get_outputs_dir()):
         suggestion = f"give {run_dir / directory.CONFIG}, or continue the run with nsa-lab resume"
     raise ConfigError(f"{name!r}: expected a name in {folder} or the path of a .yaml file, got {given}; {suggestion}")
+
+
+def _list_presets(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
 def expand_path(text: str) -> Path:

@@ -35,7 +35,8 @@ class Stop(Exception):
 def load_configuration(name: str, sections: dict[str, dict[str, Any]], run_dir: str = "") -> RunConfig:
     """Return `params/<name>.yaml` with `sections` on top, or the configuration of the run in `run_dir`.
 
-    Without a file of that name, the sections are the whole configuration. Raises `Stop` with a line for each problem.
+    With a new name, the sections are the whole configuration. Raises `Stop` with a line for each problem. A name that is
+    similar to a preset's name is not new but misspelt.
     """
     overrides = {section: _parse_numbers(section, values) for section, values in sections.items() if values}
     try:
@@ -46,8 +47,7 @@ def load_configuration(name: str, sections: dict[str, dict[str, Any]], run_dir: 
                     "leave run_dir empty to change values, or leave the sections empty to attach to the run"
                 )
             return History.read(find_run_directory(run_dir)).config
-        file = resolve.get_root() / "params" / f"{name}.yaml"
-        if overrides and not file.is_file():
+        if overrides and resolve.is_new_name(name):
             return RunConfig.from_dict({"name": name, **overrides})
         return RunConfig.from_yaml(resolve.find_params_file(name), overrides)
     except UsageError as error:
@@ -199,6 +199,10 @@ def _parse_numbers(section: str, values: dict[str, Any]) -> dict[str, Any]:
     """Convert texts such as "1e-3" to numbers. Papermill reads `lr: 1e-3` as text, because it parses YAML 1.1."""
     if not isinstance(values, dict):
         raise Stop(f"{section} = {values!r}: expected a mapping of keys and values")
+    if wrong := [key for key in values if not isinstance(key, str)]:
+        raise Stop(
+            f"{section}: expected names of settings as keys, got {wrong[0]!r}; write for example {{steps: 6}} for train"
+        )
 
     def number(value: Any) -> Any:
         parsed = parse_override(f"value={value}")[1] if isinstance(value, str) and "e" in value.lower() else value

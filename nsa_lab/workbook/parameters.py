@@ -24,6 +24,7 @@ from nsa_lab.config.errors import VALUE_REPR
 from nsa_lab.workbook.notebook import Stop
 
 INJECTED_HEADER = "# Parameters"  # first line of the cell that papermill adds
+PATH_NAMES = ("PAPERMILL_INPUT_PATH", "PAPERMILL_OUTPUT_PATH")  # assignments that papermill itself adds for --inject-paths
 
 # Text of an annotation: types of its values, their description, and papermill's option for a value.
 KINDS: dict[str, tuple[tuple[type, ...], str, str]] = {
@@ -124,6 +125,8 @@ class ParameterCheck:
             if not isinstance(statement, ast.Assign):
                 continue  # added by hand
             name, value = ast.unparse(statement.targets[0]), _read_injected(statement.value)
+            if name in PATH_NAMES:
+                continue
             if name in self._known:
                 problems.append(self._known[name].find_problem(value))
             else:

@@ -148,6 +148,28 @@ def test_hidden_folders_are_left_out_and_named(tmp_path: Path, caplog: pytest.Lo
     assert caplog.text.count(".git (hidden)") == 1, "named once"
 
 
+def test_a_hidden_folder_that_the_pattern_names_is_not_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_text(tmp_path / "sub" / ".kept" / "one.txt")
+    write_text(tmp_path / ".other" / "two.txt")
+    with caplog.at_level(logging.WARNING):
+        assert list_names(tmp_path, f"{tmp_path}/**/.kept/*.txt") == ["sub/.kept/one.txt"]
+    assert ".other (hidden)" in caplog.text and ".kept (hidden)" not in caplog.text
+
+
+def test_a_path_that_is_too_long_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_text(tmp_path / "one.txt")
+    folder = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(os.pathconf(tmp_path, "PC_PATH_MAX") // 200 + 1):  # the whole path is longer than any that can be opened
+        os.mkdir("d" * 200, dir_fd=folder)
+        inner = os.open("d" * 200, os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = inner
+    os.close(folder)
+    with caplog.at_level(logging.WARNING):
+        assert list_names(tmp_path) == ["one.txt"]
+    assert "d (file name too long)" in caplog.text
+
+
 def test_folders_that_a_glob_does_not_enter_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_text(tmp_path / "one.txt")
     write_text(tmp_path / "sub" / "two.txt")

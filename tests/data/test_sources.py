@@ -133,6 +133,8 @@ def test_broken_files_are_reported(tmp_path: Path, refuses) -> None:
     jsonl = write_jsonl(tmp_path / "x.jsonl", {"text": "fine"})
     jsonl.write_bytes(jsonl.read_bytes() + b'{"text": \n')
     refuses(lambda: texts(local(jsonl)), f"{jsonl} line 2", "not JSON")
+    jsonl.write_text('{"text": "a"}\n{"text": "b", "n": ' + "9" * 5000 + "}\n")
+    refuses(lambda: texts(local(jsonl)), f"{jsonl} line 2", "too many digits")
     jsonl.write_bytes(b'{"text": "\xff"}\n')
     refuses(lambda: check(local(jsonl)), f"{jsonl} line 1", "not UTF-8", "iconv")
     refuses(lambda: check(local(write_jsonl(tmp_path / "y.jsonl", ["a"]))), "line 1", "a list")

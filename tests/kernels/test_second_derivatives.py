@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from nsa_lab import attention
 from nsa_lab.config import NSAConfig
@@ -74,3 +75,17 @@ def test_second_derivatives_are_refused(compute: Callable[[dict[str, Tensor], st
                 torch.autograd.grad(grad.pow(2).sum(), sources, retain_graph=True)
     for by_torch, by_triton in zip(first["torch"], first["triton"], strict=True):
         torch.testing.assert_close(by_triton, by_torch, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_checkpointed_kernels_allow_differentiable_first_derivatives() -> None:
+    first: dict[str, Tensor] = {}
+    for backend in ("torch", "triton"):
+        x = make_inputs()
+        output = checkpoint(compute_all, x, backend, use_reentrant=False)
+        (grad,) = torch.autograd.grad(output.pow(2).sum(), x["q"], create_graph=True)
+        first[backend] = grad.detach()
+        if backend == "triton":
+            with pytest.raises(NotImplementedError, match="no second derivatives"):
+                grad.pow(2).sum().backward()
+    torch.testing.assert_close(first["triton"], first["torch"], rtol=1e-3, atol=1e-4)

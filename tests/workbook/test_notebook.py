@@ -28,6 +28,9 @@ from nsa_lab.workbook.notebook import Stop, load_configuration
         ("ci", {"train": {"steps": 1e30}}, "", r"train.steps = 1e\+30: input should be a valid integer"),
         ("ci", {"train": {"steps": -6}}, "", "train.steps = -6: input should be greater than or equal to 1"),
         ("smok", {}, "", "did you mean smoke"),
+        ("smok", {"train": {"steps": 5}}, "", "did you mean smoke"),
+        ("smok.yaml", {"train": {"steps": 5}}, "", "smok.yaml: no such configuration file"),
+        ("ci", {"train": {1: 5}}, "", "train: expected names of settings as keys, got 1"),
         ("ci", {}, "no-such-run", "no such run"),
         ("ci", {"train": {"steps": 5}}, "no-such-run", "the configuration of a run is fixed"),
     ],
@@ -41,6 +44,7 @@ def test_mistakes_are_explained(name, sections, run_dir, message):
 def test_sections_override_the_file_or_are_the_configuration():
     overridden = load_configuration("ci", {"train": {"steps": 7}, "model": {}})
     assert overridden.train.steps == 7 and overridden.train.seq_len == RunConfig.from_yaml("params/ci.yaml").train.seq_len
+    assert load_configuration("params/ci.yaml", {"train": {"steps": 7}}) == overridden
     without_file = load_configuration("of-my-own", {"train": {"steps": 7}})
     assert without_file.name == "of-my-own" and without_file.train.seq_len == RunConfig().train.seq_len
 

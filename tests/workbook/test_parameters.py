@@ -56,6 +56,7 @@ WRONG = {
 }
 RIGHT = (
     "name = 'ci'",
+    "PAPERMILL_OUTPUT_PATH = 'out.ipynb'",  # --inject-paths
     "train = {'steps': 6}",
     "new_run = True",
     "train = {'steps': float('inf'), 'lr': [float('nan'), -1e30]}",  # load_configuration refuses it

@@ -47,6 +47,17 @@ class _GradientWithoutDerivative(torch.autograd.Function):
         )
 
 
+class _SavedTensors:
+    """Attributes of an autograd context. Saved tensors are unpacked once, as activation checkpointing requires."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx = ctx
+        self.saved_tensors: tuple[Tensor | None, ...] = ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
 def register_autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
     """Register the backward pass, as torch.library.register_autograd, for an operator with positional arguments only.
 
@@ -65,9 +76,10 @@ def register_autograd(name: str, backward: Callable[..., Any], setup_context: Ca
     def backward_once(ctx: Any, *grad_outputs: Any) -> Any:
         if not torch.is_grad_enabled():  # it is enabled if the backward pass is to be differentiated (create_graph=True)
             return backward(ctx, *grad_outputs)
+        saved = _SavedTensors(ctx)
         with torch.no_grad():
-            grads = backward(ctx, *grad_outputs)
-        tensors: tuple[Tensor | None, ...] = (*grad_outputs, *ctx.saved_tensors)
+            grads = backward(saved, *grad_outputs)
+        tensors: tuple[Tensor | None, ...] = (*grad_outputs, *saved.saved_tensors)
         sources = [x for x in tensors if x is not None and x.requires_grad]
         return tuple(None if grad is None else _GradientWithoutDerivative.apply(grad, *sources) for grad in grads)
 

@@ -176,6 +176,8 @@ def _parse_line(line: bytes, location: str, text_column: str) -> str:
         raise DataError(
             f"{location}: not JSON ({error.msg} at column {error.colno}); write one object per line, or remove the line"
         ) from None
+    except ValueError:  # Python reads integers of at most 4,300 digits
+        raise DataError(f"{location}: an integer has too many digits; write it as text, or remove the line") from None
     if not isinstance(record, dict):
         raise DataError(
             f"{location}: expected an object with the key {text_column!r}, got {_describe_type(record)}; "
