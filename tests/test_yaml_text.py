@@ -23,7 +23,9 @@ def test_fast_parser_equals_the_other() -> None:
         pytest.skip("PyYAML without libyaml")
     files = [*(ROOT / "params").rglob("*.yaml"), *(ROOT / "outputs").glob("*/config.yaml")]
     texts = [file.read_text(encoding="utf-8") for file in files]
-    assert sum(map(yaml_text._is_simple, texts)) >= 6
+    question = yaml_text.dump({"question": "\nQ: What is the {name}? A: ", "others": ["a: b?", "it's: what?"]})
+    assert yaml_text._is_simple(question) and sum(map(yaml_text._is_simple, texts)) >= 6
+    texts += [question] * 5
     rng, characters, n_compared = random.Random(0), list(" \n:-#'\"[]{},abc10.e~?\\*"), 0
     for number in range(6000):
         text = list(rng.choice(texts)[: rng.randrange(1, 200)] if number % 2 else "")

@@ -67,9 +67,10 @@ def dump(value: Any) -> str:
 
 def _is_simple(text: str) -> bool:
     """Return whether both parsers of PyYAML agree on the text: no anchors, tags, directives, tabs or deep brackets."""
-    return (
-        _FastLoader is not None and text.isascii() and not (_SPECIAL.search(text) or text.count("[") + text.count("{") > 64)
-    )
+    if _FastLoader is None or not text.isascii() or _SPECIAL.search(text) or text.count("[") + text.count("{") > 64:
+        return False
+    # The question of a fact is quoted. Elsewhere, a question mark can separate a key, or end a word for one parser only.
+    return "?" not in text or "?" not in _QUOTED.sub("", text)
 
 
 def _parse_simple(text: str) -> Any:
@@ -190,7 +191,9 @@ _Loader.yaml_constructors = {
 }
 
 # Characters that the two parsers of PyYAML may read differently, or that can multiply a text.
-_SPECIAL = re.compile(r"(^|[\s\[{,])[&*!%@`|>]|[?\t]|<<|^---|^\.\.\.", re.MULTILINE)
+_SPECIAL = re.compile(r"(^|[\s\[{,])[&*!%@`|>]|\t|<<|^---|^\.\.\.", re.MULTILINE)
+# A comment, or a value or key in single quotes.
+_QUOTED = re.compile(r"(?:^|(?<=\s))#.*$|(?:^|(?<=[\s\[{,]))'(?:[^']|'')*'(?=[\s,:\]}]|\Z)", re.MULTILINE)
 _FastLoader: type[yaml.CSafeLoader] | None = None
 if yaml.__with_libyaml__:
 
