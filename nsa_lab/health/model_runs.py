@@ -83,19 +83,22 @@ def get_model_name(history: History) -> str:
     return ".".join(part for place, part in enumerate(parts) if part != seed or place == 0)
 
 
-def find_baseline(models: Sequence[ModelRuns], against: str | None) -> ModelRuns:
-    """Return the model named `against`; None: the only dense model. Raises `ConfigError` if there is no such model."""
+def find_baseline(models: Sequence[ModelRuns], against: str | None, option: str = "--against") -> ModelRuns:
+    """Return the model named `against`; None: the only dense model. `option` names the argument in errors.
+
+    Raises `ConfigError` if there is no such model.
+    """
     names = ", ".join(model.name for model in models)
     if against is not None:
         matching = [model for model in models if model.name == against]
         if not matching:
-            raise ConfigError(f"--against {against}: no such model among these runs; available: {names}")
+            raise ConfigError(f"{option} {against}: no such model among these runs; available: {names}")
         return matching[0]
     dense = [model for model in models if model.attention == "dense"]
     if len(dense) != 1:
         raise ConfigError(
             f"baseline: expected exactly one dense model, got {len(dense)} of {len(models)} models; name the baseline: "
-            f"--against NAME, one of {names}"
+            f"{option} NAME, one of {names}"
         )
     return dense[0]
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from IPython.display import Markdown, display
 
 from nsa_lab import figures
+from nsa_lab.config import ConfigError
 from nsa_lab.figures.loss import plot_sweep
 from nsa_lab.health import comparison_tables as tables
 from nsa_lab.health.comparison import ModelComparison, compare_models
@@ -27,6 +28,7 @@ from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.history import have_different_eval_texts
 from nsa_lab.workbook import result_sentences
 from nsa_lab.workbook.display import show_figure
+from nsa_lab.workbook.notebook import Stop
 
 # Relative to the project. tools/records.py writes both files.
 ARCHIVE = Path("docs", "science", "records", "runs.tar.xz")
@@ -132,7 +134,7 @@ def load_evaluated_models(runs: Sequence[str], baseline: str | None = None, outp
     """Load the evaluated runs that `runs` names (directories, ids or patterns, as in `nsa-lab compare`).
 
     Without `outputs`, archived runs of the checkout are found too. The runs are compared with the model `baseline`. A name
-    that matches no run is skipped with a note. Raises ConfigError if the runs cannot be compared.
+    that matches no run is skipped with a note. Raises `Stop` if the runs cannot be compared.
     """
     folder, notes, run_dirs = resolve.get_outputs_dir(Path(outputs) if outputs else None), list[str](), list[Path]()
     for run in runs:
@@ -145,10 +147,13 @@ def load_evaluated_models(runs: Sequence[str], baseline: str | None = None, outp
                 notes.append(str(error))
         names = {path.name for path in found}
         run_dirs += [*found, *(path for path in archived if path.name not in names)]
-    models = group_runs(run_dirs, {}, notes.append)
-    if not models:
-        return EvaluatedModels([], None, "; ".join(notes))
-    return EvaluatedModels(models, compare_models(models, find_baseline(models, baseline), notes))
+    try:
+        models = group_runs(run_dirs, {}, notes.append)
+        if not models:
+            return EvaluatedModels([], None, "; ".join(notes))
+        return EvaluatedModels(models, compare_models(models, find_baseline(models, baseline, "baseline ="), notes))
+    except ConfigError as error:
+        raise Stop(f"ConfigError: {error}") from None
 
 
 def _show_sentences(sentences: Sequence[str]) -> None:

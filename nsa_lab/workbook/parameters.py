@@ -32,8 +32,8 @@ KINDS: dict[str, tuple[tuple[type, ...], str, str]] = {
     "int": ((int,), "an integer", "-p {name} {default}"),
     "float": ((int, float), "a number", "-p {name} {default}"),
     "str": ((str,), "text", "-r {name} {value}"),
-    "list": ((list,), "a list", '-y "{name}: {default}"'),
-    "dict": ((dict,), "a mapping", '-y "{name}: {{{key}}}"'),
+    "list": ((list,), "a list", "-y {value}"),
+    "dict": ((dict,), "a mapping", "-y {value}"),
 }
 # Example of a setting for each section of a configuration.
 SECTION_EXAMPLES = {
@@ -93,8 +93,11 @@ class NotebookParameter:
         default = self.default
         if self.kind == "list":
             default = [value] if default and _have_one_type([*default, value]) else default
-        example = SECTION_EXAMPLES.get(self.name, "key: value")
-        return option.format(name=self.name, default=default, value=shlex.quote(str(value)), key=example)
+        value = shlex.quote(str(value))
+        if self.kind in ("list", "dict"):
+            example = default if self.kind == "list" else f"{{{SECTION_EXAMPLES.get(self.name, 'key: value')}}}"
+            value = _quote(f"{self.name}: {example}")
+        return option.format(name=self.name, default=default, value=value)
 
 
 class ParameterCheck:
@@ -150,7 +153,7 @@ class ParameterCheck:
 
 
 def parse_parameters(source: str) -> list[NotebookParameter]:
-    """Return the parameters of a cell that consists of annotated literals; an empty list for any other cell."""
+    """Return the parameters of a cell that consists of annotated constants; an empty list for any other cell."""
     try:
         statements = ast.parse(source).body
     except SyntaxError:
@@ -160,8 +163,8 @@ def parse_parameters(source: str) -> list[NotebookParameter]:
         if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value):
             return []
         try:
-            default = ast.literal_eval(statement.value)
-        except ValueError:
+            default = _evaluate_constant(statement.value)
+        except (ArithmeticError, TypeError, ValueError):
             return []
         annotation = statement.annotation
         text = annotation.value if isinstance(annotation, ast.Constant) else ast.unparse(annotation)
@@ -169,10 +172,22 @@ def parse_parameters(source: str) -> list[NotebookParameter]:
     return parameters
 
 
+def _evaluate_constant(node: ast.expr) -> Any:
+    """Return the value of a literal or of arithmetic with literals, such as 2 * 1024. Raises ValueError for others."""
+    if any(isinstance(part, ast.Name | ast.Call | ast.Attribute | ast.Subscript | ast.Await) for part in ast.walk(node)):
+        raise ValueError("not a constant")
+    return eval(compile(ast.Expression(node), "<parameters>", "eval"), {"__builtins__": {}})
+
+
 def register(cleanup_transforms: list[Callable[[list[str]], list[str]]]) -> None:
     """Add the check to the input transformers of a shell, once."""
     if not any(isinstance(transform, ParameterCheck) for transform in cleanup_transforms):
         cleanup_transforms.insert(0, ParameterCheck())
+
+
+def _quote(text: str) -> str:
+    """Return `text` as one word of a shell, in double quotes where nothing in it has a meaning there."""
+    return shlex.quote(text) if set('"$`\\!') & set(text) else f'"{text}"'
 
 
 def _stop(problems: list[str | None]) -> None:

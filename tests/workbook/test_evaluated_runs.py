@@ -11,11 +11,11 @@ import pytest
 from fake_evaluation import make_run_factory
 from IPython.display import Image, Markdown
 
-from nsa_lab.config import ConfigError
 from nsa_lab.figures import plot_difference_by_position, plot_loss_by_position, plot_retrieval, plot_retrieval_grid
 from nsa_lab.runs.evaluation import get_depth_counts
 from nsa_lab.workbook import evaluated_runs as module
 from nsa_lab.workbook.evaluated_runs import EvaluatedModels, load_evaluated_models
+from nsa_lab.workbook.notebook import Stop
 
 
 @pytest.fixture
@@ -98,8 +98,10 @@ def test_pattern_without_runs_is_noted(tmp_path: Path, shown: list[Any]) -> None
 
 def test_without_a_dense_run_the_baseline_must_be_named(tmp_path: Path) -> None:
     make_run_factory(tmp_path)("long", 0)
-    with pytest.raises(ConfigError, match="--against"):
+    with pytest.raises(Stop, match="baseline = NAME, one of long"):
         load_evaluated_models(["long-*"], outputs=str(tmp_path))
+    with pytest.raises(Stop, match="baseline = lang: no such model among these runs; available: long"):
+        load_evaluated_models(["long-*"], "lang", outputs=str(tmp_path))
     assert load_evaluated_models(["long-*"], "long", outputs=str(tmp_path)).comparison.baseline == "long"
 
 

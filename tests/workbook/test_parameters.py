@@ -22,6 +22,8 @@ target: float = 0.5
 lengths: list = [1, 33]
 show: bool = None
 anything: object = None
+names: list = ["a"]
+rate: float = 5e-3 * 2
 """
 
 WRONG = {
@@ -51,6 +53,8 @@ WRONG = {
     "target = float('-inf')": "target = -inf: expected a number, above 0",
     "lengths = 512": 'use -y "lengths: [512]"',
     'lengths = [1, "b"]': "expected a list like [1, 33]",
+    """names = 'a"b'""": """use -y 'names: ['"'"'a"b'"'"']'""",
+    "rate = 'x'": "use -p rate 0.01",
     "lengths = [1, -33]": "expected a list like [1, 33], above 0; use",
     'show = "false"': "use -p show False",
 }
