@@ -69,7 +69,7 @@ def check_gates_moved(history: History, limits: Limits) -> Verdict | None:
                 f"{subject} in {streak.max()} readings in a row in {format_layers(streak >= limits.gate_constant_readings)}"
             )
             return Verdict("gates moved", False, float(streak.max()), limits.gate_constant_readings, text)
-    if problem := _find_large_movement(history, limits):
+    if problem := _find_other_movement(history, limits):
         return Verdict("gates moved", False, *problem)
     if (half := entropy.shape[0] // 2) >= limits.gate_constant_readings:
         for name, values in statistics.items():
@@ -87,8 +87,8 @@ def check_gates_moved(history: History, limits: Limits) -> Verdict | None:
     )
 
 
-def _find_large_movement(history: History, limits: Limits) -> tuple[float, float, str] | None:
-    """Return value, limit and text of gate weights that move too far for their learning rate; None if there are none.
+def _find_other_movement(history: History, limits: Limits) -> tuple[float, float, str] | None:
+    """Return value, limit and text of gate weights whose movement does not follow the learning rate; None if it does.
 
     An optimizer moves weights by about the sum of the rates since the last reading.
     """
@@ -107,10 +107,18 @@ def _find_large_movement(history: History, limits: Limits) -> tuple[float, float
     ratios = relative / np.where(usual > 0, usual, np.inf)
     reading, layer = np.unravel_index(ratios.argmax(), ratios.shape)
     ratio, limit = float(ratios[reading, layer]), limits.gate_update_range
-    if not ratio > limit:
+    if ratio > limit:
+        text = f"the gate weights of layer {layer} move {ratio:,.0f} times as far as usual for their learning rate"
+        return ratio, limit, f"{text}, at step {steps[reading]:,}"
+    logs = np.log(passed[is_used])
+    if np.ptp(logs) < math.log(limits.gate_update_rates) or not (update[is_used] > 0).all():
         return None
-    text = f"the gate weights of layer {layer} move {ratio:,.0f} times as far as usual for their learning rate"
-    return ratio, limit, f"{text}, at step {steps[reading]:,}"
+    slopes = np.polyfit(logs, np.log(update[is_used]), 1)[0]
+    layer = int(slopes.argmin())
+    if slopes[layer] >= limits.gate_update_slope:
+        return None
+    text = f"the gate weights of layer {layer} move as far at any learning rate: the log of their movement has slope"
+    return float(slopes[layer]), limits.gate_update_slope, f"{text} {slopes[layer]:.2f} over that of the rate"
 
 
 def _describe_movement(entropy: np.ndarray, shares: dict[str, np.ndarray]) -> str:

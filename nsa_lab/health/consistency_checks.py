@@ -267,6 +267,8 @@ def _check_fields_differ(history: History) -> Problem | None:
         (f"{name} of evaluations", evaluations.ints("step"), evaluations.numbers(name))
         for name in ("loss", "bpb", "first_loss")
     ]
+    # Numbers that every reading has, with which those are also compared that some readings lack.
+    complete = [(name, own) for name, own_steps, own in series if own.ndim == 1 and np.array_equal(own_steps, steps)]
     by_readings: dict[bytes, list[tuple[str, np.ndarray]]] = {}
     for name, own_steps, values in series:
         if len(values) < MIN_EQUAL_READINGS or not np.isfinite(values).all() or not values.all():
@@ -274,8 +276,11 @@ def _check_fields_differ(history: History) -> Problem | None:
         if not np.ptp(values):
             continue  # two shares of exactly 1 are no copies
         same = by_readings.setdefault(own_steps.tobytes() + bytes(str(values.shape), "ascii"), [])
-        for other, other_values in same:
-            if {name, other} not in PROPORTIONAL and _are_proportional(values, other_values):
+        is_partial = name in forms and values.ndim == 1 and len(values) < len(steps)
+        own_places = np.searchsorted(steps, own_steps)
+        for other, other_values in [*same, *((other, own[own_places]) for other, own in complete if is_partial)]:
+            is_usable = np.isfinite(other_values).all() and other_values.all()
+            if {name, other} not in PROPORTIONAL and is_usable and _are_proportional(values, other_values):
                 relation = "equals" if np.array_equal(values, other_values) else "is proportional to"
                 return Problem(own_steps, f"{name} {relation} {other}")
         same.append((name, values))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs import directory, segment_digests
+from nsa_lab.runs.atomic_io import compute_digest
 from nsa_lab.runs.events import decode_line, read_lines
 from nsa_lab.runs.history import History
 from nsa_lab.runs.segment_digests import Segments
@@ -15,17 +16,24 @@ NAME = "record unchanged"
 REMEDY = f"restore {directory.EVENTS} from a copy"
 # Another rank, the heartbeat and the supervisor may write these after an attempt has ended.
 LATE_KINDS = (segment_digests.KIND, "error", "heartbeat", "stall", "signal", "guard", "halt")
+ENDED_STATES = (directory.DONE, directory.HALTED, directory.PREEMPTED)
 FIRST_KEY = b'{"v":'
 
 
 def check_unchanged(history: History, limits: Limits) -> Verdict | None:
-    """Check that events.jsonl and environment.json match the digests in the events and in status.json.
+    """Check that events.jsonl, environment.json and status.json match the digests in the events and in status.json.
 
     None for a record without digests, as older runs are. Lines since the last digest cannot be compared: an interrupted
     attempt may have left an incomplete one, but not one that is damaged.
     """
     has_digests = bool(len(history.events_of_kind(segment_digests.KIND))) or "events_digest" in history.status
     environments = [value for value in history.first_events.values("environment") if value is not None]
+    recorded = history.status.get("digest")
+    if not has_digests and not environments and recorded is None:
+        return None
+    if recorded not in (None, compute_digest(history.status)):
+        text = f"{directory.STATUS} was changed after it was written; restore it from a copy"
+        return Verdict(NAME, False, 1, 0, text)
     if not has_digests and not environments:
         return None
     if not (history.run_dir / directory.EVENTS).exists():
@@ -39,7 +47,7 @@ def check_unchanged(history: History, limits: Limits) -> Verdict | None:
         or _find_damaged_end(history, segments)
     ):
         return Verdict(NAME, False, 1, 0, f"{problem}; {REMEDY}")
-    if problem := _find_changed_environment(history, environments):
+    if problem := _find_other_end(history, segments) or _find_changed_environment(history, environments):
         return Verdict(NAME, False, 1, 0, problem)
     n_lines, n_segments = segments.next_line - 1, len(segments.digests)
     return Verdict(NAME, True, 0, 0, f"the first {n_lines:,} lines match their {n_segments:,} digests")
@@ -73,6 +81,23 @@ def _find_removed_end(history: History, segments: Segments) -> str | None:
         return None
     attempt = history.status.get("attempt")
     return f"the last lines of attempt {attempt} were removed or changed: status.json has a digest that the events lack"
+
+
+def _find_other_end(history: History, segments: Segments) -> str | None:
+    """Return a text on a status without the digest of the end of the last attempt, which the events have; None if it has.
+
+    The status of an ended attempt was written right after the digest. If several processes recorded the end, it may be
+    that of any of them.
+    """
+    status, attempt = history.status, history.last_attempt
+    endings = history.events.select(history.events.ints("attempt") == attempt).of_kind("end", "halt").lines()
+    if status.get("status") not in ENDED_STATES or status.get("attempt") not in (None, attempt) or not len(endings):
+        return None
+    expected = [digest for digest, line in zip(segments.digests, segments.lines, strict=True) if line > endings[0]]
+    if not expected or status.get("events_digest") in expected:
+        return None
+    found = "no digest" if status.get("events_digest") is None else "an earlier digest"
+    return f"{directory.STATUS} has {found} of the events, expected that of the end of attempt {attempt}; restore it"
 
 
 def _find_damaged_end(history: History, segments: Segments) -> str | None:

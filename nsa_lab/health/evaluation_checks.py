@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from nsa_lab.health.evaluation_relations import find_evaluation_problem
+from nsa_lab.runs import segment_digests
 from nsa_lab.runs.checkpoint_files import get_checkpoint_dir, list_steps
-from nsa_lab.runs.evaluation import EVALUATION, RULER, find_file_problem, read_evaluation, read_ruler
+from nsa_lab.runs.evaluation import DIGEST, EVALUATION, RULER, find_file_problem, read_evaluation, read_ruler
 from nsa_lab.runs.history import History
 
 
@@ -16,6 +17,8 @@ def find_foreign_evaluation(history: History) -> str | None:
         record = read(history.run_dir)
         if record is None:
             continue
+        if DIGEST not in record and len(history.events_of_kind(segment_digests.KIND)):
+            return f"{name} has no digest, which every version writes that records digests; run nsa-lab evaluate again"
         recorded, hashes = record.get("config_hash"), _list_config_hashes(history)
         if recorded is not None and hashes and recorded not in hashes:
             return f"{name} belongs to configuration {recorded}, the run to {history.config.hash()}"

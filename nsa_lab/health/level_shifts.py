@@ -67,3 +67,18 @@ def find_gap(history: History, steps: np.ndarray, values: np.ndarray, limits: Li
         if factors[index] > largest.factor:
             largest = LevelShift(int(own_steps[index + GAP_READINGS]), 0, float(factors[index]))
     return largest if largest.factor > limits.loss_shift else None
+
+
+def find_swings(values: np.ndarray, factor: float, count: int) -> tuple[int, int] | None:
+    """Return the number of changes in a row that rise and fall in turns, and the index of their last reading.
+
+    Only changes of `values` [readings] by more than `factor` count. None unless there are at least `count`.
+    """
+    changes = np.diff(np.log(np.maximum(values, TINY)))
+    directions = np.where(np.abs(changes) > np.log(factor), np.sign(changes), 0.0)
+    streak = 0
+    for index in range(1, len(directions)):
+        streak = streak + 1 if directions[index] * directions[index - 1] < 0 else 0
+        if streak + 1 >= count:
+            return streak + 1, index + 1
+    return None

@@ -11,6 +11,7 @@ import numpy as np
 
 from nsa_lab.config import StageConfig, TrainConfig
 from nsa_lab.health.completeness_checks import find_longest_constant
+from nsa_lab.health.level_shifts import find_level_shift, find_swings
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.history import History, get_latest_training_losses, select_latest
 
@@ -128,7 +129,7 @@ def check_gradients(history: History, limits: Limits) -> Verdict:
         reading, layer = np.argwhere(is_zero)[0]
         text = f"no gradient reaches layer {layer} at step {layer_steps[reading]:,} ({is_zero.sum()} such readings)"
         return Verdict("gradients", False, 0.0, 0.0, text)
-    if problem := _find_gradient_problem(steps, norms, layer_steps, layers, limits):
+    if problem := _find_gradient_problem(history, steps, norms, layer_steps, layers, limits):
         return Verdict("gradients", False, *problem)
     largest = int(norms.argmax())
     text = f"norm {norms.min():.3g} to {norms[largest]:.3g}, the largest at step {steps[largest]:,}"
@@ -136,7 +137,7 @@ def check_gradients(history: History, limits: Limits) -> Verdict:
 
 
 def _find_gradient_problem(
-    steps: np.ndarray, norms: np.ndarray, layer_steps: np.ndarray, layers: np.ndarray, limits: Limits
+    history: History, steps: np.ndarray, norms: np.ndarray, layer_steps: np.ndarray, layers: np.ndarray, limits: Limits
 ) -> tuple[float, float, str] | None:
     """Return value, limit and text of a gradient that vanishes or explodes, in all layers or in one; None if none does."""
     least = int(norms.argmin())
@@ -150,7 +151,12 @@ def _find_gradient_problem(
         step = steps[int(lasting.argmin())]
         text = f"the gradient norm varies by a factor of {ratio:,.0f}; it is {lasting.min():.3g} from step {step:,} on"
         return ratio, limits.gradient_range, text
-    layers = layers[np.isfinite(layers).all(axis=1)] if len(layers) else layers
+    if swings := find_swings(norms, limits.gradient_swing, limits.gradient_swings):
+        text = f"the gradient norm rises and falls in turns, by a factor of at least {limits.gradient_swing:g}, in "
+        text += f"{swings[0]} readings in a row, up to step {steps[swings[1]]:,}"
+        return float(swings[0]), float(limits.gradient_swings), text
+    is_known = np.isfinite(layers).all(axis=1) if len(layers) else np.zeros(0, dtype=bool)
+    layer_steps, layers = layer_steps[is_known], layers[is_known]
     if not len(layers):
         return None
     share = layers / np.median(layers, axis=1, keepdims=True)
@@ -158,6 +164,10 @@ def _find_gradient_problem(
         reading, layer = np.unravel_index(share.argmin(), share.shape)
         text = f"the gradient of layer {layer} vanishes at step {layer_steps[reading]:,}: {share.min():.2g} of the median"
         return float(share.min()), limits.gradient_layer_share, text
+    # The median of two layers depends on both, so the shares of few layers hardly show that one changes.
+    if shift := find_level_shift(history, layer_steps, layers, limits):
+        text = f"the gradient of layer {shift.layer} changes by a factor of {shift.factor:.0f} at step {shift.step:,}"
+        return shift.factor, limits.level_shift, text
     change = share / np.median(share, axis=0)
     extreme = np.maximum(change, 1 / change)
     if extreme.max() > limits.gradient_layer_range:

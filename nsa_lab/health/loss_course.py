@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from nsa_lab.health.completeness_checks import find_readings_with_selection
-from nsa_lab.health.level_shifts import find_gap
-from nsa_lab.health.loss_checks import drop_nonfinite, estimate_scatter
+from nsa_lab.health.level_shifts import find_gap, find_swings
+from nsa_lab.health.loss_checks import MIN_SCATTER_READINGS, drop_nonfinite, estimate_scatter
 from nsa_lab.health.references import explain_trial
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.history import History, find_stages
@@ -31,7 +31,10 @@ def check_loss_course(history: History, limits: Limits) -> Verdict:
         return Verdict(name, None, None, None, "not applicable: noise cannot be learned")
     if rise := _find_validation_rise(history, limits):
         return Verdict(name, False, *rise)
-    finders = (_find_validation_swings, _find_selection_loss_rise, _find_vanished_selection_loss, _find_loss_shift)
+    finders = (
+        *(_find_validation_swings, _find_selection_loss_rise, _find_vanished_selection_loss, _find_selection_loss_noise),
+        _find_loss_shift,
+    )
     if problem := next(filter(None, (find(history, limits) for find in finders)), None):
         return Verdict(name, False, *problem)
     steps, bpb = drop_nonfinite(*history.series("bpb"))
@@ -71,15 +74,11 @@ def _find_validation_swings(history: History, limits: Limits) -> tuple[float, fl
     steps, bpb = steps[steps > 0], bpb[steps > 0]
     lengths = np.array([stage.seq_len for stage in history.config.train.plan])[find_stages(steps, history.config.train)]
     for length in np.unique(lengths):
-        own_steps, changes = steps[lengths == length], np.diff(np.log(np.maximum(bpb[lengths == length], 1e-12)))
-        directions = np.where(np.abs(changes) > limits.validation_swing, np.sign(changes), 0.0)
-        streak = 0
-        for index in range(1, len(directions)):
-            streak = streak + 1 if directions[index] * directions[index - 1] < 0 else 0
-            if streak + 1 >= limits.validation_swings:
-                text = f"validation rises and falls in turns, by at least {limits.validation_swing:.0%}, in {streak + 1}"
-                text += f" evaluations in a row, up to step {own_steps[index + 1]:,}"
-                return float(streak + 1), float(limits.validation_swings), text
+        if swings := find_swings(bpb[lengths == length], 1 + limits.validation_swing, limits.validation_swings):
+            count, last = swings
+            text = f"validation rises and falls in turns, by at least {limits.validation_swing:.0%}, in {count}"
+            text += f" evaluations in a row, up to step {steps[lengths == length][last]:,}"
+            return float(count), float(limits.validation_swings), text
     return None
 
 
@@ -123,6 +122,22 @@ def _find_vanished_selection_loss(history: History, limits: Limits) -> tuple[flo
         f"the selection loss is {share:.1g} of its largest value from step {steps[first]:,} on: it is not that of attention"
     )
     return share, limits.selection_loss_least, text
+
+
+def _find_selection_loss_noise(history: History, limits: Limits) -> tuple[float, float, str] | None:
+    """Return value, limit and text of a selection loss that differs too much from reading to reading; None without.
+
+    It is a mean over queries and layers, so neighboring readings are close. Less noise may be due to different batches.
+    """
+    steps, losses = drop_nonfinite(*history.series("selection_loss"))
+    steps, losses = steps[losses > 0], losses[losses > 0]
+    stages = find_stages(steps, history.config.train)
+    for stage in np.unique(stages):
+        logs = np.log(losses[stages == stage])
+        if len(logs) >= MIN_SCATTER_READINGS and (scatter := estimate_scatter(logs)) > limits.selection_loss_scatter:
+            text = f"the selection loss is noise: it differs by a factor of {np.exp(scatter):.1f} from reading to reading"
+            return scatter, limits.selection_loss_scatter, f"{text}, from step {steps[stages == stage][0]:,} on"
+    return None
 
 
 def _find_loss_shift(history: History, limits: Limits) -> tuple[float, float, str] | None:

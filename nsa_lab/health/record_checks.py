@@ -15,7 +15,7 @@ from nsa_lab.health.edited_config import find_config_edit
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs import directory
 from nsa_lab.runs.event_schema import FIRST_KINDS, PHASES, SCHEMA_VERSION, SUPERSEDED_KINDS, is_finite
-from nsa_lab.runs.history import History
+from nsa_lab.runs.history import History, get_monitor_settings
 
 DAY_S = 86_400.0
 
@@ -51,11 +51,29 @@ def check_one_run(history: History, limits: Limits) -> Verdict:
         text += f", but config.yaml {'does' if is_known else 'may'} not: its hash is {(config or history.config).hash()}, "
         text += f"that of the last attempt {recorded}; restore the file that was trained"
         return Verdict("one run", False if is_known else None, 2, 1, text)
+    if problem := _find_other_setting(history):
+        return Verdict("one run", False, 2, 1, problem)
     if difference := start_checks.find_other_creation(history):
         return Verdict("one run", False, 2, 1, difference).to_warning()
     if gap := start_checks.find_gap(history):
         return Verdict("one run", None, 1, 1, f"{text}, but {gap}")
     return Verdict("one run", True, 1, 1, text)
+
+
+def _find_other_setting(history: History) -> str | None:
+    """Return a text on a setting of a finished run that is not the one of its last attempt; None if there is none.
+
+    The hash of the configuration does not see it: `History.config_of_attempt` takes these settings from the first event.
+    Settings of a run that can resume may be edited.
+    """
+    if not history.is_done:
+        return None
+    recorded = history.first_events[-1].get("settings")
+    for key, value in get_monitor_settings(history.config).items():
+        if isinstance(recorded, dict) and recorded.get(key, value) != value:
+            text = f"config.yaml has {key} = {value}, but attempt {history.first_events[-1]['attempt']} had"
+            return f"{text} {shorten(str(recorded[key]))}; restore the file that was trained"
+    return None
 
 
 def _find_foreign_file(history: History, is_edited: bool) -> str | None:
@@ -155,7 +173,7 @@ def check_clock(history: History, limits: Limits) -> Verdict:
     ok = back <= limits.clock_back_s
     if ok and (problem := _find_disorder(history)):
         return Verdict("clock", False, 1, 0, problem)
-    if ok and (problem := _find_other_date(history)):
+    if ok and (problem := _find_other_date(history, limits)):
         return Verdict("clock", False, 1, 0, problem)
     if ok and (ahead := float(times.max()) - time.time()) > DAY_S:
         text = f"the last event is {ahead / DAY_S:,.0f} days ahead of this machine's clock; one of the two clocks is wrong"
@@ -164,24 +182,29 @@ def check_clock(history: History, limits: Limits) -> Verdict:
     return Verdict("clock", ok, back, limits.clock_back_s, text)
 
 
-def _find_other_date(history: History) -> str | None:
-    """Return a text on a status that was written days before or after the events of its attempt; None without one.
+def _find_other_date(history: History, limits: Limits) -> str | None:
+    """Return a text on a status that was written long before or after the events of its attempt; None without one.
 
     The status of a finished run was written with its last event. Any other is written again by later commands.
     """
     updated: Any = history.status.get("updated")
     attempt = history.last_attempt
-    times = history.events.numbers("t")[history.events.ints("attempt") == attempt]
+    own = history.events.select(history.events.ints("attempt") == attempt)
     if not is_finite(updated) or history.status.get("attempt") not in (None, attempt):
         return None
     state = history.status.get("status")
+    ends = own.of_kind("end").numbers("t")
+    is_end_known = state == directory.DONE and np.isfinite(ends).any()
+    # A thread, or another rank, may write events after the end.
+    times, tolerance = (ends, limits.clock_back_s) if is_end_known else (own.numbers("t"), DAY_S)
     first, last = (float(function(times)) for function in (np.nanmin, np.nanmax))
-    lowest = (last if state in (directory.DONE, directory.HALTED) else first) - DAY_S
-    highest = last + DAY_S if state == directory.DONE else math.inf
+    lowest = (last if state in (directory.DONE, directory.HALTED) else first) - tolerance
+    highest = last + tolerance if state == directory.DONE else math.inf
     if lowest <= updated <= highest:
         return None
-    text = f"status.json was written {abs(updated - last) / DAY_S:,.0f} days {'after' if updated > last else 'before'}"
-    return f"{text} the last event of attempt {attempt}"
+    apart, when = abs(updated - last), "after" if updated > last else "before"
+    duration = f"{apart / DAY_S:,.0f} days" if apart > DAY_S else f"{apart:,.0f} s"
+    return f"status.json was written {duration} {when} the last event of attempt {attempt}"
 
 
 # A guard may be about an earlier step.

@@ -164,7 +164,10 @@ def _list_intact_steps(history: History) -> set[int]:
 
 
 def _check_files(history: History, saved: set[int], recorded: set[int], n_due: int, suffix: str) -> Verdict:
-    """Check the recorded checkpoints that should still exist. A copy without checkpoint files is judged by its record."""
+    """Check the recorded checkpoints that should still exist, and all others that do.
+
+    A copy without checkpoint files is judged by its record.
+    """
     folder = get_checkpoint_dir(history.run_dir)
     if not folder.is_dir():
         text = f"{len(saved)} saved, none missing; this copy does not contain their files"
@@ -172,7 +175,8 @@ def _check_files(history: History, saved: set[int], recorded: set[int], n_due: i
     pruned = {name for event in history.events_of_kind("checkpoint") for name in list_names(event.get("pruned"))}
     retained = sorted(step for step in recorded if get_checkpoint_path(folder, step).name not in pruned)
     newest = retained[-1] if retained else None
-    for step in retained:
+    # Others are saves that a killed trainer did not record, and copies.
+    for step in sorted({*retained, *list_steps(folder)}):
         path = get_checkpoint_path(folder, step)
         problems = find_problems(path, check_hashes=step == newest)
         if not problems and step == newest:

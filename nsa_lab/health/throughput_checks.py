@@ -16,6 +16,7 @@ from nsa_lab.runs.summary import format_size, format_speed
 SETTLED_READINGS = 3  # readings of a stage after which its peak hardly grows (0.3% measured)
 SETTLED_SHARE = 0.25  # of the readings of a stage, after which its peak does not grow (0.2% measured)
 TREND_SHARE = 0.3  # of an attempt: the shortest part whose growth is judged (8% measured)
+PART_READINGS = 3  # minimum number of heartbeats in a part of an attempt whose highest memory is compared
 MIN_RISES = 3  # a longer text or another shape may raise the peak memory once or twice
 
 
@@ -178,6 +179,14 @@ def _find_memory_trend(resident: np.ndarray, attempt: int, limits: Limits) -> tu
             growth, relative = found
             text = f"resident memory grows steadily in attempt {attempt}, by {format_size(growth)} ({relative:.0%}): a leak"
             return relative, limit, text
+    # Shards are mapped into memory, so that resident memory may rise and fall again and again; its highest values stay.
+    if len(resident) - first < limits.memory_readings * PART_READINGS:
+        return None
+    highest = np.array([part.max() for part in np.array_split(resident[first:], limits.memory_readings)])
+    if found := _fit_memory_trend(highest, limits.memory_trend, limits):
+        growth, relative = found
+        text = f"the highest resident memory grows steadily in attempt {attempt}, by {format_size(growth)} ({relative:.0%})"
+        return relative, limits.memory_trend, f"{text}: a leak"
     return None
 
 

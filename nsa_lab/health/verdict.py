@@ -60,6 +60,8 @@ class Limits:
     gradient_range: float = 100.0  # maximum largest / smallest median of three gradient norms (27 measured)
     gradient_layer_range: float = 50.0  # maximum deviation of a layer's share of the gradient from its median (13 measured)
     gradient_layer_share: float = 1e-2  # minimum gradient norm of a layer / median over layers (0.20 measured)
+    gradient_swing: float = 5.0  # minimum factor between two gradient norms that counts as a swing
+    gradient_swings: int = 5  # readings in a row that rise and fall in turns by this much (2 measured)
     gradient_least: float = 1e-6  # smaller norms are rounding noise
     pace_window_s: float = 2.0  # readings are merged into windows of this length: single short steps are too noisy
     slow_factor: float = 0.6  # a window is slow if its speed is below this fraction of the run's best tenth
@@ -94,6 +96,8 @@ class Limits:
     gate_saturation_failed: float = 0.70  # the same for saturation
     gate_update_least: float = 1e-6  # minimum change of the gate weights / the largest of the layer (1e-4 measured)
     gate_update_range: float = 30.0  # maximum change of the gate weights per learning rate / its median (6 measured)
+    gate_update_slope: float = 0.3  # minimum exponent of the rate in this change (0.69 measured)
+    gate_update_rates: float = 4.0  # minimum factor between the largest and the smallest rate to know it
     branch_fade: float = 0.05  # minimum RMS of a branch's output / the highest before it in the layer (0.27 measured)
     branch_least: float = 1e-3  # minimum RMS of a branch's output (0.17 measured)
     branch_range: float = (
@@ -121,6 +125,7 @@ class Limits:
     selection_loss_growth: float = 3.0  # maximum selection loss at the end / lowest before, within stages (1.4 measured)
     selection_loss_errors: float = 3.0  # the same fall is unknown within this many standard errors of the readings
     selection_loss_least: float = 1e-4  # minimum selection loss / its largest value (0.07 measured)
+    selection_loss_scatter: float = 0.4  # maximum scatter of its log about its neighbors in a stage (0.13 measured)
     attention_mass: float = 0.95  # minimum attention mass in a converted model's blocks / in the best blocks
     conversion_gap: float = 0.03  # maximum loss with selected blocks minus dense attention's, in nats per token
     teacher_kl: float = 0.1  # maximum KL divergence from a teacher's predictions at the end, in nats per token

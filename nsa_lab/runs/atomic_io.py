@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import hashlib
 import itertools
 import json
 import logging
@@ -14,6 +15,7 @@ import os
 import shutil
 import stat
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -177,6 +179,12 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON, atomically. Raises before anything is written if `value` cannot be serialized."""
     write_text(path, json.dumps(value, indent=1))
+
+
+def compute_digest(value: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a JSON object without its `digest` field, 64 hex digits: the value of that field."""
+    content = {key: entry for key, entry in value.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.runs.atomic_io import parse_unique_json, read_bounded
+from nsa_lab.runs.atomic_io import compute_digest, parse_unique_json, read_bounded, read_json
 from nsa_lab.runs.directory import CHECKPOINTS
 
 MANIFEST = "MANIFEST.json"
@@ -111,11 +111,6 @@ def read_manifest_entry(path: Path) -> dict[str, Any]:
         return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def compute_digest(manifest: Mapping[str, Any]) -> str:
-    """Return the sha256 of a manifest, or of another JSON object, without its `digest` field: the value of that field."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
 def find_problems(checkpoint: Path, *, check_hashes: bool = True) -> list[str]:
     """Return the problems of a checkpoint, file by file. Empty if the manifest and all files match their recorded values.
 
@@ -149,9 +144,19 @@ def find_problems(checkpoint: Path, *, check_hashes: bool = True) -> list[str]:
         return [f"{MANIFEST} lists no weights ({' or '.join(WEIGHT_FILES)})"]
     if problem := _find_unlisted(checkpoint, {name for name, _ in files}):
         return [problem]
+    if problem := _find_other_step(checkpoint, step):
+        return [problem]
     # Sizes first: hashes of gigabytes need not be computed if a file is missing.
     problems = _list_problems(checkpoint, files, False)
     return _list_problems(checkpoint, files, True) if check_hashes and not problems else problems
+
+
+def _find_other_step(checkpoint: Path, step: int) -> str | None:
+    """Return a problem if the training state is that of another step: the manifest of a copy was edited."""
+    if not (checkpoint / STATE).is_file():
+        return None
+    state_step = read_json(checkpoint / STATE).get("step")
+    return None if state_step in (None, step) else f"{STATE} is of step {state_step!r:.40}, {MANIFEST} of step {step}"
 
 
 def _find_unlisted(checkpoint: Path, listed: set[str]) -> str | None:

@@ -4,6 +4,7 @@ Invariants
 * A run directory appears complete or not at all: it is built under a temporary name and then renamed.
 * `status.json` is replaced atomically (overwritten in place if the disk is full). It contains the run id, so a status that
   was copied from another run is recognized.
+* `digest` in `status.json` is the SHA-256 of the other fields (`atomic_io.compute_digest`).
 * This module does not import torch: readers must not need it.
 """
 
@@ -24,6 +25,7 @@ from nsa_lab.config import ConfigError, UsageError
 from nsa_lab.config.errors import describe_os_error
 from nsa_lab.runs.atomic_io import (
     UnwritableFile,
+    compute_digest,
     is_disk_full,
     open_in_place,
     open_regular,
@@ -53,7 +55,15 @@ APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 _TIME_FORMAT, _RUN_ID_TIME = "%Y%m%dT%H%M%SZ", re.compile(r"-(\d{8}T\d{6}Z)-[0-9a-f]{4}$")
 _STATUS_TYPES = {"run": str, "status": str, "attempt": int, "step": int, "tokens": int}
 # These are null until they are known.
-_NULLABLE_STATUS_TYPES = {"steps": int, "exit_code": int, "pid": int, "reason": str, "gpu": str, "events_digest": str}
+_NULLABLE_STATUS_TYPES = {
+    "steps": int,
+    "exit_code": int,
+    "pid": int,
+    "reason": str,
+    "gpu": str,
+    "events_digest": str,
+    "digest": str,
+}
 MAX_INT = 2**63 - 1
 
 
@@ -207,10 +217,11 @@ def format_done_reason(steps: int) -> str:
 
 
 def write_status(run_dir: Path, *, run: str, status: str, **fields: Any) -> None:
-    """Replace `status.json`. Omitted fields keep their value from the previous status of the same run."""
+    """Replace `status.json`. Omitted fields keep their value from the previous status of the same run, but `digest`."""
     previous, path = read_status(run_dir), run_dir / STATUS
     unchanged = previous if previous.get("run") == run else {}
     value = {**unchanged, "run": run, "status": status, "updated": time.time(), **fields}
+    value["digest"] = compute_digest(value)
     try:
         write_json(path, value)
     except OSError as error:

@@ -10,8 +10,7 @@ from statistics import NormalDist
 from typing import Any
 
 from nsa_lab.runs import directory
-from nsa_lab.runs.atomic_io import read_json, warn_once, write_json
-from nsa_lab.runs.checkpoint_files import compute_digest
+from nsa_lab.runs.atomic_io import compute_digest, read_json, warn_once, write_json
 
 # Names of the retrieval tasks in `nsa_lab.evaluate`, for the command line, which does not import torch to check them.
 TASK_NAMES = ("needle", "multi_key", "multi_query")
@@ -80,7 +79,7 @@ class PartialEvaluation:
 
 def write_evaluation(run_dir: Path, evaluation: dict[str, Any], name: str = EVALUATION) -> dict[str, Any]:
     """Replace `evaluation.json` or `ruler.json` of a run. Return its content: `evaluation` with a digest of itself."""
-    content = {key: value for key, value in json.loads(json.dumps(evaluation)).items() if key != DIGEST}
+    content = json.loads(json.dumps(evaluation))
     content[DIGEST] = compute_digest(content)
     write_json(run_dir / name, content)
     return content
@@ -113,9 +112,8 @@ def _read_record(run_dir: Path, name: str) -> dict[str, Any] | None:
 def _find_problem(record: dict[str, Any], name: str) -> str | None:
     if record.get("v") != VERSION:
         return f"v: expected version {VERSION} of the format, got {record.get('v')!r:.40}"
-    content = {key: value for key, value in record.items() if key != DIGEST}
     # Older versions wrote none.
-    if DIGEST in record and record[DIGEST] != compute_digest(content):
+    if DIGEST in record and record[DIGEST] != compute_digest(record):
         return f"{DIGEST}: does not match the file, which was changed after it was written"
     # Imported here, because every command imports this module for its names of tasks.
     from nsa_lab.runs.evaluation_schema import EvaluationRecord, RulerRecord, find_problem

@@ -4,8 +4,9 @@ The trainer writes a `digest` event after the first event of an attempt, after e
 attempt. It has the size and the SHA-256 of a segment of the file: the bytes from the end of the previous segment, or the
 beginning of the file, to the end of a line before this event. The lines of digest events are in the segments that follow.
 
-* Segments leave no gaps. A line that another rank writes between the end of a segment and its digest event belongs to the
-  next segment, and so does a digest event that was not written completely.
+* Segments leave no gaps, and each has at least a line: the digest event of the one before it. A line that another rank
+  writes between the end of a segment and its digest event belongs to the next segment, and so does a digest event that was
+  not written completely.
 * Incomplete lines that a killed attempt left are in the first segment of the next attempt.
 * The last digest event, and lines after it, are in no segment. status.json has the SHA-256 of the line of the event with
   which the last attempt ended.
@@ -38,12 +39,13 @@ class Segments:
     """The segments of a file, compared with their digest events.
 
     `changed`: (first, last) line of each segment that does not match, from 1. `digests`: SHA-256 of the line of each
-    digest event, in their order. `end`: byte at which the last segment ends, and `next_line` the line that begins there.
-    `attempt`: of the last digest event; 0 without one.
+    digest event, in their order, and `lines` the numbers of these lines. `end`: byte at which the last segment ends, and
+    `next_line` the line that begins there. `attempt`: of the last digest event; 0 without one.
     """
 
     changed: list[tuple[int, int]] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)
     end: int = 0
     next_line: int = 1
     attempt: int = 0
@@ -71,13 +73,14 @@ def read_segments(path: Path) -> Segments:
             starts.append(offset)
             if is_complete and (event := _parse_digest(line)):
                 size = event["bytes"]
-                is_inside = 0 <= size <= offset - segments.end
+                is_inside = 0 < size <= offset - segments.end
                 is_equal = is_inside and _hash_bytes(file, segments.end, size) == event["sha256"]
                 if not is_equal:
                     segments.changed.append((segments.next_line, max(len(starts) - 1, segments.next_line)))
                 segments.end = segments.end + size if is_equal else offset
                 segments.next_line = bisect_left(starts, segments.end) + 1
                 segments.digests.append(hashlib.sha256(line).hexdigest())
+                segments.lines.append(len(starts))
                 segments.attempt = event["attempt"] if is_int(event.get("attempt")) else segments.attempt
             offset += len(line) + 1
     return segments

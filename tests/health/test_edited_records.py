@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_run import edit_history
 from looping import looped
@@ -52,7 +53,10 @@ def healthy() -> History:
 
 
 def examine_edited(history: History, edit: Edit) -> Health:
-    return examine(edit_history(history, edit))
+    """Judge an edited record, whose status was written at its end."""
+    edited = edit_history(history, edit)
+    delay_s = float(np.nanmax(edited.events.numbers("t")) - np.nanmax(history.events.numbers("t")))
+    return examine(replace(edited, status=history.status | {"updated": history.status["updated"] + delay_s}))
 
 
 def select_events(events: list[Event], kind: str, first: float = 0.0, last: float = 1.0) -> Iterator[Event]:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import copy
 import json
 import math
+import random
 import shutil
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_run import Event, edit_history
+from fake_run import Event, edit_history, make_config, write_run
 
-from nsa_lab.health import LIMITS, Limits, Verdict
+from nsa_lab.health import LIMITS, Limits, Verdict, examine
 from nsa_lab.health.attempt_checks import check_attempts_agree
 from nsa_lab.health.branch_checks import check_branch_outputs, check_gates_moved
 from nsa_lab.health.configured_work import compute_read_bounds
 from nsa_lab.health.consistency_checks import check_consistent
 from nsa_lab.health.ending_checks import check_status_agrees
 from nsa_lab.health.evaluation_checks import find_foreign_evaluation
+from nsa_lab.health.loss_checks import check_gradients
 from nsa_lab.health.loss_course import check_loss_course
 from nsa_lab.health.record_checks import check_one_run
 from nsa_lab.health.repetition_checks import check_layers_differ
@@ -101,6 +104,61 @@ def hold(name: str, first: float, noise: float) -> Edit:
     return edit
 
 
+def draw(name: str, scatter: float) -> Edit:
+    """Return an edit that replaces a number by random ones of the same median."""
+
+    def edit(events: list[Event]) -> None:
+        rng, own = random.Random(0), select(events, "step", field=name)
+        median = statistics.median(event[name] for event in own)
+        for event in own:
+            event[name] = median * math.exp(rng.gauss(0, scatter))
+
+    return edit
+
+
+def thin_out(every: int) -> Edit:
+    """Return an edit that keeps one of `every` readings, so that heartbeats are more frequent than these."""
+
+    def edit(events: list[Event]) -> list[Event]:
+        gone = {id(event) for number, event in enumerate(select(events, "step")) if number % every}
+        return [event for event in events if id(event) not in gone]
+
+    return edit
+
+
+def stretch(first: float, factor: float) -> Edit:
+    """Return an edit by which the clock runs at `factor` times its speed after a fraction of the run."""
+
+    def edit(events: list[Event]) -> None:
+        end = max(event["step"] for event in events)
+        late = [event for event in events if event["step"] > first * end]
+        start = late[0]["t"]
+        for event in late:
+            event["t"] = start + factor * (event["t"] - start)
+
+    return edit
+
+
+def delay(first: float, seconds: float) -> Edit:
+    """Return an edit by which a machine stands still once, after a fraction of the run, and nothing notices it."""
+
+    def edit(events: list[Event]) -> None:
+        end = max(event["step"] for event in events)
+        for event in events:
+            event["t"] += seconds * (event["step"] > first * end)
+
+    return edit
+
+
+def combine(*edits: Edit) -> Edit:
+    def edit(events: list[Event]) -> list[Event]:
+        for own in edits:
+            events = own(events) or events
+        return events
+
+    return edit
+
+
 def fade(name: str, factor: float) -> Edit:
     """Return an edit by which a number falls evenly to `factor` of itself."""
 
@@ -121,6 +179,19 @@ def grow(kind: str, name: str, first: float, growth: float, n_rises: float = 1.0
         start = own[0][name]
         for number, event in enumerate(own):
             event[name] = int(start * (1 + growth * min(1.0, number / count)))
+
+    return edit
+
+
+def saw(height: float, growth: float) -> Edit:
+    """Return an edit by which host memory rises and falls twenty times, and its highest value grows evenly."""
+
+    def edit(events: list[Event]) -> None:
+        own = select(events, "heartbeat")
+        start = own[0]["rss_bytes"]
+        for number, event in enumerate(own):
+            part = number / len(own)
+            event["rss_bytes"] = int(start * (1 + height * (part * 20 % 1)) * (1 + growth * part))
 
     return edit
 
@@ -176,9 +247,17 @@ CASES: list[tuple[str, Edit, Check, str]] = [
     (RECENT, remove("heartbeat", 0.3, 9), check_consistent, "s of training of attempt 1, expected one every 10 s"),
     (RESUMED, remove("heartbeat", 0.5, 15, suspended_s=140.0), check_consistent, "no heartbeat in"),
     (RECENT, set_fields("heartbeat", 0.9, suspended_s=1e5), check_consistent, "a suspension of 100,000 s in the 10 s"),
-    (RECENT, set_fields("heartbeat", gpu_util=0.0), check_consistent, "the GPU utilization is 0 at all"),
+    (RECENT, set_fields("heartbeat", gpu_util=0.0), check_consistent, "the GPU utilization is 0 at 10 heartbeats in a row"),
+    (
+        RECENT,
+        set_fields("heartbeat", 0.5, gpu_util=0.0),
+        check_consistent,
+        "the GPU utilization is 0 at 10 heartbeats in a",
+    ),
+    (RECENT, combine(thin_out(40), remove("heartbeat", 0.3, 9)), check_consistent, "s of training of attempt 1, expected"),
     (RECENT, set_fields("eval", seconds=0.0), check_consistent, "or no time"),
     (RECENT, set_fields("eval", windows=64), check_consistent, "an evaluation of 64 windows with the losses of 128"),
+    (RECENT, draw("selection_loss", 0.8), check_loss_course, "the selection loss is noise: it differs by a factor of"),
     (RECENT, fade("selection_loss", 1e-6), check_loss_course, "of its largest value from step"),
     (
         RECENT,
@@ -197,6 +276,14 @@ CASES: list[tuple[str, Edit, Check, str]] = [
         change("step", lambda e: {"first_loss": e["loss"] / 10}, 0.5, "first_loss"),
         check_loss_course,
         "first_loss changes by a factor of at least",
+    ),
+    *(
+        (name, change("step", lambda e: {"first_loss": e["loss"] / 10}, field="first_loss"), check_consistent, text)
+        for name, text in ((RECENT, "first_loss is proportional to"), (STAGED, "first_loss is proportional to loss"))
+    ),
+    *(
+        (name, change("step", lambda e: {"grad_norm": e["grad_norm"] * 30}, 0.5, every=2), check_gradients, text)
+        for name, text in ((RECENT, "rises and falls in turns, by a factor of at least 5, in"), (RESUMED, "in 5 readings"))
     ),
     (RECENT, exchange("norm_cmp", "norm_sel", every=2), check_layers_differ, "the branches exchange norm"),
     (STAGED, exchange("norm_sel", "norm_win", every=2), check_layers_differ, "the branches exchange norm"),
@@ -236,6 +323,7 @@ CASES: list[tuple[str, Edit, Check, str]] = [
         "the first block is always selected",
     ),
     (RECENT, hold("gate_update", 0.3, 0.0), check_gates_moved, "change of the gate weights bitwise equal"),
+    (RECENT, hold("gate_update", -1.0, 0.2), check_gates_moved, "move as far at any learning rate: the log of their"),
     (RESUMED, hold("gate_update", 0.3, 0.01), check_gates_moved, "times as far as usual for their learning rate"),
     (RECENT, set_fields("step", mem_peak_bytes=3e11), check_consistent, "that of the preflight 6,200,821,760"),
     (RECENT, set_fields("step", mem_peak_bytes=3.5e8), check_consistent, "is below the 869,489,812 of weights and"),
@@ -243,6 +331,7 @@ CASES: list[tuple[str, Edit, Check, str]] = [
     (RECENT, grow("step", "mem_peak_bytes", 0.6, 0.4, 2), check_memory, "rises by 40% in stage 1, after an evaluation"),
     (RESUMED, grow("step", "mem_peak_bytes", 0.6, 0.4, 1.5), check_memory, "rises by 40% in stage 1"),
     (RECENT, grow("heartbeat", "rss_bytes", -1.0, 0.6, 0.5), check_memory, "resident memory grows steadily"),
+    (RECENT, saw(0.3, 0.4), check_memory, "the highest resident memory grows steadily in attempt 1"),
     (RECENT, scale_optimizer(1 / 3), check_consistent, "0.58 moments per weight, expected 1 to 2 (muon)"),
     (RECENT, scale_optimizer(0.9, 0.5), check_consistent, "the optimizer state has other sizes than at the start"),
     (
@@ -304,6 +393,22 @@ def test_records_have_none_of_these_faults(records: dict[str, History]) -> None:
     for name, history in records.items():
         verdicts = [check(history, LIMITS) for check in checks]
         assert not [f"{name}: {verdict}" for verdict in verdicts if verdict and verdict.ok is False]
+
+
+def test_a_gpu_that_waits_and_a_machine_that_stands_still_are_no_faults(records: dict[str, History]) -> None:
+    for edit in (
+        combine(set_fields("heartbeat", 0.5, gpu_util=0.0), stretch(0.5, 4.0)),
+        delay(0.5, 300.0),
+        combine(thin_out(40), delay(0.5, 300.0)),
+    ):
+        verdict = check_consistent(edit_history(records[RECENT], edit), LIMITS)
+        assert verdict.ok, verdict
+
+
+def test_memory_of_mapped_shards_is_no_leak(records: dict[str, History]) -> None:
+    """It rises while a shard is read, and falls with the next one."""
+    verdict = check_memory(edit_history(records[RECENT], saw(0.3, 0.0)), LIMITS)
+    assert verdict is not None and verdict.ok, verdict
 
 
 def test_text_that_repeats_itself(records: dict[str, History]) -> None:
@@ -390,3 +495,20 @@ def test_contradictory_evaluations(tmp_path: Path) -> None:
         edit(record)
         (folder / EVALUATION).write_text(json.dumps(record))
         assert text in (find_foreign_evaluation(history) or "")
+
+
+def test_the_gradient_of_one_of_two_layers(tmp_path: Path) -> None:
+    """The median of two layers depends on both."""
+
+    def cut(events: list[Event], factor: float = 1.0) -> None:
+        for event in events:
+            event |= {name: value[:2] for name, value in event.items() if isinstance(value, list)}
+            if "grad_norm_layers" in event and event["step"] > 100:
+                event["grad_norm_layers"][0] *= factor
+
+    config = make_config(model__n_layers=2)
+    healthy = write_run(tmp_path, config, spoil=cut)
+    assert not examine(healthy).failed
+    faulty = write_run(tmp_path / "faulty", config, spoil=lambda events: cut(events, 0.01))
+    verdict = check_gradients(History.read(faulty), LIMITS)
+    assert verdict.ok is False and "the gradient of layer 0 changes by a factor of 100" in verdict.text, verdict

@@ -73,14 +73,14 @@ MUTANTS = [
     Mutant(
         "records: a status of another year passes",
         "health.record_checks",
-        "if ok and (problem := _find_other_date(history)):",
+        "if ok and (problem := _find_other_date(history, limits)):",
         "if problem := None:",
     ),
     Mutant(
         "records: a later status of a stopped run fails",
         "health.record_checks",
-        "last + DAY_S if state == directory.DONE else math.inf",
-        "last + DAY_S",
+        "last + tolerance if state == directory.DONE else math.inf",
+        "last + tolerance",
     ),
     Mutant(
         "records: a checkpoint outside its folder passes",

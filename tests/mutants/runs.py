@@ -34,8 +34,8 @@ MUTANTS = [
     Mutant(
         "digests: a damaged size is hashed to the end of the file",
         "runs.segment_digests",
-        "0 <= size <= offset - segments.end",
-        "0 <= size",
+        "0 < size <= offset - segments.end",
+        "0 < size",
     ),
     Mutant(
         "digests: those of an evaluation are not compared", "runs.evaluation", "if DIGEST in record and", "if False and"
@@ -43,8 +43,8 @@ MUTANTS = [
     Mutant(
         "digests: keys of an evaluation that become text change it",
         "runs.evaluation",
-        "json.loads(json.dumps(evaluation)).items()",
-        "evaluation.items()",
+        "json.loads(json.dumps(evaluation))",
+        "dict(evaluation)",
     ),
     Mutant(
         "history: first events are built again", "runs.event_table", "events._built = list(self)", "events._built = None"

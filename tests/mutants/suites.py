@@ -249,6 +249,7 @@ OTHERS = {
     **{
         f"health.{part}": [
             "tests/health/test_record_edits.py",
+            "tests/health/test_status_edits.py",
             *(f"tests/health/test_{name}.py" for name in ("stage_verdicts", "verdicts", "fault_classes", "edited_records")),
             "tests/runs/test_finite_weights.py",
         ]
@@ -258,6 +259,8 @@ OTHERS = {
         f"health.{part}": [
             f"tests/health/test_{name}.py"
             for name in (
+                "exchange",
+                "status_edits",
                 "real_faults",
                 "record_edits",
                 "stage_verdicts",
@@ -288,7 +291,7 @@ OTHERS = {
         )
     },
     "health.selection_geometry": [f"tests/health/test_{name}.py" for name in ("selection_geometry", "fault_classes")],
-    "health.evaluation_checks": ["tests/health/test_record_edits.py"],
+    "health.evaluation_checks": ["tests/health/test_record_edits.py", "tests/health/test_status_edits.py"],
     "health.start_checks": ["tests/health/test_start_checks.py", "tests/health/test_real_faults.py"],
     "health.verdict_file": ["tests/health/test_verdict_file.py", "tests/health/test_references.py"],
     "health.summary_sentence": ["tests/health/test_references.py"],
@@ -300,6 +303,7 @@ OTHERS = {
         "tests/health/test_edited_records.py",
     ],
     "health.record_checks": [
+        "tests/health/test_status_edits.py",
         "tests/health/test_record_edits.py",
         "tests/health/test_edited_config.py",
         "tests/health/test_attempts.py",
@@ -556,6 +560,7 @@ OTHERS = {
         *DAMAGED,
         "tests/crash/test_checkpoint_save.py",
         "tests/runs/test_checkpoint_files.py",
+        "tests/health/test_status_edits.py",
     ],
     # Not the whole file: a mutant's process may have no children.
     "runs.environment": cases("runs/test_environment.py", "commands_that_cannot_be_started_are_missing"),
@@ -602,10 +607,11 @@ OTHERS = {
     "train.telemetry.event_log": ["tests/crash/test_full_disk.py", "tests/health/test_digest_checks.py"],
     "train.preflight.initial_loss": cases("train/test_preflight.py", "the_initial_loss_of_any_model_follows_from_its_head"),
     "runs.segment_digests": [
+        "tests/health/test_status_edits.py",
         "tests/health/test_digest_checks.py",
         *cases("runs/test_scale.py", "each_byte_of_a_record_is_hashed_once"),
     ],
-    "health.digest_checks": ["tests/health/test_digest_checks.py"],
+    "health.digest_checks": ["tests/health/test_digest_checks.py", "tests/health/test_status_edits.py"],
     "health.edited_config": ["tests/health/test_edited_config.py"],
     "train.telemetry.heartbeat": ["tests/train/test_telemetry.py"],
     "train.telemetry.tensorboard_writer": ["tests/crash/test_full_disk.py"],
