@@ -72,14 +72,20 @@ def _check_tokens(history: History) -> Problem | None:
 
 
 def _check_suspensions(attempt: _Attempt) -> Problem | None:
-    """A suspension since the last heartbeat is not longer than the time since then."""
+    """A suspension is not longer than the time since the heartbeat before the last.
+
+    The heartbeat after a suspension may be written before the trainer knows of it; then the next one has its duration.
+    """
     times, suspended = attempt.beats.numbers("t"), attempt.beats.numbers("suspended_s")
-    is_wrong = suspended[1:] > np.diff(times) + LIMITS.clock_back_s
+    elapsed = times[2:] - times[:-2]
+    is_wrong = suspended[2:] > elapsed + LIMITS.clock_back_s
     if not is_wrong.any():
         return None
-    first = int(is_wrong.argmax()) + 1
-    text = f"a suspension of {suspended[first]:,.0f} s in the {times[first] - times[first - 1]:,.0f} s since the last"
-    return Problem(attempt.beats.ints("step")[1:][is_wrong], f"{text} heartbeat")
+    first = int(is_wrong.argmax())
+    text = (
+        f"a suspension of {suspended[first + 2]:,.0f} s in the {elapsed[first]:,.0f} s since the heartbeat before the last"
+    )
+    return Problem(attempt.beats.ints("step")[2:][is_wrong], text)
 
 
 def _check_utilization(attempt: _Attempt) -> Problem | None:

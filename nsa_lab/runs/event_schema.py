@@ -180,7 +180,10 @@ class HeartbeatEvent(Event):
     rss_bytes: Annotated[Number, Field("resident memory of the trainer", "bytes", low=LEAST_MEMORY, high=1e14)]
     gpu_util: Annotated[Number, Field("GPU utilization; null if unknown", "percent", low=0, high=100)]
     suspended_s: NotRequired[
-        Annotated[Number, Field("suspension of the process or machine since the last one", "seconds", low=0)]
+        Annotated[
+            Number,
+            Field("suspension of the process or machine, told at the first or second heartbeat after it", "seconds", low=0),
+        ]
     ]
 
 

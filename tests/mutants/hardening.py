@@ -255,6 +255,12 @@ MUTANTS = [
     Mutant("content: code without a source", "train.checkpoint_content", 'if "source" not in state["code"]:', "if False:"),
     # Suspension.
     Mutant(
+        "checks: a suspension is told at the first heartbeat after it",
+        "health.heartbeat_relations",
+        "elapsed = times[2:] - times[:-2]",
+        "elapsed = times[2:] - times[1:-1]",
+    ),
+    Mutant(
         "suspension: SIGCONT takes any earlier gap",
         "train.telemetry.awake_clock",
         "if time.monotonic() - self._gap_end < GAP_AGE_S:",
