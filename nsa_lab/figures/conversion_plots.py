@@ -69,4 +69,5 @@ def _plot_mass(axes: Axes, fractions: dict[str, list[float]]) -> None:
     for name, label in MASS_LABELS.items():
         axes.plot(fractions[name], "o-", ms=3, lw=1, color=MASS_COLOURS[name], label=label)
     axes.set(xlabel="layer", ylabel="attention mass / oracle's", ylim=(0, 1.03))
+    axes.locator_params(axis="x", integer=True)
     add_legend(axes, columns=3)
