@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-DENIED, NO_TARGET = "permission denied", "a link to nothing"
+DENIED, NO_TARGET, HIDDEN = "permission denied", "a link to nothing", "hidden"
 
 
 @dataclass
@@ -114,10 +114,12 @@ class _Search:
             if matched := self._match(name, patterns):
                 names.setdefault(name, set()).update(matched)
             elif name in names:
-                continue  # a hidden folder that the pattern names
-            elif self._match(name, patterns, include_hidden=True) - {len(self.parts)} and os.path.isdir(folder / name):
-                # Hidden folders (.git, .cache, .ipynb_checkpoints) are not training text.
-                self.matches.left_out.append((folder / name, "hidden"))
+                continue  # a hidden name that the pattern has
+            elif (hidden := self._match(name, patterns, include_hidden=True)) and (
+                len(self.parts) in hidden or os.path.isdir(folder / name)
+            ):
+                # Hidden folders (.git, .cache, .ipynb_checkpoints) and copies of editors are not training text.
+                self.matches.left_out.append((folder / name, HIDDEN))
         for name, matched in names.items():
             self.add(folder / name, matched)
 

@@ -139,13 +139,16 @@ def test_a_text_that_is_removed_while_it_is_read_is_a_data_error(tmp_path: Path)
         (tmp_path / "gone").rename(tmp_path / name)
 
 
-def test_hidden_folders_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_hidden_folders_and_texts_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_text(tmp_path / "one.txt")
     write_text(tmp_path / "sub" / ".git" / "two.txt")
+    write_text(tmp_path / ".three.txt")
+    write_text(tmp_path / ".DS_Store")
     with caplog.at_level(logging.WARNING):
         assert list_names(tmp_path) == ["one.txt"]
         assert list_names(tmp_path) == ["one.txt"]
-    assert caplog.text.count(".git (hidden)") == 1, "named once"
+    assert caplog.text.count(".git (hidden)") == caplog.text.count(".three.txt (hidden)") == 1, "named once"
+    assert ".DS_Store" not in caplog.text
 
 
 def test_a_hidden_folder_that_the_pattern_names_is_not_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

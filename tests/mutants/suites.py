@@ -482,7 +482,7 @@ OTHERS = {
             "data/test_folders.py",
             "links_to_folders_are_followed",
             "loops_and_second_names_are_read_once_and_named",
-            "hidden_folders_are_left_out_and_named",
+            "hidden_folders_and_texts_are_left_out_and_named",
             "unreadable_file_is_named",
             "a_text_that_is_removed_while_it_is_read_is_a_data_error",
         ),

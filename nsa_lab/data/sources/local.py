@@ -2,7 +2,7 @@
 
 Invariants
 * Files are read in path order. Nothing is truncated, and no line or row is skipped silently.
-* A warning names what a folder or a pattern left out (`file_search`): hidden folders, those that this user may not read,
+* A warning names what a folder or a pattern left out (`file_search`): hidden folders and texts, what this user may not read,
   and links that lead back or nowhere. A file that cannot be read is an error.
 * Cheap checks run when the source is opened: paths, sizes, columns, first lines.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_lab.data.errors import DataError
-from nsa_lab.data.file_search import find_matches
+from nsa_lab.data.file_search import HIDDEN, find_matches
 from nsa_lab.data.paths import list_candidate_paths
 from nsa_lab.data.sources import parquet
 from nsa_lab.data.sources.source import BY_POSITION, Cursor, Document
@@ -81,7 +81,7 @@ def find_files(path: str, label: str = "data.path =") -> list[Path]:
     candidates, denied = list_candidate_paths(path), list[str]()
     for candidate in candidates:
         matches = find_matches(candidate)
-        left_out = [f"{left} ({reason})" for left, reason in matches.left_out]
+        left_out = [f"{left} ({reason})" for left, reason in matches.left_out if reason != HIDDEN or _may_have_text(left)]
         files = sorted(file for file in matches.files if file.suffix.lower() in READERS)
         if unreadable := [str(file) for file in files if not os.access(file, os.R_OK)]:
             raise DataError(_explain_denied(path, label, unreadable))
@@ -100,6 +100,10 @@ def find_files(path: str, label: str = "data.path =") -> list[Path]:
         raise DataError(_explain_denied(path, label, denied))
     locations = " or ".join(str(candidate) for candidate in candidates)
     raise DataError(f"{label} {path!r}: nothing at {locations}; give a file, a folder or a glob of {', '.join(READERS)}")
+
+
+def _may_have_text(path: Path) -> bool:
+    return path.suffix.lower() in READERS or path.is_dir()
 
 
 def _explain_denied(path: str, label: str, denied: Sequence[str]) -> str:
