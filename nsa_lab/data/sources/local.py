@@ -2,8 +2,8 @@
 
 Invariants
 * Files are read in path order. Nothing is truncated, and no line or row is skipped silently.
-* A warning names what a folder or a pattern left out (`file_search`): hidden folders and texts, what this user may not read,
-  and links that lead back or nowhere. A file that cannot be read is an error.
+* A warning names what a folder or a pattern left out (`file_search`): hidden folders and texts, what this user may not
+  read, and links that lead back or nowhere. A file that cannot be read is an error.
 * Cheap checks run when the source is opened: paths, sizes, columns, first lines.
 """
 
