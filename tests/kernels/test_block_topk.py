@@ -299,6 +299,15 @@ def test_several_heads_with_disjoint_blocks_match_the_definition(case, dtype, de
     assert_same_selection(select_blocks(q, k, None, nsa), q, k, lse.double(), nsa)
 
 
+def test_local_blocks_are_part_of_the_lse_of_each_head(device):
+    """The first head of a group attends to the query's own token, so the other head decides which blocks are selected."""
+    nsa = NSAConfig(l=1, d=1, l_sel=8, n_sel=5)
+    q, k, _ = make_inputs(1, 260, 4, 2, 32, nsa, torch.float32, device)
+    q[:, :, ::2] = 2 * k
+    lse = reference.compressed_attention(q.double(), k.double(), k.double(), nsa)[1]
+    assert_same_selection(select_blocks(q, k, None, nsa), q, k, lse, nsa)
+
+
 def test_several_heads_or_overlapping_blocks_compute_the_lse(device):
     for heads, nsa in ((4, NSAConfig(l=4, d=4, l_sel=16, n_sel=5)), (2, NSAConfig(l=8, d=4, l_sel=16, n_sel=5))):
         q, k, lse = make_inputs(1, 200, heads, 2, 32, nsa, torch.float32, device)
