@@ -88,7 +88,7 @@ def make_step_event(step: int, config: RunConfig, attempt: int = 1) -> Event:
         "mem_peak_bytes": 2 * 10**9,
     }
     if step % train.stats_every == 0:
-        event |= {"grad_norm_layers": make_layers(0.2 + noise)}
+        event |= {"grad_norm_layers": make_layers(0.2 + noise, 0.01)}
     if step % train.stats_every == 0 and config.model.attention == "nsa":
         drift = step / train.steps / 10
         event |= {
@@ -100,7 +100,7 @@ def make_step_event(step: int, config: RunConfig, attempt: int = 1) -> Event:
             # About proportional to the learning rate, as of an optimizer.
             "gate_update": make_layers((0.002 + 0.02 * event["lr"] / train.lr) * (1 + noise)),
             "sel_reuse": make_layers(0.93 - noise),
-            "sel_distance": make_layers(8.5 + noise),
+            "sel_distance": make_layers(min(8.5, 0.5 * (train.longest_stage.seq_len // config.nsa.l_sel)) + noise),
             "sel_sink_share": make_layers(0.15 + noise),
             "sel_window_overlap": make_layers(0.45 + noise),
             "norm_cmp": make_layers(0.4 + noise),

@@ -58,7 +58,7 @@ def _make_events(step: int, config: fake_run.RunConfig, rng: random.Random) -> l
         event |= {"dt_s": dt_s, "tokens_per_s": train.stage_at(step).tokens_per_step / dt_s}
         event |= {"loss": event["bpb"] * math.log(2), "grad_norm": 0.8 + rng.random() / 10}
         if "grad_norm_layers" in event:
-            event["grad_norm_layers"] = fake_run.make_layers(0.2)
+            event["grad_norm_layers"] = fake_run.make_layers(0.2, 0.01)
         if "gate_update" in event:  # an optimizer moves weights by about the learning rate
             event["gate_update"] = fake_run.make_layers(0.02 * (event["lr"] / train.lr + 0.02))
         for name in [name for name, value in event.items() if isinstance(value, list) and name != "gate_update"]:

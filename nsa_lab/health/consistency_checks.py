@@ -14,7 +14,7 @@ import numpy as np
 from nsa_lab.config import BRANCHES
 from nsa_lab.health import ablation_relations, configured_work, heartbeat_relations, start_checks, text_relations
 from nsa_lab.health.repetition_checks import MIN_EQUAL_READINGS, VARYING_FIELDS
-from nsa_lab.health.selection_geometry import find_impossible_keys, find_impossible_overlap
+from nsa_lab.health.selection_geometry import find_impossible_distance, find_impossible_keys, find_impossible_overlap
 from nsa_lab.health.verdict import LIMITS, Limits, Problem, Verdict
 from nsa_lab.runs.attempts import group_positions
 from nsa_lab.runs.event_columns import NUMBERS
@@ -207,7 +207,7 @@ def _check_window_losses(history: History) -> Problem | None:
 
 
 def _check_selection(history: History) -> Problem | None:
-    problem = find_impossible_keys(history) or find_impossible_overlap(history)
+    problem = find_impossible_keys(history) or find_impossible_overlap(history) or find_impossible_distance(history)
     return Problem(*problem) if problem else None
 
 

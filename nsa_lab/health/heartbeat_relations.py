@@ -19,6 +19,7 @@ USUAL_RATE = 0.5  # minimum steps per second between two of them / the median
 MAX_RACES = 1  # heartbeats that are written between the two assignments of a step and its tokens (0 measured)
 GAP = 5.0  # maximum time of training without a heartbeat / interval of heartbeats (1.0 measured)
 MIN_GAP_S = 30.0  # with short intervals, other threads may delay a heartbeat
+MAX_OTHER_STEPS = 2  # steps of heartbeats in a phase without an event of it (0 measured)
 MIN_INTERVALS = 5  # intervals between readings with which the usual one is known
 
 
@@ -133,6 +134,23 @@ def _check_gaps(attempt: _Attempt) -> Problem | None:
     return Problem(np.array([step]), f"{text}{interval:g} s, from")
 
 
+def _check_phases(history: History) -> Problem | None:
+    """Heartbeats in the phase of an evaluation or a save are of steps that were evaluated or saved.
+
+    The last one may have been interrupted, and a heartbeat may be written while the step changes.
+    """
+    beats = history.events_of_kind("heartbeat")
+    phases = np.array(beats.values("phase"), dtype=object)
+    for phase, kind in (("eval", "eval"), ("save", "checkpoint")):
+        events, own = history.events_of_kind(kind).ints("attempt"), beats.select(phases == phase)
+        for number, positions in group_positions(own.ints("attempt")).items():
+            steps, count = np.unique(own.ints("step")[positions]), int((events == number).sum())
+            if len(steps) > count + MAX_OTHER_STEPS:
+                text = f"heartbeats in the phase {phase} of {len(steps)} steps in attempt {number}, which has {count},"
+                return Problem(steps, text)
+    return None
+
+
 ATTEMPT_RELATIONS: tuple[Callable[[_Attempt], Problem | None], ...] = (
     _check_steps,
     _check_suspensions,
@@ -142,4 +160,5 @@ ATTEMPT_RELATIONS: tuple[Callable[[_Attempt], Problem | None], ...] = (
 RELATIONS: tuple[Callable[[History], Problem | None], ...] = (
     _check_attempts,
     _check_tokens,
+    _check_phases,
 )

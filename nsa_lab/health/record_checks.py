@@ -214,9 +214,13 @@ COMPLETED_KINDS = tuple(sorted(SUPERSEDED_KINDS - {"guard"}))
 def _find_disorder(history: History) -> str | None:
     """Return a text on events in an impossible order; None if there are none.
 
-    An attempt ends before the next one starts, trains its steps in order, and evaluates, measures and saves each of them
-    once. A heartbeat, which a thread writes, may be ahead of an event of another kind, and repeats a long step.
+    An attempt starts once, ends before the next one starts, trains its steps in order, and evaluates, measures and saves
+    each of them once. A heartbeat, which a thread writes, may be ahead of an event of another kind, and repeats a long
+    step.
     """
+    started = history.events.of_kind(*FIRST_KINDS).ints("attempt")
+    if (is_repeated := np.diff(started) == 0).any():
+        return f"attempt {started[1:][is_repeated][0]} starts twice"
     own = history.events.of_kind(*COMPLETED_KINDS, "heartbeat", *FIRST_KINDS)
     attempts, steps = own.ints("attempt"), own.ints("step")
     if (is_back := np.diff(attempts) < 0).any():
@@ -234,4 +238,7 @@ def _find_disorder(history: History) -> str | None:
         if kind in COMPLETED_KINDS and (is_repeated := change == 0).any():
             index = int(is_repeated.argmax()) + 1
             return f"attempt {attempts[index]} has two {kind} events of step {steps[index]:,}"
+        if kind == "heartbeat" and (is_repeated := (np.diff(own.numbers("t")) == 0) & (np.diff(attempts) == 0)).any():
+            index = int(is_repeated.argmax()) + 1
+            return f"attempt {attempts[index]} has two heartbeats at the same time, at step {steps[index]:,}"
     return None

@@ -149,10 +149,22 @@ def check_layers_differ(history: History, limits: Limits) -> Verdict:
         if np.allclose(columns[:, first], columns[:, second], rtol=limits.layers_equal, atol=0, equal_nan=True):
             text = f"layers {min(first, second)} and {max(first, second)} are equal in all {len(columns):,} statistics"
             return Verdict("layers differ", False, 1, 0, text)
-    finders = (find_equal_layers, _find_random_order, find_exchange)
+    finders = (find_equal_layers, _find_equal_gradients, _find_random_order, find_exchange)
     if problem := next(filter(None, (find(history, n_layers, limits) for find in finders)), None):
         return Verdict("layers differ", False, 1, 0, problem)
     return Verdict("layers differ", True, 0, 0, f"{n_layers} layers, no two with equal statistics")
+
+
+def _find_equal_gradients(history: History, n_layers: int, limits: Limits) -> str | None:
+    """Return a text on gradient norms that are almost the same in all layers, in all readings; None if they are not."""
+    _, norms = history.layer_series("grad_norm_layers")
+    norms = norms[(norms > 0).all(axis=1)]
+    if len(norms) < MIN_ORDERED[1] or norms.shape[1] != n_layers:
+        return None
+    spread = float((np.ptp(norms, axis=1) / norms.mean(axis=1)).max())
+    if spread >= limits.gradient_layers_spread:
+        return None
+    return f"the gradient norms of the layers differ by at most {spread:.1g} of their mean: it is one number"
 
 
 def _find_random_order(history: History, n_layers: int, limits: Limits) -> str | None:

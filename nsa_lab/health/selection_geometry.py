@@ -140,6 +140,19 @@ def find_impossible_keys(history: History) -> tuple[np.ndarray, str] | None:
     return _find_fall_of_keys(history, steps, keys[:, 0])
 
 
+def find_impossible_distance(history: History) -> tuple[np.ndarray, str] | None:
+    """Return the steps of readings with a distance of selected blocks beyond their sequence, and a text; None without."""
+    steps, distances = history.layer_series("sel_distance")
+    if not len(steps):
+        return None
+    train = history.config.train
+    lengths = np.array([stage.seq_len for stage in train.plan])[find_stages(steps, train)]
+    highest = (lengths - 1) // history.config.nsa.l_sel
+    is_wrong = (distances > highest[:, None]).any(axis=1)
+    text = "the selected blocks are farther away than the first block of the sequence"
+    return (steps[is_wrong], text) if is_wrong.any() else None
+
+
 def _find_fall_of_keys(history: History, steps: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, str] | None:
     """Return the steps of readings in a row that are far below all others of their stage; None if there are none.
 

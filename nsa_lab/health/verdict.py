@@ -60,6 +60,7 @@ class Limits:
     gradient_range: float = 100.0  # maximum largest / smallest median of three gradient norms (27 measured)
     gradient_layer_range: float = 50.0  # maximum deviation of a layer's share of the gradient from its median (13 measured)
     gradient_layer_share: float = 1e-2  # minimum gradient norm of a layer / median over layers (0.20 measured)
+    gradient_layers_spread: float = 0.02  # largest over readings of the range over layers / their mean (0.19 measured)
     gradient_swing: float = 5.0  # minimum factor between two gradient norms that counts as a swing
     gradient_swings: int = 5  # readings in a row that rise and fall in turns by this much (2 measured)
     gradient_least: float = 1e-6  # smaller norms are rounding noise

@@ -99,7 +99,7 @@ class AttemptEvent(Event):
     code: Annotated[dict[str, str | bool | None], Field("`source` (digest of the package), `commit`, `dirty`")]
     versions: Annotated[dict[str, str | None], Field("package versions; null if not installed")]
     device: Annotated[str, Field("`cpu`, or the name of the GPU")]
-    ranks: Annotated[int, _count("training processes")]
+    ranks: Annotated[int, Field("training processes", low=1)]
     threads: Annotated[int, _count("CPU threads of torch")]
     backend: Annotated[dict[str, dict[str, str]], Field("part of attention -> `backend` and `reason`")]
     params: Annotated[int, _count("parameters of the model")]

@@ -24,8 +24,9 @@ from nsa_lab.health.ending_checks import check_status_agrees
 from nsa_lab.health.evaluation_checks import find_foreign_evaluation
 from nsa_lab.health.loss_checks import check_gradients
 from nsa_lab.health.loss_course import check_loss_course
-from nsa_lab.health.record_checks import check_one_run
+from nsa_lab.health.record_checks import check_clock, check_one_run
 from nsa_lab.health.repetition_checks import check_layers_differ
+from nsa_lab.health.run_checks import check_finite
 from nsa_lab.health.selection_checks import check_sink_share
 from nsa_lab.health.throughput_checks import check_memory
 from nsa_lab.runs import resolve
@@ -240,7 +241,39 @@ def freeze_step(events: list[Event]) -> None:
         event.update(step=own[0]["step"], tokens=own[0]["tokens"])
 
 
+def repeat(kind: str) -> Edit:
+    """Record every event of a kind twice."""
+
+    def edit(events: list[Event]) -> list[Event]:
+        return [copy.deepcopy(event) for event in events for _ in range(1 + (event["kind"] == kind))]
+
+    return edit
+
+
+def scale_layers(event: Event) -> Event:
+    layers = len(event["grad_norm_layers"])
+    return {"grad_norm_layers": [event["grad_norm"] / layers * (1 + layer / 1000) for layer in range(layers)]}
+
+
 CASES: list[tuple[str, Edit, Check, str]] = [
+    (
+        RECENT,
+        change("step", lambda e: {"sel_distance": [40.0] * len(e["sel_distance"])}, 0.5, "sel_distance", every=1000),
+        check_consistent,
+        "farther away than the first block of the sequence",
+    ),
+    (RECENT, repeat("start"), check_clock, "attempt 1 starts twice"),
+    (RESUMED, repeat("resume"), check_clock, "attempt 2 starts twice"),
+    (RECENT, repeat("heartbeat"), check_clock, "attempt 1 has two heartbeats at the same time"),
+    (RECENT, set_fields("start", ranks=0), check_finite, "ranks is 0"),
+    (RECENT, set_fields("heartbeat", phase="save"), check_consistent, "heartbeats in the phase save of"),
+    (RECENT, set_fields("heartbeat", 0.5, phase="eval"), check_consistent, "heartbeats in the phase eval of"),
+    (
+        RECENT,
+        change("step", scale_layers, field="grad_norm_layers"),
+        check_layers_differ,
+        "the gradient norms of the layers differ by at most 0.003 of their mean",
+    ),
     (RECENT, set_fields("heartbeat", step=0, tokens=0), check_consistent, "a heartbeat of step 0 between readings of"),
     (RESUMED, freeze_step, check_consistent, "between readings of steps"),
     (RECENT, set_fields("heartbeat", 0.3, tokens=5), check_consistent, "other numbers of tokens than their steps"),

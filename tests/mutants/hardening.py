@@ -301,7 +301,7 @@ MUTANTS = [
     Mutant(
         "folders: hidden ones are left out in silence",
         "data.file_search",
-        'self.matches.left_out.append((folder / name, HIDDEN))',
+        "self.matches.left_out.append((folder / name, HIDDEN))",
         "pass",
     ),
     Mutant(

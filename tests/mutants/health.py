@@ -6,6 +6,42 @@ from mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "checks: selected blocks before the sequence",
+        "health.selection_geometry",
+        "is_wrong = (distances > highest[:, None]).any(axis=1)",
+        "is_wrong = (distances > 2 * highest[:, None]).any(axis=1)",
+    ),
+    Mutant(
+        "checks: an attempt starts twice",
+        "health.record_checks",
+        "(is_repeated := np.diff(started) == 0)",
+        "(is_repeated := np.diff(started) < 0)",
+    ),
+    Mutant(
+        "checks: two heartbeats at the same time",
+        "health.record_checks",
+        '(np.diff(own.numbers("t")) == 0)',
+        '(np.diff(own.numbers("t")) < 0)',
+    ),
+    Mutant(
+        "checks: heartbeats in a phase that no event has",
+        "health.heartbeat_relations",
+        "len(steps) > count + MAX_OTHER_STEPS",
+        "len(steps) > 100 * count + MAX_OTHER_STEPS",
+    ),
+    Mutant(
+        "checks: one gradient norm for all layers",
+        "health.repetition_checks",
+        "if spread >= limits.gradient_layers_spread",
+        "if spread >= 0",
+    ),
+    Mutant(
+        "checks: gradients of 0 are equal",
+        "health.repetition_checks",
+        "    norms = norms[(norms > 0).all(axis=1)]\n",
+        "    norms = np.maximum(norms, 1e-30)\n",
+    ),
+    Mutant(
         "health: an incomplete line may have any content",
         "health.digest_checks",
         "is_text = line.isascii() and line.decode().isprintable()",
