@@ -290,7 +290,9 @@ OTHERS = {
             "throughput_checks",
         )
     },
-    "health.selection_geometry": [f"tests/health/test_{name}.py" for name in ("selection_geometry", "real_faults", "fault_classes")],
+    "health.selection_geometry": [
+        f"tests/health/test_{name}.py" for name in ("selection_geometry", "real_faults", "fault_classes")
+    ],
     "health.evaluation_checks": ["tests/health/test_record_edits.py", "tests/health/test_status_edits.py"],
     "health.start_checks": ["tests/health/test_start_checks.py", "tests/health/test_real_faults.py"],
     "health.verdict_file": ["tests/health/test_verdict_file.py", "tests/health/test_references.py"],
