@@ -169,7 +169,7 @@ def test_preflight_detects_changed_shards(
     assert "train-00000.bin" in startup_checks.check_data(context).value and not startup_checks.check_data(context).ok
 
 
-# Heads whose loss is compared, and by which factor the standard deviation of so many exceeds the true one once in 10,000.
+# Number of heads. Their estimated standard deviation exceeds the true one by this factor in one of 10,000 tests.
 N_HEADS, ESTIMATE_RANGE = 20, 1.64
 INITIAL_VARIANTS: list[Any] = [
     {},
