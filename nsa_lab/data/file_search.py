@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 DENIED, NO_TARGET, HIDDEN = "permission denied", "a link to nothing", "hidden"
+TOO_LONG = os.strerror(errno.ENAMETOOLONG).lower()
 
 
 @dataclass
@@ -80,8 +81,8 @@ class _Search:
         """Record a path that matches the parts before `positions`, or search it if it is a folder."""
         mode, problem = get_mode(path)
         is_match, is_folder = len(self.parts) in positions, mode is not None and stat.S_ISDIR(mode)
-        if mode is None and problem is None:
-            return  # removed meanwhile
+        if mode is None and (problem is None or (ignore_match and problem == TOO_LONG)):
+            return  # removed meanwhile, or a text that is no path
         self.matches.has_match |= is_match
         if is_folder and (inner := positions - {len(self.parts)}):
             (self._links if path.is_symlink() and not ignore_match else self.folders).append((path, inner))

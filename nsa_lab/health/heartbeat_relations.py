@@ -23,7 +23,7 @@ MAX_OTHER_STEPS = 2  # steps of heartbeats in a phase without an event of it (0 
 MIN_INTERVALS = 5  # intervals between readings with which the usual one is known
 
 
-class _Attempt(NamedTuple):
+class _AttemptEvents(NamedTuple):
     """Heartbeats and `step` events of an attempt, in the order of the record. `config`: None if unknown."""
 
     number: int
@@ -39,13 +39,13 @@ def _check_attempts(history: History) -> Problem | None:
     for number, own in group_positions(beats.ints("attempt")).items():
         if number in steps_of:
             config = history.config_of_attempt(number)
-            attempt = _Attempt(number, config, beats.select(own), steps.select(steps_of[number]))
+            attempt = _AttemptEvents(number, config, beats.select(own), steps.select(steps_of[number]))
             if problem := next(filter(None, (find(attempt) for find in ATTEMPT_RELATIONS)), None):
                 return problem
     return None
 
 
-def _check_steps(attempt: _Attempt) -> Problem | None:
+def _check_steps(attempt: _AttemptEvents) -> Problem | None:
     """A heartbeat has the last completed step, between the `step` events before and after it.
 
     It may be written one event later than its step was read. The trainer reads the results of a step after the next one.
@@ -72,7 +72,7 @@ def _check_tokens(history: History) -> Problem | None:
     return Problem(steps[is_wrong], "the heartbeats have other numbers of tokens than their steps")
 
 
-def _check_suspensions(attempt: _Attempt) -> Problem | None:
+def _check_suspensions(attempt: _AttemptEvents) -> Problem | None:
     """A suspension is not longer than the time since the heartbeat before the last.
 
     The heartbeat after a suspension may be written before the trainer knows of it; then the next one has its duration.
@@ -89,7 +89,7 @@ def _check_suspensions(attempt: _Attempt) -> Problem | None:
     return Problem(attempt.beats.ints("step")[2:][is_wrong], text)
 
 
-def _check_utilization(attempt: _Attempt) -> Problem | None:
+def _check_utilization(attempt: _AttemptEvents) -> Problem | None:
     """A GPU that trains is not idle at heartbeats in a row: it would be the utilization of another one.
 
     A GPU that waits is idle, so only heartbeats count between which the steps go on at their usual rate.
@@ -111,7 +111,7 @@ def _check_utilization(attempt: _Attempt) -> Problem | None:
     return Problem(steps[first:].astype(np.int64), text)
 
 
-def _check_gaps(attempt: _Attempt) -> Problem | None:
+def _check_gaps(attempt: _AttemptEvents) -> Problem | None:
     """Heartbeats go on while the trainer trains.
 
     An interval between readings that is longer than usual may include a suspension, an evaluation or a save, which is
@@ -151,7 +151,7 @@ def _check_phases(history: History) -> Problem | None:
     return None
 
 
-ATTEMPT_RELATIONS: tuple[Callable[[_Attempt], Problem | None], ...] = (
+ATTEMPT_RELATIONS: tuple[Callable[[_AttemptEvents], Problem | None], ...] = (
     _check_steps,
     _check_suspensions,
     _check_utilization,
