@@ -1,6 +1,6 @@
 """The pictures of retrieval.md, long_texts.md and convert.md, from the records: `python docs/science/pictures.py`.
 
-Nothing is computed anew. Those of convert.md read FOLDER, the unpacked records: `python docs/science/pictures.py FOLDER`.
+Nothing is computed again. Those of convert.md read FOLDER, the unpacked records: `python docs/science/pictures.py FOLDER`.
 """
 
 from __future__ import annotations

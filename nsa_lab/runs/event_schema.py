@@ -182,7 +182,9 @@ class HeartbeatEvent(Event):
     suspended_s: NotRequired[
         Annotated[
             Number,
-            Field("suspension of the process or machine, told at the first or second heartbeat after it", "seconds", low=0),
+            Field(
+                "suspension of the process or machine, reported by the first or second heartbeat after it", "seconds", low=0
+            ),
         ]
     ]
 

@@ -438,13 +438,13 @@ def test_a_gpu_that_waits_and_a_machine_that_stands_still_are_no_faults(records:
         assert verdict.ok, verdict
 
 
-def test_a_suspension_may_be_told_one_heartbeat_late(records: dict[str, History]) -> None:
+def test_a_suspension_may_be_reported_one_heartbeat_late(records: dict[str, History]) -> None:
     for place in range(3):
 
-        def tell(events: list[Event], place: int = place) -> None:
+        def report(events: list[Event], place: int = place) -> None:
             select(events, "heartbeat", 0.5)[place]["suspended_s"] = 300.0
 
-        verdict = check_consistent(edit_history(records[RECENT], combine(delay(0.5, 300.0), tell)), LIMITS)
+        verdict = check_consistent(edit_history(records[RECENT], combine(delay(0.5, 300.0), report)), LIMITS)
         assert verdict.ok is (place < 2) and (verdict.ok or "a suspension of 300 s in the 20 s" in verdict.text)
 
 

@@ -255,7 +255,7 @@ MUTANTS = [
     Mutant("content: code without a source", "train.checkpoint_content", 'if "source" not in state["code"]:', "if False:"),
     # Suspension.
     Mutant(
-        "checks: a suspension is told at the first heartbeat after it",
+        "checks: a suspension is reported by the first heartbeat after it",
         "health.heartbeat_relations",
         "elapsed = times[2:] - times[:-2]",
         "elapsed = times[2:] - times[1:-1]",
