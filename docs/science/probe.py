@@ -90,11 +90,7 @@ def read(split: str) -> np.ndarray:
     else:
         from pyarrow import parquet
 
-        texts = [
-            text
-            for f in sorted(CORPUS.glob(f"{split}-*.parquet"))[:2]
-            for text in parquet.read_table(f)["text"].to_pylist()
-        ]
+        texts = [text for f in sorted(CORPUS.glob(f"{split}-*.parquet"))[:2] for text in parquet.read_table(f)["text"].to_pylist()]
     return np.frombuffer("\n\n".join(texts).encode(), np.uint8)
 
 
@@ -393,9 +389,7 @@ RULES = {
 }
 
 
-def oracle_loss(
-    q: Tensor, k_cmp: Tensor, k_sel: Tensor, nsa: NSAConfig, rows: int = 64, target: Tensor | None = None
-) -> Tensor:
+def oracle_loss(q: Tensor, k_cmp: Tensor, k_sel: Tensor, nsa: NSAConfig, rows: int = 64, target: Tensor | None = None) -> Tensor:
     """Cross-entropy of the importances against where the selected branch looks when it may read everything.
 
     `target`: the selected branch's own queries, where q are others.
@@ -480,9 +474,7 @@ def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, path: str) ->
 
 def build() -> library.NSATransformer:
     seed, nsa = ARGS.get("seed", 0), ARGS["kind"] == "nsa"
-    config = ModelConfig(
-        attention=ARGS["kind"], rope_theta=500000.0, nsa=NSAConfig(**{k: ARGS[k] for k in ("n_sel", "l", "d") if k in ARGS})
-    )
+    config = ModelConfig(attention=ARGS["kind"], rope_theta=500000.0, nsa=NSAConfig(**{k: ARGS[k] for k in ("n_sel", "l", "d") if k in ARGS}))
     torch.manual_seed(seed)
     model = library.NSATransformer(config, device="cuda", dtype=torch.bfloat16, seed=seed)
     n = 3 if nsa and not ARGS.get("share") else 1

@@ -315,10 +315,7 @@ def differ(
 
 def print_ruler(paths: dict[tuple[str, int], Path], control_paths: dict[tuple[str, int], Path]) -> None:
     def read_scores(path: Path) -> dict[tuple[str, int], float]:
-        return {
-            (result["task"], result["length"]): result["score"]
-            for result in json.loads((path / "ruler.json").read_text())["results"]
-        }
+        return {(result["task"], result["length"]): result["score"] for result in json.loads((path / "ruler.json").read_text())["results"]}
 
     columns = {arm: [read_scores(paths[arm, seed]) for seed in SEEDS] for arm in ARMS}
     controls = {arm: read_scores(control_paths[arm, max(SEEDS)]) for arm in ARMS}

@@ -2,9 +2,8 @@
 
 A text of T tokens is cut into 2 N chunks for N ranks. Rank r holds chunks r and 2 N - 1 - r (zigzag), so every rank has
 about the same number of past keys to score. Queries stay on their rank. Keys and values of all tokens are gathered, because
-the selected branch may read any of them. Convolution and RoPE read the key of a token and of the one before it, and are
-computed before keys are gathered; the last rows of all chunks are gathered first (`ContextShard.start_gather_ends`).
-Compression reads more tokens, and is computed from the gathered keys on every rank.
+the selected branch may read any of them; everything that is computed from keys alone (convolution, RoPE, compression) is
+computed from the gathered keys on every rank, so nothing needs the activations of a neighbour.
 
 A shard is computed in pieces, each with an ordinary `Span`: the end of a document that begins before the chunk is a
 `Span.chunk`; the documents that begin within the chunk are a `Span.packed`, the last of them possibly cut. All backends
@@ -152,26 +151,6 @@ class ContextShard:
     def gather(self, x: Tensor) -> Tensor:
         """Return x [B, n_queries, ...] of all ranks in the order of the text, [B, T, ...]. Collective over the group."""
         return self.start_gather(x).wait()
-
-    def start_gather_ends(self, x: Tensor) -> PendingRows:
-        """Start to gather the last row of every chunk in x [B, n_queries, ...]; `select_previous` takes the result.
-
-        Collective over the group.
-        """
-        n_chunks, n_tokens = 2 * self.size, self.text.n_queries
-        first = (self.rank + 1) * n_tokens // n_chunks - self.rank * n_tokens // n_chunks
-        # In a text of one token per chunk, each rank holds as many rows as here.
-        ends = ContextShard(Span.full(n_chunks), self.rank, self.size, self.group)
-        return ends.start_gather(torch.cat([x[:, first - 1 : first], x[:, -1:]], dim=1))
-
-    def select_previous(self, ends: Tensor) -> tuple[Tensor, ...]:
-        """Return the row before each of this rank's `ranges`, [B, 1, ...]; 0 before the text.
-
-        `ends` [B, 2 N, ...]: the last rows of all chunks.
-        """
-        before_chunks = torch.cat([torch.zeros_like(ends[:, :1]), ends[:, :-1]], dim=1)
-        chunks = (self.rank, 2 * self.size - 1 - self.rank)[: len(self.ranges)]
-        return tuple(before_chunks[:, chunk : chunk + 1] for chunk in chunks)
 
     @cached_property
     def _most_rows(self) -> int:

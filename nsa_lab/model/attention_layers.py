@@ -38,6 +38,7 @@ from nsa_lab.model.head_projections import (
     make_projections,
     rotate_heads,
     split_heads,
+    split_projection,
 )
 from nsa_lab.model.indexer import Indexer
 from nsa_lab.model.layers import Rotary
@@ -138,7 +139,9 @@ class SparseAttention(nn.Module):
         self._check_blocks(blocks)
         layouts = layouts or get_layouts(span, self.config, x.device)
         if isinstance(span, ContextShard):
-            out, *selection = attend_shard(self, x, rotary, span, layouts, blocks)
+            out, *selection = attend_shard(
+                self, *split_projection(self.qkv(x), self.config), x, rotary, span, layouts, blocks
+            )
             return self.out(out.flatten(2)), Selection(*selection)
         layout, selection_layout = (layouts[0], layouts[-1]) if layouts else (None, None)
         inputs = self._project(x, rotary, span, layout)
@@ -349,7 +352,7 @@ class DenseAttention(nn.Module):
             return self.out(cache.attend(self, x)), Selection()
         layouts = layouts or get_layouts(span, self.config, x.device)
         if isinstance(span, ContextShard):
-            out = attend_dense_shard(self, x, rotary, span, layouts)
+            out = attend_dense_shard(self, *split_projection(self.qkv(x), self.config), rotary, span, layouts)
             return self.out(out.flatten(2)), Selection()
         layout = layouts[0] if layouts else None
         q, (k,), (v,), _ = self.project_heads(x, rotary, layout and layout.is_document_start)

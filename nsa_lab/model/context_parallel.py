@@ -1,14 +1,14 @@
 """Layers whose text is shared by several ranks: each computes its own queries over the keys of all (`ContextShard`).
 
-Per layer there are two all-gathers: of index keys, if the layer has an indexer, and of keys and values, which are on their
-way while blocks are selected. Both follow the convolution of keys and RoPE. The convolution reads the key before a chunk,
-which another rank has, so a small all-gather of the last key of every chunk precedes it. Compression, which is cheap next
-to attention, is computed on every rank for the whole text. In the backward pass each all-gather is an all-to-all.
+Per layer there is one all-gather of the projected keys, values and index keys, before the convolution of keys, RoPE and
+compression. Every rank repeats these on the whole text: they are linear in its length and cheap next to attention, and the
+tokens at the ends of a chunk then need nothing from their neighbours. The backward pass has one all-to-all. The gates and
+RoPE of queries overlap with both.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,13 +20,11 @@ from nsa_lab.attention.context_parallel import ContextShard, PendingRows, slice_
 from nsa_lab.attention.layout import Layout
 from nsa_lab.attention.selection_loss import HeldRows, select_held_rows
 from nsa_lab.config import BRANCHES
-from nsa_lab.model.head_projections import rotate_heads, split_heads, split_projection
-from nsa_lab.model.layers import Rotary
+from nsa_lab.model.layers import Rotary, convolve_keys, rotate
 from nsa_lab.model.ngrams import NgramEmbedding
 
 if TYPE_CHECKING:
     from nsa_lab.model.attention_layers import DenseAttention, SparseAttention
-    from nsa_lab.model.indexer import Indexer
 
 
 def check_shard(shard: ContextShard, n_tokens: int) -> None:
@@ -57,21 +55,10 @@ def compute_ngram_rows(ngrams: NgramEmbedding, tokens: Tensor, shard: ContextSha
     return torch.cat(rows, dim=1)
 
 
-class OwnProjections(NamedTuple):
-    """Projections of this rank's tokens, rotated. Keys and values are those of every set and group."""
-
-    q: Tensor
-    """[B, T, H, d_k]"""
-    keys_and_values: Tensor
-    """[B, T, sets G (d_k + d_v)], all keys before all values."""
-    index_q: Tensor | None
-    """`IndexerOutput.q`"""
-    index_k: Tensor | None
-    """`IndexerOutput.k`, [B, T, index groups * D]"""
-
-
 def attend_shard(
     layer: SparseAttention,
+    qk: Tensor,
+    values: Tensor,
     x: Tensor,
     rotary: Rotary,
     shard: ContextShard,
@@ -80,100 +67,60 @@ def attend_shard(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the output [B, T, H, d_v] of this rank's tokens, its share of the selection loss, and the selected blocks.
 
-    x [B, T, C]: this rank's tokens. `rotary`, `layouts`: of the whole text. `blocks`: as in `SparseAttention.forward`.
-    Collective over the group.
+    qk [B, T, H + sets G, d_k] and values [B, T, sets G, d_v]: the projections of x [B, T, C], as from `split_projection`.
+    `rotary`, `layouts`: of the whole text. `blocks`: as in `SparseAttention.forward`. Collective over the group.
     """
     # Traced by torch.compile, except for the functions that read the shard.
     c, indexer = layer.config, layer.indexer
-    own = _project(layer, indexer, x, rotary, shard, layouts)
-    # Index keys first: blocks are selected while keys and values are on their way.
-    pending_index = None if own.index_k is None else _start_gather(shard, own.index_k)
-    pending = _start_gather(shard, own.keys_and_values)
+    q, k = qk.split([c.n_heads, values.shape[2]], dim=2)
+    index_q, index_k = indexer.split(indexer.qk(x.detach())) if indexer is not None else (None, None)
+    rows = [part.flatten(2) for part in (k, values, index_k) if part is not None]
+    trains = layer.training and c.has_selection_loss
+    own_rotary, pending, held = _start_gather(shard, rotary, torch.cat(rows, dim=2), c.selection_queries if trains else 0)
+    # While the keys are on their way.
     gates = layer.compute_gates(x)
-    gates = None if gates is None else gates.to(own.q.dtype)
-    scoring_q, scoring_k = own.q, None
-    if indexer is not None and own.index_q is not None and pending_index is not None:
-        index_k = _finish_gather(pending_index).unflatten(2, (-1, c.index_width))
-        index_k = indexer.compress(index_k, rotary, None, layouts[-1] if layouts else None)
-        scoring_q, scoring_k = own.index_q, index_k.expand(-1, -1, c.n_kv_groups, -1)
-        if not (layer.training and layer.trains_densely):
-            blocks = _select_blocks(layer, scoring_q, scoring_k, shard)
-    by_branch, key_scoring_k = _split_branches(layer, _finish_gather(pending), layouts, needs_scoring=blocks is None)
-    scoring_k = key_scoring_k if scoring_k is None else scoring_k
+    gates = None if gates is None else gates.to(q.dtype)
+    q = rotate(q, own_rotary)
+    if indexer is not None and index_q is not None:
+        index_q = indexer.rotate_queries(index_q, own_rotary)
+    k, values, *index_rows = _finish_gather(pending).split([part.shape[2] for part in rows], dim=2)
+    k, values = k.unflatten(2, (-1, c.d_k)), values.unflatten(2, (-1, c.d_v))
+    # The same steps as in `SparseAttention.project` and `Indexer.forward`, for the keys of the whole text.
+    starts = layouts[0].is_document_start if layouts else None
+    if layer.convolution:
+        by_set = k.unflatten(2, (len(c.kv_sets), c.n_kv_groups))
+        k = convolve_keys(layer.convolution, by_set, starts, None).flatten(2, 3)
+    keys = rotate(k, rotary)
+    if indexer is not None and index_rows:
+        index_k = indexer.prepare_keys(index_rows[0].unflatten(2, (-1, c.index_width)), rotary, starts)
+    by_branch, scoring_k = _compress_keys(layer, keys, values, index_k, rotary, layouts, needs_scoring=blocks is None)
+    scoring_q = q if index_q is None else index_q
     k_sel, v_sel = by_branch[1]
     loss = None
-    if layer.training and c.has_selection_loss and scoring_k is not None and k_sel is not None:
+    if held is not None and scoring_k is not None and k_sel is not None:
         layout = layouts[-1] if layouts else None
-        nsa, backend, held = layer.selection_nsa, layer.backends or "auto", _select_held_rows(shard, c.selection_queries, x)
-        loss = selection_loss(
-            scoring_q, scoring_k, k_sel, nsa, attention_q=own.q, layout=layout, held=held, backend=backend
-        )
+        nsa, backend = layer.selection_nsa, layer.backends or "auto"
+        loss = selection_loss(scoring_q, scoring_k, k_sel, nsa, attention_q=q, layout=layout, held=held, backend=backend)
     if layer.training and layer.trains_densely and k_sel is not None and v_sel is not None:
-        return _attend_dense_pieces(own.q, k_sel, v_sel, shard), loss, x.new_empty(0, dtype=torch.int32)
-    if blocks is None and scoring_k is not None and c.scores != "compressed":
+        return _attend_dense_pieces(q, k_sel, v_sel, shard), loss, q.new_empty(0, dtype=torch.int32)
+    if scoring_k is not None and c.scores != "compressed":
         blocks = _select_blocks(layer, scoring_q, scoring_k, shard)
-    out = _attend_pieces(layer, own.q, by_branch, gates, shard, blocks)
+    out = _attend_pieces(layer, q, by_branch, gates, shard, blocks)
     return out, loss, blocks if c.indexer_every > 1 else None
-
-
-def _project(
-    layer: SparseAttention | DenseAttention,
-    indexer: Indexer | None,
-    x: Tensor,
-    rotary: Rotary,
-    shard: ContextShard,
-    layouts: tuple[Layout, ...] | None,
-) -> OwnProjections:
-    """Project this rank's tokens x as `project_heads` and `Indexer.forward` do, each range after the token before it."""
-    c = layer.config
-    qkv, index_qk = layer.qkv(x), None if indexer is None else indexer.qk(x.detach())
-    lengths, rotaries, starts = _split_tables(shard, rotary, layouts[0].is_document_start if layouts else None)
-    previous, previous_index = [None for _ in lengths], [None for _ in lengths]
-    if layer.convolution:
-        qk, values = split_projection(qkv, c)
-        rows = [qk[:, :, c.n_heads :].flatten(2)]
-        if index_qk is not None:
-            rows.append(index_qk[:, :, c.n_index_queries * c.index_width :])
-        n_sets = len(c.kv_sets)
-        ends = [end.split([part.shape[2] for part in rows], dim=2) for end in _find_previous(shard, torch.cat(rows, dim=2))]
-        previous = [k.unflatten(2, (n_sets, values.shape[2] // n_sets, c.d_k)) for k, *_ in ends]
-        if index_qk is not None:
-            previous_index = [k.unflatten(2, (1, -1, c.index_width)) for _, k in ends]
-    heads = [
-        rotate_heads(split_heads(part, c, layer.convolution, *at_start), c, table)
-        for part, table, *at_start in zip(qkv.split(lengths, dim=1), rotaries, starts, previous, strict=True)
-    ]
-    rows = [torch.cat([k.flatten(2) for k in (*part.keys, *part.values)], dim=2) for part in heads]
-    q, keys_and_values = torch.cat([part.q for part in heads], dim=1), torch.cat(rows, dim=1)
-    if indexer is None or index_qk is None:
-        return OwnProjections(q, keys_and_values, None, None)
-    outputs = [
-        indexer.split_and_rotate(*inputs)
-        for inputs in zip(index_qk.split(lengths, dim=1), rotaries, starts, previous_index, strict=True)
-    ]
-    index_q, index_k = (torch.cat(parts, dim=1) for parts in zip(*((o.q, o.k.flatten(2)) for o in outputs), strict=True))
-    return OwnProjections(q, keys_and_values, index_q, index_k)
 
 
 # Each batch has other pieces. Traced, their bounds would be constants, and every batch would be compiled again.
 @disable_compile
-def _split_tables(
-    shard: ContextShard, rotary: Rotary, is_document_start: Tensor | None
-) -> tuple[list[int], list[Rotary], list[Tensor | None]]:
-    """Return the length of every range of this rank, and its rows of the RoPE tables and of `is_document_start`."""
-    lengths = [part.stop - part.start for part in shard.ranges]
-    rotaries = [(rotary[0][part], rotary[1][part]) for part in shard.ranges]
-    return lengths, rotaries, [None if is_document_start is None else is_document_start[part] for part in shard.ranges]
+def _start_gather(
+    shard: ContextShard, rotary: Rotary, x: Tensor, n_queries: int | None = 0
+) -> tuple[Rotary, PendingRows, HeldRows | None]:
+    """Return the RoPE tables of this rank's tokens, the rows that are being gathered, and the sampled queries of this rank.
 
-
-@disable_compile
-def _find_previous(shard: ContextShard, x: Tensor) -> tuple[Tensor, ...]:
-    return shard.select_previous(shard.start_gather_ends(x).wait())
-
-
-@disable_compile
-def _start_gather(shard: ContextShard, x: Tensor) -> PendingRows:
-    return shard.start_gather(x)
+    `n_queries`: as in `selection_loss`; 0: no queries are sampled.
+    """
+    pending = shard.start_gather(x)
+    held = None if n_queries == 0 else select_held_rows(shard, n_queries, x.device)
+    return (shard.take(rotary[0], dim=0), shard.take(rotary[1], dim=0)), pending, held
 
 
 @disable_compile
@@ -181,28 +128,28 @@ def _finish_gather(pending: PendingRows) -> Tensor:
     return pending.wait()
 
 
-@disable_compile
-def _select_held_rows(shard: ContextShard, n_queries: int | None, x: Tensor) -> HeldRows:
-    return select_held_rows(shard, n_queries, x.device)
-
-
 KeysAndValues = tuple[Tensor | None, Tensor | None]
 """Of a branch; None if it does not exist."""
 
 
-def _split_branches(
-    layer: SparseAttention, keys_and_values: Tensor, layouts: tuple[Layout, ...] | None, *, needs_scoring: bool
+def _compress_keys(
+    layer: SparseAttention,
+    keys: Tensor,
+    values: Tensor,
+    index_k: Tensor | None,
+    rotary: Rotary,
+    layouts: tuple[Layout, ...] | None,
+    *,
+    needs_scoring: bool,
 ) -> tuple[tuple[KeysAndValues, ...], Tensor | None]:
-    """Return keys and values of the branches cmp, sel and win, and compressed keys of a branch that score the blocks.
+    """Return keys and values of the branches cmp, sel and win, and compressed keys that score the blocks.
 
-    `keys_and_values`: as in `OwnProjections`, of the whole text. No keys of a branch score the blocks if none are selected,
-    or if an indexer or an earlier layer has selected them.
+    `keys` [B, T, sets G, d_k], `values`, `index_k`: of the whole text, rotated. No keys score the blocks if none are
+    selected, or if an earlier layer has selected them.
     """
     c = layer.config
     layout, selection_layout = (layouts[0], layouts[-1]) if layouts else (None, None)
-    n_heads = len(c.kv_sets) * c.n_kv_groups
-    keys, values = keys_and_values.split([n_heads * c.d_k, n_heads * c.d_v], dim=2)
-    sets = (x.unflatten(2, (n_heads, width)).split(c.n_kv_groups, dim=2) for x, width in ((keys, c.d_k), (values, c.d_v)))
+    sets = (x.split(c.n_kv_groups, dim=2) for x in (keys, values))
     by_branch = {name: pair for names, *pair in zip(c.kv_sets, *sets, strict=True) for name in names}
     if "cmp" in by_branch:
         own_keys, own_values = by_branch["cmp"]
@@ -213,7 +160,10 @@ def _split_branches(
     branches = tuple((by_branch[name][0], by_branch[name][1]) if name in by_branch else (None, None) for name in BRANCHES)
     (k_cmp, _), (k_sel, _), _ = branches
     scoring_k = None
-    if needs_scoring and c.scores == "compressed":
+    if layer.indexer is not None and index_k is not None:
+        compressed = layer.indexer.compress(index_k, rotary, None, selection_layout)
+        scoring_k = compressed.expand(-1, -1, c.n_kv_groups, -1)
+    elif needs_scoring and c.scores == "compressed":
         scoring_k = k_cmp
     elif needs_scoring and c.scores == "mean_key" and k_sel is not None:
         scoring_k = compress(k_sel, layer.selection_nsa, layout=selection_layout)
@@ -262,15 +212,25 @@ def _attend_pieces(
 
 
 def attend_dense_shard(
-    layer: DenseAttention, x: Tensor, rotary: Rotary, shard: ContextShard, layouts: tuple[Layout, ...] | None
+    layer: DenseAttention,
+    qk: Tensor,
+    values: Tensor,
+    rotary: Rotary,
+    shard: ContextShard,
+    layouts: tuple[Layout, ...] | None,
 ) -> Tensor:
     """Return causal attention of this rank's tokens, [B, T, H, d_v]; arguments as in `attend_shard`. Collective."""
     c = layer.config
-    own = _project(layer, None, x, rotary, shard, layouts)
-    text = _finish_gather(_start_gather(shard, own.keys_and_values))
-    k, values = text.split([c.n_kv_groups * c.d_k, c.n_kv_groups * c.d_v], dim=2)
+    q, k = qk.split([c.n_heads, values.shape[2]], dim=2)
+    rows = k.flatten(2), values.flatten(2)
+    own_rotary, pending, _ = _start_gather(shard, rotary, torch.cat(rows, dim=2))
+    q = rotate(q, own_rotary)
+    k, values = _finish_gather(pending).split([part.shape[2] for part in rows], dim=2)
     k, values = k.unflatten(2, (-1, c.d_k)), values.unflatten(2, (-1, c.d_v))
-    return _attend_dense_pieces(own.q, k, values, shard, layer.backends["dense"].backend)
+    if layer.convolution:
+        starts = layouts[0].is_document_start if layouts else None
+        k = convolve_keys(layer.convolution, k.unsqueeze(2), starts, None).squeeze(2)
+    return _attend_dense_pieces(q, rotate(k, rotary), values, shard, layer.backends["dense"].backend)
 
 
 @disable_compile

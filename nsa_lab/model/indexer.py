@@ -96,6 +96,22 @@ class Indexer(nn.Module):
         q = rotate(q, subsample_rotary(rotary, self.rotary_width))
         return IndexerOutput(q, self._apply_steps(self.steps_before_pool, k, rotary), k_before_conv)
 
+    def split(self, qk: Tensor) -> tuple[Tensor, Tensor]:
+        """Split the output of `qk` into queries [B, T, G * heads, D] and keys [B, T, index groups, D], not yet rotated."""
+        c = self.config
+        q, k = qk.unflatten(-1, (-1, c.index_width)).split([c.n_index_queries, c.index_groups], dim=2)
+        return q, k
+
+    def rotate_queries(self, q: Tensor, rotary: Rotary) -> Tensor:
+        """Return `IndexerOutput.q` of queries from `split`."""
+        return rotate(q, subsample_rotary(rotary, self.rotary_width))
+
+    def prepare_keys(self, k: Tensor, rotary: Rotary, is_document_start: Tensor | None = None) -> Tensor:
+        """Return `IndexerOutput.k` of keys from `split`, of all tokens of a text."""
+        if self.convolution:
+            k = convolve_keys(self.convolution, k.unsqueeze(2), is_document_start, None).squeeze(2)
+        return self._apply_steps(self.steps_before_pool, k, rotary)
+
     def compress(self, k: Tensor, rotary: Rotary, span: Span | None = None, layout: Layout | None = None) -> Tensor:
         """Return the index keys [B, N, index groups, D] of `IndexerOutput.k`, [B, T, index groups, D].
 

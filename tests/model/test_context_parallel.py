@@ -156,21 +156,6 @@ def test_every_token_has_one_rank_and_all_ranks_have_about_as_many() -> None:
                 assert own[own_rows].tolist() == held and set(held) == set(own.tolist()) & set(rows[::3].tolist())
 
 
-def test_the_row_before_each_range_comes_from_the_rank_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_parallel, "_load_collective", COLLECTIVES.get)
-    for n_tokens in (10, 11, 97):
-        text = torch.arange(1.0, n_tokens + 1).view(1, -1, 1)
-        for size in range(1, 6):
-
-            def check(group: Any, rank: int) -> None:
-                shard = ContextShard(Span.full(n_tokens), rank, size, group)  # noqa: B023 (runs in this iteration)
-                ends = shard.start_gather_ends(shard.take(text)).wait()  # noqa: B023
-                # In `text`, the row before a range has the number of the range's first row; before the text there is 0.
-                assert [row.flatten().tolist() for row in shard.select_previous(ends)] == [[p.start] for p in shard.ranges]
-
-            run_threads(size, check)
-
-
 def test_pieces_cover_the_rows_of_a_rank_with_the_positions_and_keys_of_their_documents() -> None:
     for text in list_texts():
         positions, documents = text.positions(torch.device("cpu")), text.query_document_ids()

@@ -733,18 +733,6 @@ MUTANTS = [
         "for chunk in (2 * rank, 2 * rank + 1)",
     ),
     Mutant(
-        "context parallel: the last row of a chunk instead of the one before it",
-        "attention.context_parallel",
-        "tuple(before_chunks[:, chunk : chunk + 1] for",
-        "tuple(ends[:, chunk : chunk + 1] for",
-    ),
-    Mutant(
-        "context parallel: the first chunk ends where it would at equal lengths",
-        "attention.context_parallel",
-        "first = (self.rank + 1) * n_tokens // n_chunks - self.rank * n_tokens // n_chunks",
-        "first = n_tokens // n_chunks",
-    ),
-    Mutant(
         "context parallel: the document before one that begins at the chunk",
         "attention.context_parallel",
         "document = bisect_right(text.bounds, start) - 1\n    first_row",

@@ -117,16 +117,22 @@ MUTANTS = [
         "if False:\n            k_before_conv",
     ),
     Mutant(
+        "context parallel: index keys without the token before",
+        "model.indexer",
+        "if self.convolution:\n            k = convolve_keys",
+        "if False:\n            k = convolve_keys",
+    ),
+    Mutant(
         "context parallel: queries at the first positions of the text",
         "model.context_parallel",
-        "(rotary[0][part], rotary[1][part])",
-        "(rotary[0][: part.stop - part.start], rotary[1][: part.stop - part.start])",
+        "return (shard.take(rotary[0], dim=0), shard.take(rotary[1], dim=0)), pending",
+        "return (rotary[0][: shard.n_queries], rotary[1][: shard.n_queries]), pending",
     ),
     Mutant(
         "context parallel: keys mix with the document before",
         "model.context_parallel",
-        "None if is_document_start is None else is_document_start[part] for",
-        "None for",
+        "convolve_keys(layer.convolution, by_set, starts, None)",
+        "convolve_keys(layer.convolution, by_set, None, None)",
     ),
     Mutant(
         "context parallel: n-grams of a chunk begin with the text",
@@ -147,22 +153,10 @@ MUTANTS = [
         "if False and",
     ),
     Mutant(
-        "context parallel: no key before a chunk",
+        "context parallel: keys of dense attention mix with the document before",
         "model.context_parallel",
-        "return shard.select_previous(shard.start_gather_ends(x).wait())",
-        "return tuple(0 * row for row in shard.select_previous(shard.start_gather_ends(x).wait()))",
-    ),
-    Mutant(
-        "context parallel: the index key before a chunk is the one before the first",
-        "model.context_parallel",
-        "for _, k in ends]",
-        "for _, k in ends[:1] * len(ends)]",
-    ),
-    Mutant(
-        "convolution: the starts of documents are one row late behind a previous key",
-        "model.layers",
-        "is_document_start = pad(is_document_start, (1, 0))",
-        "is_document_start = pad(is_document_start, (2, -1))",
+        "convolve_keys(layer.convolution, k.unsqueeze(2), starts, None)",
+        "convolve_keys(layer.convolution, k.unsqueeze(2), None, None)",
     ),
     Mutant(
         "indexer: starts with every group's last head",

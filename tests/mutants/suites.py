@@ -73,7 +73,6 @@ SHARDS = cases(
     "model/test_context_parallel.py",
     "ranks_hold_chunks_in_zigzag_order",
     "every_token_has_one_rank_and_all_ranks_have_about_as_many",
-    "the_row_before_each_range_comes_from_the_rank_that_has_it",
     "pieces_cover_the_rows_of_a_rank_with_the_positions_and_keys_of_their_documents",
     "three_ranks_equal_one_process_as_threads",
 )
