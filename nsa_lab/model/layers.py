@@ -6,7 +6,7 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import pad, rms_norm, silu
 
 from nsa_lab.attention import Span, geometry
 from nsa_lab.config import ModelConfig, RopeScaling
@@ -67,8 +67,10 @@ def convolve_keys(
     """
     if previous_k is None:
         return convolution(k, is_document_start)
+    if is_document_start is not None:
+        is_document_start = pad(is_document_start, (1, 0))
     # The previous key passes through the module too: hooks on it apply to all keys.
-    return convolution(torch.cat([previous_k.to(k.dtype), k], dim=1))[:, 1:]
+    return convolution(torch.cat([previous_k.to(k.dtype), k], dim=1), is_document_start)[:, 1:]
 
 
 class MLP(nn.Module):

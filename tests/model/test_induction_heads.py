@@ -13,6 +13,7 @@ from model_inputs import TINY_NSA, compute_loss, make_config, make_tokens
 from nsa_lab.attention import Span, selection_loss
 from nsa_lab.config import ConfigError, ModelConfig, NSAConfig
 from nsa_lab.model import Block, NSATransformer, NSAttention, SparseAttention, compute_rotary, rotate
+from nsa_lab.model.layers import ShortConvolution, convolve_keys
 
 CPU = torch.device("cpu")
 TRAINING_RECIPE = {"d_k": 8, "rotary_share": 0.5, "matching_heads": 2, "selection_loss": 0.1}
@@ -51,6 +52,18 @@ def test_induction_heads_attend_to_the_token_after_a_match_at_initialization(att
     assert torch.equal(weights[0], keys[0, 0]) and torch.equal(weights[1], keys[0, 0])
     assert not torch.equal(weights[2], keys[0, 1]) and not torch.equal(weights[3], keys[0, 1])
     assert all(torch.equal(branch, keys[0]) for branch in keys)
+
+
+def test_a_part_of_packed_keys_is_convolved_after_the_key_before_it() -> None:
+    convolution = ShortConvolution(2, 1, 3).double()
+    torch.nn.init.normal_(convolution.weight, generator=torch.Generator().manual_seed(0))
+    k = torch.randn(2, 9, 2, 1, 3, dtype=torch.float64)
+    for starts in (None, torch.zeros(9, dtype=torch.bool).index_fill(0, torch.tensor([0, 4, 5, 8]), True)):
+        whole = convolve_keys(convolution, k, starts, None)
+        for first in range(1, 9):
+            own_starts = None if starts is None else starts[first:]
+            part = convolve_keys(convolution, k[:, first:], own_starts, k[:, first - 1 : first])
+            assert torch.equal(part, whole[:, first:])
 
 
 def test_shifted_keys_do_not_cross_documents() -> None:

@@ -159,6 +159,12 @@ MUTANTS = [
         "convolve_keys(layer.convolution, k.unsqueeze(2), None, None)",
     ),
     Mutant(
+        "convolution: the starts of documents are one row late behind a previous key",
+        "model.layers",
+        "is_document_start = pad(is_document_start, (1, 0))",
+        "is_document_start = pad(is_document_start, (2, -1))",
+    ),
+    Mutant(
         "indexer: starts with every group's last head",
         "model.init_weights",
         "c.heads_per_group + torch.arange(c.indexer_heads) % c.heads_per_group",
