@@ -5,11 +5,11 @@ The verdict is the one that `nsa-lab health` or a report recorded. It is shown o
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.text import Text
 
 from nsa_lab.config import RunConfig
@@ -17,8 +17,8 @@ from nsa_lab.health.next_actions import list_advice
 from nsa_lab.health.verdict_file import read_verdict
 from nsa_lab.runs import directory, lifecycle, resolve
 from nsa_lab.runs.directory import READ_ERRORS, RunDirectoryError, describe_read_error
-from nsa_lab.runs.events import get_eval_events, get_step_events, read_last_events
-from nsa_lab.runs.history import History, collect_facts, compute_median_speeds
+from nsa_lab.runs.events import read_progress
+from nsa_lab.runs.history import History, collect_facts
 from nsa_lab.runs.summary import format_facts
 from nsa_lab.runs.tables import Table, TableColumn
 from nsa_lab.runs.text_output import make_one_line
@@ -144,21 +144,20 @@ def _read_quick_facts(run_dir: Path, recorded_step: int = 0) -> dict[str, Any]:
 
     `recorded_step`: the last one according to its status.
     """
-    config = RunConfig.from_yaml(directory.check_run_dir(run_dir) / directory.CONFIG)
-    steps = config.train.steps
-    events = read_last_events(run_dir, steps, SPEED_READINGS)
-    if recorded_step > steps or any("step: expected 0 to" in own.problem for own in events.violations.listed):
+    train = RunConfig.from_yaml(directory.check_run_dir(run_dir) / directory.CONFIG).train
+    progress = read_progress(run_dir, train.steps, SPEED_READINGS)
+    if max(recorded_step, progress.latest) > train.steps:
         raise RunDirectoryError(
-            f"{directory.CONFIG} has {steps:,} steps, but a later step is recorded; restore the file that was changed"
+            f"{directory.CONFIG} has {train.steps:,} steps, but a later step is recorded; restore the file that was changed"
         )
-    history = History(run_dir, config, {}, {}, events, get_step_events(events), get_eval_events(events))
-    _, validation = history.validation()
-    bpb = float(validation[-1]) if len(validation) and np.isfinite(validation[-1]) else None
+    by_stage: dict[int, list[float]] = {}
+    for step, speed in sorted(progress.speeds.items()):
+        by_stage.setdefault(train.locate_step(step)[0], []).append(speed)
     return {
-        "step": history.last_step,
-        "steps": steps,
-        "validation_bpb": bpb,
-        "tokens_per_s": compute_median_speeds(history),
+        "step": progress.step,
+        "steps": train.steps,
+        "validation_bpb": progress.validation_bpb,
+        "tokens_per_s": [statistics.median(speeds) for speeds in by_stage.values()],
     }
 
 

@@ -26,6 +26,7 @@ MAX_DEPTH = 16
 MAX_PAIRS = 100_000
 """Maximum number of keys after merges (`<<`), which can multiply a small text to any size."""
 TAG_PREFIX = "tag:yaml.org,2002:"
+STR_TAG = f"{TAG_PREFIX}str"
 # Scalars that are not text, each with the characters that it can start with. YAML 1.1 parses 1e-3 as text, 1:30 as 90 and
 # 0100 as 64. Here, 1e-3 is a number and the other two are text, which a numeric setting rejects.
 SCALAR_PATTERNS = {
@@ -78,19 +79,27 @@ def _parse_simple(text: str) -> Any:
     loader = _FastLoader(text)
     try:
         node = loader.get_single_node()
-        if node is not None:
-            _check_node(node, 1)
-        return None if node is None else _construct(node)
+        return None if node is None else _construct(node, 1)
     finally:
         loader.dispose()
 
 
-def _construct(node: yaml.Node) -> Any:
-    """Return the value of a node of a simple text, as `_Loader` does, but faster: `nsa-lab status` reads many files."""
+def _construct(node: yaml.Node, depth: int) -> Any:
+    """Return the value of a node of a simple text, as `_Loader` does, but faster: `nsa-lab status` reads many files.
+
+    Raise `YAMLTextError` for what `_Loader` refuses: deep nesting, and keys that are not text or occur twice.
+    """
+    if depth > MAX_DEPTH:
+        raise YAMLTextError("nested too deeply")
     if isinstance(node, yaml.MappingNode):
-        return {key.value: _construct(value) for key, value in node.value}
+        mapping: dict[str, Any] = {}
+        for key, value in node.value:
+            if key.tag != STR_TAG or key.value in mapping:
+                raise YAMLTextError("keys are not distinct texts")
+            mapping[key.value] = _construct(value, depth + 1)
+        return mapping
     if isinstance(node, yaml.SequenceNode):
-        return [_construct(value) for value in node.value]
+        return [_construct(value, depth + 1) for value in node.value]
     return _construct_scalar(node.tag, node.value)
 
 
@@ -98,21 +107,6 @@ def _construct(node: yaml.Node) -> Any:
 def _construct_scalar(tag: str, text: str) -> Any:
     """Return the value of a number, text, boolean or null. Configurations have few different ones."""
     return _Loader("").construct_object(yaml.ScalarNode(tag, text))
-
-
-def _check_node(node: yaml.Node, depth: int) -> None:
-    """Raise `YAMLTextError` for what `_Loader` refuses: deep nesting, and keys that are not text or occur twice."""
-    if depth > MAX_DEPTH:
-        raise YAMLTextError("nested too deeply")
-    if isinstance(node, yaml.MappingNode):
-        keys = [key.value for key, _ in node.value]
-        if any(key.tag != f"{TAG_PREFIX}str" for key, _ in node.value) or len(set(keys)) < len(keys):
-            raise YAMLTextError("keys are not distinct texts")
-        for _, value in node.value:
-            _check_node(value, depth + 1)
-    elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            _check_node(value, depth + 1)
 
 
 class _Loader(yaml.SafeLoader):
@@ -138,7 +132,7 @@ class _Loader(yaml.SafeLoader):
         keys: set[str] = set()
         # Check keys as they are written: a merge adds keys later, and explicit keys may replace them.
         for key, _ in node.value:
-            if key.tag not in (f"{TAG_PREFIX}str", f"{TAG_PREFIX}merge"):
+            if key.tag not in (STR_TAG, f"{TAG_PREFIX}merge"):
                 key_text = key.value if isinstance(key.value, str) else f"a {key.id}"
                 raise _make_error(
                     key.start_mark, f"the key {reprlib.repr(key_text)} is not text; keys are names of settings"
@@ -200,7 +194,18 @@ if yaml.__with_libyaml__:
     class _LibraryLoader(yaml.CSafeLoader):
         """The parser of libyaml with the resolvers and constructors of `_Loader`."""
 
-        yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
         yaml_constructors = _Loader.yaml_constructors
+
+        def resolve(self, kind: type[yaml.Node], value: str, implicit: tuple[bool, bool]) -> str:
+            """Return the tag of a node. The scalars of configurations repeat."""
+            return (
+                _resolve_scalar(value)
+                if kind is yaml.ScalarNode and implicit[0]
+                else super().resolve(kind, value, implicit)
+            )
+
+    @lru_cache(maxsize=4096)
+    def _resolve_scalar(value: str) -> str:
+        return _Loader("").resolve(yaml.ScalarNode, value, (True, False))
 
     _FastLoader = _LibraryLoader

@@ -14,15 +14,16 @@ import errno
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from nsa_lab.runs.atomic_io import UnreadableFile, open_regular, warn_once
-from nsa_lab.runs.directory import EVENTS, RUNNING, read_status
+from nsa_lab.runs.directory import EVENTS, MAX_INT, RUNNING, read_status
 from nsa_lab.runs.event_builder import EventsBuilder, make_events
 from nsa_lab.runs.event_schema import FIRST_KINDS, SUPERSEDED_KINDS, EvalEvent, StepEvent
 from nsa_lab.runs.event_table import Events
@@ -30,6 +31,7 @@ from nsa_lab.runs.event_table import Events
 __all__ = [
     "Event",
     "Events",
+    "Progress",
     "Tail",
     "drop_superseded",
     "follow",
@@ -37,7 +39,7 @@ __all__ = [
     "get_step_events",
     "infer_status",
     "read_events",
-    "read_last_events",
+    "read_progress",
     "read_status",
 ]
 
@@ -45,7 +47,6 @@ Event = dict[str, Any]
 
 BLOCK_BYTES = 1 << 22
 PROGRESS_KINDS = ("start", "resume", "step", "eval", "checkpoint")
-PROGRESS_FIELDS = ("kind", "t", "attempt", "step", "from_step", "split", "bpb", "tokens_per_s")
 TAIL_BYTES = 1 << 15
 MAX_LINE = 1 << 26  # bytes; the losses of a million windows fit
 MAX_READING = 1 << 22  # bytes of any other event; statistics of 10,000 layers fit
@@ -123,29 +124,59 @@ def _keep_last_per_step(events: Events[Any]) -> Events[Any]:
     return events.select(order[is_last])
 
 
-def read_last_events(run_dir: str | Path, max_step: int, n_steps: int, max_bytes: int = 1 << 22) -> Events[Event]:
-    """Return the last events about progress, back to the last evaluation and at least `n_steps` logged steps.
+class Progress(NamedTuple):
+    """What the end of a record says about the progress of a run, without what a later attempt repeated."""
 
-    Events have only the fields in PROGRESS_FIELDS. At most `max_bytes` are read. Raises OSError as `read_events`.
+    step: int
+    """The last step that is recorded as completed."""
+    validation_bpb: float | None
+    """Of the last evaluation; None if there is none, or if it was not finite."""
+    speeds: dict[int, float]
+    """Tokens per second by step, of the last readings."""
+    latest: int
+    """The largest step of any event. It is larger than the steps of the run if its configuration was changed."""
+
+
+def read_progress(run_dir: str | Path, max_step: int, n_readings: int, max_bytes: int = 1 << 22) -> Progress:
+    """Return the progress of a run of `max_step` steps from the last lines of its record.
+
+    Reads back to the last evaluation and at least `n_readings` logged steps, at most `max_bytes`. Lines that are no such
+    events are skipped. Raises OSError as `read_events`.
     """
-    path = Path(run_dir) / EVENTS
-    builder = EventsBuilder(max_step)
-    if not os.path.lexists(path):
-        return builder.build()
-    last: list[Any] = []
-    n_found, has_evaluation = 0, False
-    for line in _read_lines_backwards(path, max_bytes):
-        event = decode_line(line)
-        kind = event.get("kind") if isinstance(event, dict) else None
-        if kind in PROGRESS_KINDS:
-            last.append({name: event[name] for name in PROGRESS_FIELDS if name in event})
-        n_found += kind == "step"
-        has_evaluation |= kind == "eval"
-        if has_evaluation and n_found >= n_steps:
+    path, n_found, evaluations = Path(run_dir) / EVENTS, 0, list[float | None]()
+    last_step, latest, speeds = 0, 0, dict[int, float]()
+    # Attempt -> the step from which it continued.
+    from_steps: dict[int, int] = {}
+    for line in _read_lines_backwards(path, max_bytes) if os.path.lexists(path) else ():
+        event = _decode_progress(line)
+        if event is None:
+            continue
+        kind, attempt, step = event["kind"], event["attempt"], event["step"]
+        latest = max(latest, step)
+        if kind in FIRST_KINDS:
+            from_steps[attempt] = event.get("from_step") or 0
+        elif step <= min((first for later, first in from_steps.items() if later > attempt), default=max_step):
+            last_step, n_found = max(last_step, step), n_found + (kind == "step")
+            if kind == "step" and _is_finite(event.get("tokens_per_s")):
+                speeds.setdefault(step, event["tokens_per_s"])
+            elif kind == "eval" and event.get("split") == "validation":
+                evaluations.append(event["bpb"] if _is_finite(event.get("bpb")) else None)
+        if n_found >= n_readings and evaluations:
             break
-    for number, event in enumerate(reversed(last), 1):
-        builder.add(number, event)
-    return builder.build()
+    return Progress(last_step, evaluations[0] if evaluations else None, speeds, latest)
+
+
+def _decode_progress(line: bytes) -> Event | None:
+    """Return the event of a line that is about progress; None for any other line, and for one that violates the schema."""
+    event: Any = decode_line(line)
+    if not isinstance(event, dict) or event.get("kind") not in PROGRESS_KINDS:
+        return None
+    numbers = [event.get("attempt"), event.get("step"), event.get("from_step") or 0]
+    return event if all(type(number) is int and 0 <= number <= MAX_INT for number in numbers) else None
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def _read_lines_backwards(path: Path, max_bytes: int) -> Iterator[bytes]:

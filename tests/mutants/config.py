@@ -29,8 +29,26 @@ MUTANTS = [
     Mutant(
         "yaml: keys of any kind",
         "config.yaml_text",
-        'if key.tag not in (f"{TAG_PREFIX}str", f"{TAG_PREFIX}merge"):',
+        'if key.tag not in (STR_TAG, f"{TAG_PREFIX}merge"):',
         "if False:",
+    ),
+    Mutant(
+        "yaml: the fast parser takes keys of any kind",
+        "config.yaml_text",
+        "if key.tag != STR_TAG or key.value in mapping:",
+        "if key.value in mapping:",
+    ),
+    Mutant(
+        "yaml: the fast parser takes the last of two equal keys",
+        "config.yaml_text",
+        "if key.tag != STR_TAG or key.value in mapping:",
+        "if key.tag != STR_TAG:",
+    ),
+    Mutant(
+        "yaml: quoted numbers are numbers for the fast parser",
+        "config.yaml_text",
+        "if kind is yaml.ScalarNode and implicit[0]\n",
+        "if kind is yaml.ScalarNode\n",
     ),
     Mutant("yaml: nesting without end", "config.yaml_text", "if self._depth == MAX_DEPTH:", "if False:"),
     Mutant("indexer: plain means", "config.model_config", '"pool" if self', '"avg" if self'),

@@ -5,6 +5,30 @@ from __future__ import annotations
 from mutants.mutant import Mutant
 
 MUTANTS = [
+    Mutant(
+        "status: steps that a later attempt repeated count",
+        "runs.events",
+        "for later, first in from_steps.items() if later > attempt), default=max_step)",
+        "for later, first in from_steps.items() if later < attempt), default=max_step)",
+    ),
+    Mutant(
+        "status: the first evaluation that the end of a record has",
+        "runs.events",
+        "evaluations[0] if evaluations",
+        "evaluations[-1] if evaluations",
+    ),
+    Mutant(
+        "status: training losses count as validation",
+        "runs.events",
+        'elif kind == "eval" and event.get("split") == "validation":',
+        'elif kind == "eval":',
+    ),
+    Mutant(
+        "status: a step that is no number of 64 bits",
+        "runs.events",
+        "type(number) is int and 0 <= number <= MAX_INT for",
+        "type(number) is int and 0 <= number for",
+    ),
     Mutant("names: an empty text is the working directory", "runs.resolve", "if run.strip() and (run_dir", "if (run_dir"),
     Mutant("names: ~ is a folder", "runs.resolve", "Path(os.path.expanduser(text))", "Path(text)"),
     Mutant(

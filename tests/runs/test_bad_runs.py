@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -205,13 +206,24 @@ def test_numbers_from_the_end_of_a_record_equal_those_of_all(tmp_path: Path) -> 
     first = [event for event in healthy if event["step"] <= 130 and event["kind"] != "end"]
     resume = {"kind": "resume", "attempt": 2, "step": 100, "from_step": 100, "steps": 200}
     later = [{**event, "attempt": 2} for event in healthy if event["step"] > 100]
+    other = next({**event, "attempt": 2, "split": "training", "bpb": 9.0} for event in first if event["kind"] == "eval")
     for number, count in enumerate(range(0, len(later) + 1, 4)):
-        run_dir = fake_run.write_run(tmp_path / str(number), spoil=lambda _, count=count: [*first, resume, *later[:count]])
+        record = [
+            *first,
+            resume,
+            *later[:count],
+            {**other, "step": max(event["step"] for event in [resume, *later[:count]])},
+        ]
+        run_dir = fake_run.write_run(tmp_path / str(number), spoil=lambda _, record=record: record)
         (run_dir / directory.STATUS).unlink()
         history = History.read(run_dir)
         quick = status_table._read_quick_facts(run_dir)
         assert quick["step"] == history.last_step
         assert quick["validation_bpb"] == history.validation()[1][-1]
+        speeds = events.read_progress(run_dir, config.train.steps, 8).speeds
+        recorded = dict(zip(*(values.tolist() for values in history.series("tokens_per_s")), strict=True))
+        assert len(speeds) >= 8 and sorted(speeds.items()) == sorted(recorded.items())[-len(speeds) :]
+        assert quick["tokens_per_s"] == [statistics.median(speeds.values())]
     # Blocks that end within a line.
     for size in (1, 7, 100, 5000):
         lines = [b"a" * 30, b"", b"b" * 3, b"c"]
