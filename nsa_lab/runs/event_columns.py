@@ -78,6 +78,8 @@ class _ArrayColumn(Column):
     def __init__(self) -> None:
         super().__init__()
         self._data = array(self.typecode)
+        # Indices, ascending, and numbers of the first exceptions.
+        self._known_exceptions = np.zeros(0, np.int64), np.zeros(0)
 
     def __len__(self) -> int:
         return len(self._data)
@@ -102,11 +104,20 @@ class _ArrayColumn(Column):
         return self.exceptions[index] if index in self.exceptions else self._data[index]
 
     def numbers(self, indices: np.ndarray) -> np.ndarray:
-        values = np.frombuffer(self._data, dtype=self.typecode).astype(np.float64)
+        values = np.frombuffer(self._data, dtype=self.typecode)[indices].astype(np.float64)
         if self.exceptions:
+            own, numbers = self._get_exceptions()
+            positions = np.minimum(np.searchsorted(own, indices), len(own) - 1)
+            is_exception = own[positions] == indices
+            values[is_exception] = numbers[positions[is_exception]]
+        return values
+
+    def _get_exceptions(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the indices of the exceptions, ascending, and their numbers."""
+        if len(self._known_exceptions[0]) < len(self.exceptions):
             numbers = [_to_float(value) if _is_number(value) else math.nan for value in self.exceptions.values()]
-            values[list(self.exceptions)] = numbers
-        return values[indices]
+            self._known_exceptions = np.array(list(self.exceptions), np.int64), np.array(numbers, np.float64)
+        return self._known_exceptions
 
 
 class _NumberColumn(_ArrayColumn):

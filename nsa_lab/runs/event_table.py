@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Generic, TypeVar, cast, overload
 
 import numpy as np
@@ -239,12 +240,19 @@ class Events(Sequence[E], Generic[E]):
 
     def _split(self, name: str | None = None) -> Iterator[tuple[EventTable, np.ndarray, np.ndarray]]:
         """Yield (table, positions in this selection, rows of the table) for each table with rows, and with the field."""
-        for index, table in enumerate(self._tables):
+        for table, where, rows in self._parts:
             if name is None or name in table.columns:
-                start, end = self._offsets[index], self._offsets[index + 1]
-                where = np.flatnonzero((self._ids >= start) & (self._ids < end))
-                if len(where):
-                    yield table, where, self._ids[where] - start
+                yield table, where, rows
+
+    @cached_property
+    def _parts(self) -> list[tuple[EventTable, np.ndarray, np.ndarray]]:
+        parts: list[tuple[EventTable, np.ndarray, np.ndarray]] = []
+        for index, table in enumerate(self._tables):
+            start, end = self._offsets[index], self._offsets[index + 1]
+            where = np.flatnonzero((self._ids >= start) & (self._ids < end))
+            if len(where):
+                parts.append((table, where, self._ids[where] - start))
+        return parts
 
     def _make_event(self, event_id: int) -> E:
         index = int(np.searchsorted(self._offsets, event_id, side="right")) - 1

@@ -272,6 +272,18 @@ MUTANTS = [
         "if False:",
     ),
     Mutant(
+        "table: values that are no numbers are those of the first reading",
+        "runs.event_columns",
+        "if len(self._known_exceptions[0]) < len(self.exceptions):",
+        "if not len(self._known_exceptions[0]):",
+    ),
+    Mutant(
+        "table: all values that are no numbers are the first of them",
+        "runs.event_columns",
+        "numbers[positions[is_exception]]",
+        "numbers[0]",
+    ),
+    Mutant(
         "table: a large integer is rounded",
         "runs.event_columns",
         "EXACT_INT = 2**53",

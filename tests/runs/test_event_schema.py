@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import fake_run
 import numpy as np
 import pytest
 
-from nsa_lab.runs import directory, event_builder, event_schema, event_table, events
+from nsa_lab.runs import directory, event_builder, event_columns, event_schema, event_table, events
 from nsa_lab.runs.event_builder import make_events
 from nsa_lab.train.telemetry.event_log import EventLog
 
@@ -231,3 +232,19 @@ def test_reference_page_is_current() -> None:
     script = [sys.executable, str(ROOT / "tools/event_reference.py"), "--check"]
     result = subprocess.run(script, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_numbers_of_a_column_that_grows_and_has_other_values() -> None:
+    """Brute force: a value that is not a number is NaN, also one that was added after the numbers were read."""
+    values = [1, 2.5, None, 2**60, "text", 3, True, math.inf, [1], -4, None]
+    for first in ([0.5], [7]):
+        column, added = event_columns.make_column(None, list(first)), list(first)
+        column.extend(0, list(first))
+        for value in values:
+            column.extend(len(added), [value])
+            added.append(value)
+            expected = [float(x) if type(x) in (int, float) else math.nan for x in added]
+            np.testing.assert_array_equal(column.numbers(np.arange(len(added))), expected)
+            order = np.arange(len(added))[::-2]
+            np.testing.assert_array_equal(column.numbers(order), np.array(expected)[order])
+            assert [column[index] for index in range(len(added))] == added
