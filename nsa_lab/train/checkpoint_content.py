@@ -99,8 +99,6 @@ def _check_state(path: Path) -> None:
     losses = state["guard"].get("losses")
     if not isinstance(losses, list) or not all(map(is_finite, losses)):
         raise ContentError(f"guard.losses: expected a list of numbers, got {losses!r:.40}")
-    if state["step"] != parse_step(path.parent):
-        raise ContentError(f"it is of step {state['step']}")
     n_steps = state["trajectory"].get("train.steps")
     if is_int(n_steps) and state["step"] > n_steps:
         raise ContentError(f"step: expected at most the {n_steps} steps of the run, got {state['step']}")

@@ -59,6 +59,18 @@ def test_local_blocks_contain_the_window(variant: str) -> None:
     assert is_equal.nonzero().flatten().tolist() == [t for t in range(35) if t < 9 or t % 4 == 0]
 
 
+def test_mean_keys_are_those_of_the_selected_branch() -> None:
+    """Beside a window with other keys, the selected branch attends to the same blocks as alone."""
+    nsa = NSAConfig(l=4, d=2, l_sel=4, n_sel=3, w=9, sink_blocks=0, local_blocks=1, scores="mean_key")
+    x = Shape(nsa, T=35).inputs()
+    gates = x.gates[..., 1:]
+    for backend in LIMITS:
+        selected = nsa_attention(x.q, None, None, x.k_sel, x.v_sel, None, None, None, nsa, backend=backend)
+        window = nsa_attention(x.q, None, None, None, None, x.k_win, x.v_win, None, nsa, backend=backend)
+        both = nsa_attention(x.q, None, None, x.k_sel, x.v_sel, x.k_win, x.v_win, gates, nsa, backend=backend)
+        torch.testing.assert_close(both, gates[..., :1] * selected + gates[..., 1:] * window, rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize("T", [1, 7, 40])
 def test_forced_blocks_equal_counting(T: int) -> None:
     for sink, local in ((0, 1), (1, 2), (2, 1), (3, 3), (9, 9)):

@@ -229,12 +229,6 @@ MUTANTS = [
         "except NotADirectoryError:",
     ),
     Mutant(
-        "content: a state of another step",
-        "train.checkpoint_content",
-        'if state["step"] != parse_step(path.parent):',
-        "if False:",
-    ),
-    Mutant(
         "content: weights may be integers",
         "train.checkpoint_content",
         "if dtype != _WEIGHT_TYPE or 0 in shape:",

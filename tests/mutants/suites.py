@@ -172,6 +172,7 @@ SUITES = {
     "attention.input_checks": attention_tests("input_checks", "dispatch"),
     "attention.dispatch": [
         *attention_tests("backend_launches", "dispatch", "input_checks"),
+        *cases("attention/test_branches.py", "mean_keys_are_those_of_the_selected_branch"),
         "tests/model/test_model_indexer.py",
     ],
     **{f"model.{name}": [*MODEL, "tests/inference/test_decode.py"] for name in ("attention_layers", "head_projections")},
