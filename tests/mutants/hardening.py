@@ -229,6 +229,12 @@ MUTANTS = [
         "except NotADirectoryError:",
     ),
     Mutant(
+        "checkpoints: a state of another step",
+        "runs.checkpoint_files",
+        "return None if state_step in (None, step) else",
+        "return None if True else",
+    ),
+    Mutant(
         "content: weights may be integers",
         "train.checkpoint_content",
         "if dtype != _WEIGHT_TYPE or 0 in shape:",
