@@ -125,7 +125,7 @@ def _keep_last_per_step(events: Events[Any]) -> Events[Any]:
 
 
 class Progress(NamedTuple):
-    """What the end of a record says about the progress of a run, without what a later attempt repeated."""
+    """Progress of a run according to the end of its record, without steps that a later attempt repeated."""
 
     step: int
     """The last step that is recorded as completed."""
