@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nsa_lab.runs import event_schema
-from nsa_lab.runs.event_columns import NUMBER
+from nsa_lab.runs.event_columns import INT, NUMBER
 from nsa_lab.runs.event_table import MAX_LISTED, Events, EventTable, Violation, Violations
 
 BATCH = 256
@@ -36,10 +36,11 @@ class EventsBuilder:
         self._max_step = event_schema.MAX_INT if max_step is None else max_step
         self._validate = validate
         self._tables: dict[str, EventTable] = {}
-        self._pending: dict[str, tuple[tuple[str, ...], list[Mapping[str, Any]], list[int]]] = {}
+        # (kind, names of the fields) -> events, lines
+        self._pending: dict[tuple[str, tuple[str, ...]], tuple[list[Mapping[str, Any]], list[int]]] = {}
 
     def add(self, line: int, event: Any) -> None:
-        """Add the event of a line. Lines of one kind must ascend."""
+        """Add the event of a line."""
         kind = event.get("kind") if isinstance(event, Mapping) else None
         if not isinstance(kind, str):
             problem = (
@@ -47,16 +48,16 @@ class EventsBuilder:
             )
             self.violations.add(Violation(line, "", problem, True))
             return
-        names = tuple(event)
-        pending = self._pending.get(kind)
-        if pending is None or pending[0] != names or len(pending[1]) >= BATCH:
+        form = kind, tuple(event)
+        pending = self._pending.get(form)
+        if pending is None or len(pending[0]) >= BATCH:
             if pending:
-                self._flush(kind, *pending)
+                self._flush(*form, *pending)
             elif len(self._pending) > MAX_KINDS:
                 self._flush_all()
-            pending = self._pending[kind] = (names, [], [])
-        pending[1].append(event)
-        pending[2].append(line)
+            pending = self._pending[form] = ([], [])
+        pending[0].append(event)
+        pending[1].append(line)
 
     def add_torn(self, line: int) -> None:
         """Note a line that is not JSON."""
@@ -70,8 +71,8 @@ class EventsBuilder:
         return Events(list(self._tables.values()), self.violations)
 
     def _flush_all(self) -> None:
-        for kind, pending in self._pending.items():
-            self._flush(kind, *pending)
+        for form, pending in self._pending.items():
+            self._flush(*form, *pending)
         self._pending.clear()
 
     def _flush(self, kind: str, names: tuple[str, ...], events: list[Mapping[str, Any]], lines: list[int]) -> None:
@@ -145,6 +146,8 @@ def _have_type(field_type: event_schema.FieldType, values: list[Any], n_events: 
     """Return whether all values have the type of the field, with a fast path. A single null is a missing value."""
     types = set(map(type, values))
     if (field_type.form == NUMBER and types == {float}) or (field_type.form == "text" and types == {str}):
+        return True
+    if field_type.form in (NUMBER, INT) and event_schema.are_ints(values):
         return True
     if all(map(field_type.accepts, values)):
         return True

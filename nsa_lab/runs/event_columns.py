@@ -128,7 +128,7 @@ class _IntColumn(_ArrayColumn):
     form, typecode, placeholder = INT, "q", 0
 
     def _fits(self, values: list[Any]) -> bool:
-        return set(map(type, values)) == {int} and all(map(event_schema.is_int, values))
+        return event_schema.are_ints(values)
 
 
 class ListColumn(Column):
