@@ -260,6 +260,18 @@ MUTANTS = [
         "is_skipped = True",
     ),
     Mutant(
+        "schema: integers of a batch may have any size",
+        "runs.event_schema",
+        "and max(values) <= MAX_INT",
+        "",
+    ),
+    Mutant(
+        "schema: events of one kind have the same fields",
+        "runs.event_builder",
+        "form = kind, tuple(event)",
+        "form = kind, next((names for own, names in self._pending if own == kind), tuple(event))",
+    ),
+    Mutant(
         "schema: the last event of each kind has no line number",
         "runs.event_builder",
         "self.violations.add(Violation(line, kind, problem, is_skipped))",
