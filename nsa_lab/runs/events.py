@@ -14,7 +14,6 @@ import errno
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -23,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nsa_lab.runs.atomic_io import UnreadableFile, open_regular, warn_once
-from nsa_lab.runs.directory import EVENTS, MAX_INT, RUNNING, read_status
+from nsa_lab.runs.directory import EVENTS, RUNNING, read_status
 from nsa_lab.runs.event_builder import EventsBuilder, make_events
-from nsa_lab.runs.event_schema import FIRST_KINDS, SUPERSEDED_KINDS, EvalEvent, StepEvent
+from nsa_lab.runs.event_schema import FIRST_KINDS, SUPERSEDED_KINDS, EvalEvent, StepEvent, is_finite, is_int
 from nsa_lab.runs.event_table import Events
 
 __all__ = [
@@ -157,10 +156,10 @@ def read_progress(run_dir: str | Path, max_step: int, n_readings: int, max_bytes
             from_steps[attempt] = event.get("from_step") or 0
         elif step <= min((first for later, first in from_steps.items() if later > attempt), default=max_step):
             last_step, n_found = max(last_step, step), n_found + (kind == "step")
-            if kind == "step" and _is_finite(event.get("tokens_per_s")):
+            if kind == "step" and is_finite(event.get("tokens_per_s")):
                 speeds.setdefault(step, event["tokens_per_s"])
             elif kind == "eval" and event.get("split") == "validation":
-                evaluations.append(event["bpb"] if _is_finite(event.get("bpb")) else None)
+                evaluations.append(event["bpb"] if is_finite(event.get("bpb")) else None)
         if n_found >= n_readings and evaluations:
             break
     return Progress(last_step, evaluations[0] if evaluations else None, speeds, latest)
@@ -172,11 +171,7 @@ def _decode_progress(line: bytes) -> Event | None:
     if not isinstance(event, dict) or event.get("kind") not in PROGRESS_KINDS:
         return None
     numbers = [event.get("attempt"), event.get("step"), event.get("from_step") or 0]
-    return event if all(type(number) is int and 0 <= number <= MAX_INT for number in numbers) else None
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    return event if all(is_int(number) and number >= 0 for number in numbers) else None
 
 
 def _read_lines_backwards(path: Path, max_bytes: int) -> Iterator[bytes]:

@@ -26,8 +26,8 @@ MUTANTS = [
     Mutant(
         "status: a step that is no number of 64 bits",
         "runs.events",
-        "type(number) is int and 0 <= number <= MAX_INT for",
-        "type(number) is int and 0 <= number for",
+        "all(is_int(number) and number >= 0 for",
+        "all(isinstance(number, int) and number >= 0 for",
     ),
     Mutant("names: an empty text is the working directory", "runs.resolve", "if run.strip() and (run_dir", "if (run_dir"),
     Mutant("names: ~ is a folder", "runs.resolve", "Path(os.path.expanduser(text))", "Path(text)"),
