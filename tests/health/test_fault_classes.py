@@ -485,6 +485,13 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
         "of layer 3 vanishes",
     ),
     ("exploding gradients of a layer", RECENT, scale(200, "grad_norm_layers", layer=0), "gradients", "layer 0"),
+    (
+        "a gradient of a layer that explodes once",
+        RECENT,
+        scale(200, "grad_norm_layers", first=0.49, last=0.505, layer=0),
+        "gradients",
+        "relative to the other layers",
+    ),
     ("a column that is a copy", RECENT, copy_field("loss", "grad_norm"), "consistent numbers", "grad_norm equals loss"),
     (
         "a branch that is a copy",

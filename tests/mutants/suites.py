@@ -312,6 +312,8 @@ OTHERS = {
         "tests/health/test_real_faults.py",
         "tests/health/test_attempts.py",
         "tests/health/test_verdicts.py",
+        "tests/health/test_edited_records.py",
+        "tests/health/test_fault_classes.py",
     ],
     "health.matched_pair": ["tests/health/test_verdicts.py", "tests/health/test_paired_difference.py"],
     "bench.decode_attention": cases("bench/test_decode_speed.py", "nan_gets_no_speed"),
