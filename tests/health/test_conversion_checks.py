@@ -113,3 +113,21 @@ def test_a_teacher_whose_predictions_are_lost_gives_a_warning(tmp_path: Path) ->
         assert found["teacher"].level == level and "0.0100 at the beginning" in found["teacher"].text
     without = {verdict.name for verdict in list_verdicts(write_run(tmp_path / "other"))}
     assert "teacher" not in without
+
+
+def test_the_gap_of_a_source_is_a_warning_unless_validation_rises(tmp_path: Path) -> None:
+    """The source may have learned from the training text, so the run begins with a gap."""
+    source = make_config(train__initial_weights="somewhere", model__attention="dense")
+    cases = ((source, 0, "warning"), (source, 0.01, "failed"), (make_config(model__attention="dense"), 0, "failed"))
+    for number, (config, rise, level) in enumerate(cases):
+
+        def add_gap(events: list[Event], rise: float = rise) -> None:
+            evaluations = [event for event in events if event["kind"] == "eval"]
+            for event in evaluations:
+                event["bpb"] = 2.2 + (rise if event is evaluations[-1] else 0)
+            for event in events:
+                if event["kind"] == "step":
+                    event["bpb"] = 1.4 + 1e-3 * math.sin(event["step"] ** 2)
+
+        found = {v.name: v for v in list_verdicts(write_run(tmp_path / str(number), config, add_gap))}["generalises"]
+        assert found.level == level, found

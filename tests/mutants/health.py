@@ -536,6 +536,8 @@ MUTANTS = [
         "if extreme.max() > limits.gradient_layer_range:",
         "if False:",
     ),
+    Mutant("health: the gap of a source fails", "health.loss_checks", "is_of_source = ", "is_of_source = False and "),
+    Mutant("health: a rising gap passes", "health.loss_checks", " and eval_bpb[-1] <= eval_bpb[0]", ""),
     Mutant(
         "health: an exploding branch passes",
         "health.branch_checks",

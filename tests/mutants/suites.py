@@ -261,6 +261,7 @@ OTHERS = {
             f"tests/health/test_{name}.py"
             for name in (
                 "exchange",
+                "conversion_checks",
                 "status_edits",
                 "real_faults",
                 "record_edits",
