@@ -2,7 +2,8 @@
 
     python docs/science/own_baseline.py FOLDER
 
-FOLDER holds the runs of convert_own, long_64k_whole and long_64k_lean (`tools/records.py unpack --to FOLDER`).
+FOLDER holds the runs of convert_own, long_64k_whole, long_64k_lean and long_64k_lean_seeds (`tools/records.py unpack --to
+FOLDER`).
 """
 
 import json
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 from lean import read_throughput
+from lean_seeds import average, mean_difference
 from learning_rates_and_parts import TASKS, TEXTS, Run, difference, table
 
 from nsa_lab.runs.history import History, compute_step_time
@@ -18,6 +20,18 @@ SCRATCH = "long_64k_lean.window.s0"
 BASELINE = "long_64k_whole.dense.s0"
 CONTROL = "convert_own.continued.s0"
 ARMS = ("two_heads", "stage_1", "low_rate", "continued")
+# By seed: NSA from scratch, the dense baseline that was converted, and the two runs from its weights.
+SEEDS = {
+    seed: {
+        "scratch": f"long_64k_lean_seeds.window.s{seed}" if seed else SCRATCH,
+        "dense": f"convert_own.dense.s{seed}" if seed else BASELINE,
+        "two_heads": f"convert_own.two_heads.s{seed}",
+        "continued": f"convert_own.continued.s{seed}",
+    }
+    for seed in range(3)
+}
+# Which of two runs minus which, in the tables over seeds.
+DIFFERENCES = (("two_heads", "scratch"), ("continued", "scratch"), ("dense", "scratch"), ("two_heads", "continued"))
 FIRST_RANGE = 4096
 LENGTHS = (4096, 65536)
 WHOLE = (
@@ -58,6 +72,8 @@ def main() -> None:
     ]
     table(["", *(f"{task}, {length:,}" for length in LENGTHS for task in TASKS)], rows)
 
+    print_seeds(folder, ranges)
+
     print("## Seconds of optimizer steps, seconds from the first event to the last, thousand bytes per second by stage\n")
     rows = []
     for name in WHOLE:
@@ -75,6 +91,27 @@ def main() -> None:
             ]
         )
     table(["run", "steps", "whole record", "2,048", "8,192", "65,536", "own validation"], rows)
+
+
+def print_seeds(folder: Path, ranges: list[tuple[int, int, int]]) -> None:
+    """Print the tables over three seeds: losses by position and text, and right answers."""
+    by_seed = {seed: {arm: Run(find_run(folder, name)) for arm, name in arms.items()} for seed, arms in SEEDS.items()}
+    places = [*(("long", k, f"`long`, {a:,} to {b - 1:,}") for k, a, b in ranges), *((t, None, f"`{t}`") for t in TEXTS)]
+    for arm, other in DIFFERENCES:
+        print(f"## Bits per byte, {arm} minus {other}\n")
+        rows = []
+        for text, position, place in places:
+            columns = [(arms[arm], arms[other]) for arms in by_seed.values()]
+            mean = average([mean_difference(*pair, text, position) for pair in columns]).removesuffix(", 3 seeds")
+            rows.append([place, *(difference(*pair, text, position) for pair in columns), mean])
+        table(["", *(f"seed {seed}" for seed in SEEDS), "mean"], rows)
+    print("## Right answers by seed\n")
+    rows = [
+        [f"`{arm}`", f"{seed}", *(describe_count(*run.count(task, length)) for length in LENGTHS for task in TASKS)]
+        for seed, arms in by_seed.items()
+        for arm, run in arms.items()
+    ]
+    table(["", "seed", *(f"{task}, {length:,}" for length in LENGTHS for task in TASKS)], rows)
 
 
 def find_run(folder: Path, name: str) -> Path:
