@@ -269,8 +269,8 @@ def _find_validation_drop(history: History, limits: Limits) -> Verdict | None:
 def check_generalization(history: History, limits: Limits) -> Verdict:
     """Check that the validation loss is close to the training loss.
 
-    Slightly above it is a warning. Far above it, too, if the run starts from trained weights and has not raised the validation
-    loss: its source may have learned from the same text, and then the difference is that of the source.
+    Slightly above it is a warning, far above it a failure. A run that starts from trained weights fails only if its validation
+    loss rises, because its source may have trained on the same text: then the difference is due to the source.
     """
     _, train = history.select_current_length(*drop_nonfinite(*history.series("bpb")))
     eval_steps, eval_bpb = history.select_current_length(*drop_nonfinite(*history.validation()))
