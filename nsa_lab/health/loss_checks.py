@@ -20,31 +20,33 @@ MIN_SCATTER_READINGS = 20  # to estimate how much readings differ by chance
 UNIFORM_NOISE_BITS = math.log2(255)  # entropy of the synthetic source, which has 255 equally likely bytes
 
 
-def compute_expected_lr(step: int, train: TrainConfig) -> float:
-    """Return the configured learning rate of optimizer step `step`, counted from 1.
+def compute_expected_lr(steps: np.ndarray, train: TrainConfig) -> np.ndarray:
+    """Return the configured learning rates [n], float64, of optimizer steps [n], counted from 1.
 
     Each stage has its own schedule: linear warm-up to `lr` at step `warmup_steps` (step 1 without warm-up), then half a
     cosine to `min_lr` at the last step; or constant; or (`wsd`) constant with a linear decay in the last `decay_share`.
     """
-    for stage in train.stages[:-1]:
-        if step <= stage.steps:
-            return _compute_stage_lr(step, stage)
-        step -= stage.steps
-    return _compute_stage_lr(step, train.plan[-1])
+    ends = np.cumsum([0, *(stage.steps for stage in train.plan)])
+    stages, rates = np.searchsorted(ends[1:-1], steps), np.zeros(len(steps))
+    for number, stage in enumerate(train.plan):
+        is_own = stages == number
+        rates[is_own] = _compute_stage_lr(steps[is_own] - ends[number], stage)
+    return rates
 
 
-def _compute_stage_lr(step: int, train: StageConfig) -> float:
+def _compute_stage_lr(steps: np.ndarray, train: StageConfig) -> np.ndarray:
     peak = max(train.warmup_steps, 1)
-    if step <= peak:
-        return train.lr * step / peak
+    n_later = max(train.steps - peak, 1)
     if train.lr_schedule == "constant":
-        return train.lr
-    if train.lr_schedule == "wsd":
-        decay_steps = min(max(round(train.steps * train.decay_share), 1), train.steps - peak)
-        decayed = max(step - (train.steps - decay_steps), 0)
-        return train.lr + (train.min_lr - train.lr) * decayed / decay_steps
-    angle = math.pi * (step - peak) / (train.steps - peak)
-    return train.min_lr + (train.lr - train.min_lr) * (1 + math.cos(angle)) / 2
+        later = np.full(len(steps), train.lr)
+    elif train.lr_schedule == "wsd":
+        decay_steps = min(max(round(train.steps * train.decay_share), 1), n_later)
+        decayed = np.maximum(steps - (train.steps - decay_steps), 0)
+        later = train.lr + (train.min_lr - train.lr) * decayed / decay_steps
+    else:
+        angle = math.pi * (steps - peak) / n_later
+        later = train.min_lr + (train.lr - train.min_lr) * (1 + np.cos(angle)) / 2
+    return np.where(steps <= peak, train.lr * steps / peak, later)
 
 
 def check_loss_fell(history: History, limits: Limits) -> Verdict | None:
@@ -269,8 +271,8 @@ def _find_validation_drop(history: History, limits: Limits) -> Verdict | None:
 def check_generalization(history: History, limits: Limits) -> Verdict:
     """Check that the validation loss is close to the training loss.
 
-    Slightly above it is a warning, far above it a failure. A run that starts from trained weights fails only if its validation
-    loss rises, because its source may have trained on the same text: then the difference is due to the source.
+    Slightly above it is a warning, far above it a failure. A run that starts from trained weights fails only if its
+    validation loss rises, because its source may have trained on the same text: then the difference is due to the source.
     """
     _, train = history.select_current_length(*drop_nonfinite(*history.series("bpb")))
     eval_steps, eval_bpb = history.select_current_length(*drop_nonfinite(*history.validation()))
@@ -290,7 +292,7 @@ def check_learning_rate(history: History, limits: Limits) -> Verdict:
     steps, rates = history.series("lr")
     if not len(steps):
         return Verdict("learning rate", None, None, None, "none recorded")
-    expected = np.array([compute_expected_lr(int(step), history.config.train) for step in steps])
+    expected = compute_expected_lr(steps, history.config.train)
     errors = np.abs(rates - expected) / max(stage.lr for stage in history.config.train.plan)
     # The error of a non-finite rate is infinite.
     errors[~np.isfinite(errors)] = np.inf

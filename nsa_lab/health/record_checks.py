@@ -139,9 +139,10 @@ def _find_unknown_values(history: History) -> str | None:
     remedy = "a newer version of nsa_lab may have written it; read the run with that version"
     if len(others):
         return f"{len(others):,} events have version {others[0]:g} of the format, expected {SCHEMA_VERSION}: {remedy}"
-    for event in history.events_of_kind("heartbeat"):
-        if event.get("phase") is not None and event["phase"] not in PHASES:
-            return f"the phase {shorten(str(event['phase']))!r} at step {event['step']:,} is unknown: {remedy}"
+    heartbeats = history.events_of_kind("heartbeat")
+    for index, phase in enumerate(heartbeats.values("phase")):
+        if phase is not None and phase not in PHASES:
+            return f"the phase {shorten(str(phase))!r} at step {heartbeats[index]['step']:,} is unknown: {remedy}"
     return None
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from nsa_lab.runs import event_schema
-from nsa_lab.runs.event_columns import INT, NUMBER
+from nsa_lab.runs.event_columns import INT, NUMBER, NUMBERS
 from nsa_lab.runs.event_table import MAX_LISTED, Events, EventTable, Violation, Violations
 
 BATCH = 256
@@ -41,7 +42,8 @@ class EventsBuilder:
 
     def add(self, line: int, event: Any) -> None:
         """Add the event of a line."""
-        kind = event.get("kind") if isinstance(event, Mapping) else None
+        # The test of a mapping is slow.
+        kind = event.get("kind") if type(event) is dict or isinstance(event, Mapping) else None
         if not isinstance(kind, str):
             problem = (
                 "expected an object with the name of a kind" if kind is None else f"kind: expected text, got {kind!r:.40}"
@@ -143,9 +145,11 @@ class EventsBuilder:
 
 
 def _have_type(field_type: event_schema.FieldType, values: list[Any], n_events: int) -> bool:
-    """Return whether all values have the type of the field, with a fast path. A single null is a missing value."""
+    """Return whether all values have the type of the field, with fast paths. A single null is a missing value."""
     types = set(map(type, values))
     if (field_type.form == NUMBER and types == {float}) or (field_type.form == "text" and types == {str}):
+        return True
+    if field_type.form == NUMBERS and types == {list} and set(map(type, chain.from_iterable(values))) <= {float}:
         return True
     if field_type.form in (NUMBER, INT) and event_schema.are_ints(values):
         return True

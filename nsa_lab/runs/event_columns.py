@@ -9,6 +9,7 @@ import copy
 import math
 from array import array
 from bisect import bisect_left
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,10 @@ class Column:
 
     def __getitem__(self, index: int) -> Any:
         raise NotImplementedError
+
+    def get_values(self, indices: list[int]) -> list[Any]:
+        """Return the values at these indices."""
+        return [self[index] for index in indices]
 
     def find(self, row: int) -> int | None:
         """Return the index of the value of a row; None if the row has none."""
@@ -144,6 +149,10 @@ class ListColumn(Column):
         return len(self._ends)
 
     def _store(self, values: list[Any]) -> None:
+        if set(map(type, values)) == {list} and set(map(type, chain.from_iterable(values))) <= {float}:
+            self._ends.extend(accumulate(map(len, values[1:]), initial=len(self._data) + len(values[0])))
+            self._data.extend(chain.from_iterable(values))
+            return
         for value in values:
             if isinstance(value, list) and set(map(type, value)) <= _NUMBER_TYPES:
                 if None in value or not all(map(_is_exact, value)):
@@ -191,6 +200,10 @@ class _ObjectColumn(Column):
     def __getitem__(self, index: int) -> Any:
         value = self._data[index]
         return copy.deepcopy(value) if isinstance(value, (dict, list)) else value
+
+    def get_values(self, indices: list[int]) -> list[Any]:
+        values = [self._data[index] for index in indices]
+        return [copy.deepcopy(value) if isinstance(value, (dict, list)) else value for value in values]
 
 
 def _is_number(value: Any) -> bool:

@@ -195,8 +195,8 @@ class Events(Sequence[E], Generic[E]):
         for table, where, rows in self._split(name):
             column = table.columns[name]
             has, indices = column.locate(rows)
-            for position, index in zip(where[has].tolist(), indices.tolist(), strict=True):
-                result[position] = column[index]
+            for position, value in zip(where[has].tolist(), column.get_values(indices.tolist()), strict=True):
+                result[position] = value
         return result
 
     def lists(self, name: str) -> tuple[np.ndarray, list[np.ndarray]]:

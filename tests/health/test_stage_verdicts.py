@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from looping import looped
 
@@ -105,7 +106,7 @@ def test_random_variation_of_few_texts_is_not_a_rise() -> None:
 
 def test_expected_rate_equals_the_schedule() -> None:
     train = RunConfig.from_dict({"train": {"stages": [*STAGES, {**STAGES[0], "lr_schedule": "constant"}]}}).train
-    assert [compute_expected_lr(step, train) for step in range(1, 61)] == pytest.approx(
+    assert compute_expected_lr(np.arange(1, 61), train) == pytest.approx(
         [compute_learning_rate(step, train) for step in range(1, 61)], rel=1e-12
     )
     assert isinstance(train.plan[2], StageConfig)
@@ -116,7 +117,7 @@ def test_expected_rate_equals_the_schedule() -> None:
 def test_expected_rate_of_wsd_equals_the_schedule(warmup: int, share: float) -> None:
     train = {"steps": 20, "warmup_steps": warmup, "decay_share": share, "lr_schedule": "wsd", "min_lr": 1e-5}
     config = RunConfig.from_dict({"train": train}).train
-    assert [compute_expected_lr(step, config) for step in range(1, 21)] == pytest.approx(
+    assert compute_expected_lr(np.arange(1, 21), config) == pytest.approx(
         [compute_learning_rate(step, config) for step in range(1, 21)], rel=1e-12
     )
 

@@ -201,8 +201,8 @@ MUTANTS = [
     Mutant(
         "health: half of the warm-up rate is expected",
         "health.loss_checks",
-        "return train.lr * step / peak",
-        "return train.lr * step / peak / 2",
+        "train.lr * steps / peak, later",
+        "train.lr * steps / peak / 2, later",
     ),
     Mutant(
         "health: duplicated steps pass",

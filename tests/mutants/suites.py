@@ -386,6 +386,7 @@ OTHERS = {
     "train.matched_baseline": ["tests/train/test_matched_baseline.py"],
     "runs.attempts": ["tests/runs/test_history.py", *LINEAR, "tests/health/test_verdicts.py"],
     "runs.events": [
+        "tests/runs/test_event_schema.py",
         "tests/runs/test_bad_runs.py",
         "tests/runs/test_history.py",
         "tests/train/test_telemetry.py",

@@ -248,3 +248,39 @@ def test_numbers_of_a_column_that_grows_and_has_other_values() -> None:
             order = np.arange(len(added))[::-2]
             np.testing.assert_array_equal(column.numbers(order), np.array(expected)[order])
             assert [column[index] for index in range(len(added))] == added
+
+
+def test_lists_of_a_column_that_grows() -> None:
+    """Brute force: batches of lists of any length, of floats only and with other values."""
+    rng, added = random.Random(2), list[Any]()
+    column = event_columns.make_column("numbers", [])
+    for _ in range(60):
+        others = rng.choice([[], [], [None, 3, 2**60]])
+        batch = [[rng.choice([0.5, -1e9, *others]) for _ in range(rng.randrange(4))] for _ in range(rng.randrange(1, 5))]
+        column.extend(len(added), copy.deepcopy(batch))
+        added += batch
+        assert [column[index] for index in range(len(added))] == column.get_values(list(range(len(added)))) == added
+        lengths, starts, data = column.lists(np.arange(len(added)))
+        expected = [[math.nan if value is None else float(value) for value in values] for values in added]
+        for values, length, start in zip(expected, lengths, starts, strict=True):
+            np.testing.assert_array_equal(data[start : start + length], values)
+        del data  # a column cannot grow while its data is in use
+
+
+def test_lines_are_decoded_as_by_json() -> None:
+    lines = [
+        b'{"a": 1.5}',
+        b' {"a": [1]}\r',
+        b'\xef\xbb\xbf{"a": 1}',
+        b'{"a": "\xed\xa0\x80"}',
+        b'{"a": 1} x',
+        b'{"a": 1}{}',
+    ]
+    lines += [b"", b"{", b"1", b"NaN", b'{"a": "\xff"}', '{"a": "ä"}'.encode("utf-16"), b"[" * 100_000]
+    for line in lines:
+        try:
+            expected = json.loads(line)
+        except (ValueError, RecursionError):
+            expected = None
+        decoded = events.decode_line(line)
+        assert repr(decoded) == repr(expected), line[:40]
