@@ -13,8 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from nsa_lab.runs import event_schema  # noqa: E402
-from nsa_lab.runs.event_schema import FieldType  # noqa: E402
+from nsa_lab.runs import event_fields, event_schema  # noqa: E402
+from nsa_lab.runs.event_fields import FieldType  # noqa: E402
 from nsa_lab.runs.tables import Table  # noqa: E402
 
 PAGE = ROOT / "docs" / "concepts" / "events.md"
@@ -38,12 +38,12 @@ readers read through.
 
 def render_page() -> str:
     """Return the page as Markdown."""
-    common = event_schema.get_fields("")
+    common = event_fields.get_fields("")
     kinds = [(f"[`{kind}`](#{kind})", _describe(definition)) for kind, definition in event_schema.KINDS.items()]
     parts = [HEADER, Table(("kind", "meaning"), kinds).to_markdown()]
     parts += ["\n## Fields of every event\n", _render_fields(list(common.values()))]
     for kind, definition in event_schema.KINDS.items():
-        own = [field for name, field in event_schema.get_fields(kind).items() if name not in common]
+        own = [field for name, field in event_fields.get_fields(kind).items() if name not in common]
         parts += [f"\n## {kind}\n", f"{_describe(definition)}\n", _render_fields(own)]
     return "\n".join(parts) + "\n"
 

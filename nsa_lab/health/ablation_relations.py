@@ -10,7 +10,7 @@ import numpy as np
 
 from nsa_lab.health.branch_checks import list_active_branches
 from nsa_lab.health.verdict import Problem
-from nsa_lab.runs.event_schema import is_finite, is_number
+from nsa_lab.runs.event_fields import is_finite, is_number
 from nsa_lab.runs.history import History
 
 ROUNDING = 1e-3

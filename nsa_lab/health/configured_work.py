@@ -12,7 +12,7 @@ import numpy as np
 
 from nsa_lab.config import NSAConfig, RunConfig
 from nsa_lab.health.verdict import Problem
-from nsa_lab.runs.event_schema import is_finite, is_number
+from nsa_lab.runs.event_fields import is_finite, is_number
 from nsa_lab.runs.history import History
 
 READS_ERROR = 1e-2

@@ -18,7 +18,7 @@ from nsa_lab.health.selection_geometry import find_impossible_distance, find_imp
 from nsa_lab.health.verdict import LIMITS, Limits, Problem, Verdict
 from nsa_lab.runs.attempts import group_positions
 from nsa_lab.runs.event_columns import NUMBERS
-from nsa_lab.runs.event_schema import is_number
+from nsa_lab.runs.event_fields import is_number
 from nsa_lab.runs.event_table import Events
 from nsa_lab.runs.history import History, find_stages
 

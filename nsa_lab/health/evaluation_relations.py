@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from nsa_lab.runs.event_schema import is_finite
+from nsa_lab.runs.event_fields import is_finite
 from nsa_lab.runs.history import History
 
 # Relative difference of two sums of the same numbers, and absolute one of a difference of two losses (9e-6 measured).

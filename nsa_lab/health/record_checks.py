@@ -14,7 +14,8 @@ from nsa_lab.health.completeness_checks import list_layer_statistics
 from nsa_lab.health.edited_config import find_config_edit
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs import directory
-from nsa_lab.runs.event_schema import FIRST_KINDS, PHASES, SCHEMA_VERSION, SUPERSEDED_KINDS, is_finite
+from nsa_lab.runs.event_fields import is_finite
+from nsa_lab.runs.event_schema import FIRST_KINDS, PHASES, SCHEMA_VERSION, SUPERSEDED_KINDS
 from nsa_lab.runs.history import History, get_monitor_settings
 
 DAY_S = 86_400.0

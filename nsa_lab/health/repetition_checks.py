@@ -15,7 +15,7 @@ from nsa_lab.health.identity_checks import DISTINCT_STATISTICS, find_equal_layer
 from nsa_lab.health.selection_geometry import find_fixed_overlaps
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.event_columns import NUMBER, NUMBERS
-from nsa_lab.runs.event_schema import get_fields
+from nsa_lab.runs.event_fields import get_fields
 from nsa_lab.runs.history import History
 
 # Numbers of a reading that may repeat: formulas, peaks and counts. Other checks judge the gates.

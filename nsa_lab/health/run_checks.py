@@ -14,7 +14,8 @@ from nsa_lab.health.recovered_problems import format_guard, format_recovered, sp
 from nsa_lab.health.verdict import Limits, Verdict, join_lines, list_names
 from nsa_lab.runs import directory
 from nsa_lab.runs.event_columns import INT, NUMBER, NUMBERS, OBJECT
-from nsa_lab.runs.event_schema import ErrorEvent, PreflightEvent, StallEvent, get_fields, is_number
+from nsa_lab.runs.event_fields import get_fields, is_number
+from nsa_lab.runs.event_schema import ErrorEvent, PreflightEvent, StallEvent
 from nsa_lab.runs.event_table import Events
 from nsa_lab.runs.history import History
 from nsa_lab.runs.summary import format_guards

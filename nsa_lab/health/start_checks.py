@@ -18,7 +18,7 @@ from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.config.errors import shorten
 from nsa_lab.health.verdict import Problem
 from nsa_lab.runs import directory
-from nsa_lab.runs.event_schema import is_finite
+from nsa_lab.runs.event_fields import is_finite
 from nsa_lab.runs.history import History
 
 # Beginning of the reason for the kernels' backend, followed by the name of the device.

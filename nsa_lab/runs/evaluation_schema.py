@@ -15,7 +15,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 
 from nsa_lab.config.errors import VALUE_REPR
-from nsa_lab.runs.event_schema import MAX_INT
+from nsa_lab.runs.event_fields import MAX_INT
 
 Count = Annotated[int, Field(ge=0, le=MAX_INT)]
 Positive = Annotated[int, Field(ge=1, le=MAX_INT)]

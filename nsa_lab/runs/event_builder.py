@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
-from nsa_lab.runs import event_schema
+from nsa_lab.runs import event_fields, event_schema
 from nsa_lab.runs.event_columns import INT, NUMBER, NUMBERS
 from nsa_lab.runs.event_table import MAX_LISTED, Events, EventTable, Violation, Violations
 
@@ -34,7 +34,7 @@ class EventsBuilder:
 
     def __init__(self, max_step: int | None = None, *, validate: bool = True) -> None:
         self.violations = Violations()
-        self._max_step = event_schema.MAX_INT if max_step is None else max_step
+        self._max_step = event_fields.MAX_INT if max_step is None else max_step
         self._validate = validate
         self._tables: dict[str, EventTable] = {}
         # (kind, names of the fields) -> events, lines
@@ -83,8 +83,8 @@ class EventsBuilder:
         if not self._validate:
             self._store(kind, fields, lines)
         elif self._are_valid(kind, names, fields):
-            missing = event_schema.find_missing(kind, {name: values[0] for name, values in fields.items()})
-            nullable = [name for name in missing if event_schema.get_fields(kind)[name].is_nullable and name not in names]
+            missing = event_fields.find_missing(kind, {name: values[0] for name, values in fields.items()})
+            nullable = [name for name in missing if event_fields.get_fields(kind)[name].is_nullable and name not in names]
             for line in lines if missing else ():
                 self.violations.add(Violation(line, kind, f"{', '.join(missing)}: missing", False))
             self._store(kind, {**fields, **{name: [None] * len(lines) for name in nullable}}, lines)
@@ -96,8 +96,8 @@ class EventsBuilder:
 
     def _add_invalid(self, kind: str, event: Mapping[str, Any], line: int) -> None:
         """Report an invalid event. Store it if only optional fields are wrong, which become null."""
-        known = event_schema.get_fields(kind)
-        wrong = event_schema.find_wrong_types(kind, event)
+        known = event_fields.get_fields(kind)
+        wrong = event_fields.find_wrong_types(kind, event)
         is_skipped = not wrong or any(known[name].is_required for name in wrong)
         problem = "; ".join(wrong.values()) or self._explain(kind, event)
         if not is_skipped:
@@ -116,7 +116,7 @@ class EventsBuilder:
     def _are_valid(self, kind: str, names: tuple[str, ...], fields: dict[str, list[Any]]) -> bool:
         if not {"t", "attempt", "step"} <= fields.keys() or self._exceeds_bounds(kind, names):
             return False
-        known, n_events = event_schema.get_fields(kind), len(fields["t"])
+        known, n_events = event_fields.get_fields(kind), len(fields["t"])
         for name, values in fields.items():
             if name in known and not _have_type(known[name], values, n_events):
                 return False
@@ -140,19 +140,19 @@ class EventsBuilder:
             return f"step: expected 0 to {self._max_step:,}, the steps of the run, got {event['step']:,}"
         if self._exceeds_bounds(kind, tuple(event)):
             return f"expected at most {MAX_KINDS} kinds of events, with at most {MAX_FIELDS} fields each"
-        missing = event_schema.find_missing(kind, event)
+        missing = event_fields.find_missing(kind, event)
         return f"{', '.join(missing)}: expected a value, got null"
 
 
-def _have_type(field_type: event_schema.FieldType, values: list[Any], n_events: int) -> bool:
+def _have_type(field_type: event_fields.FieldType, values: list[Any], n_events: int) -> bool:
     """Return whether all values have the type of the field, with fast paths. A single null is a missing value."""
     types = set(map(type, values))
     if (field_type.form == NUMBER and types == {float}) or (field_type.form == "text" and types == {str}):
         return True
     if field_type.form == NUMBERS and types == {list} and set(map(type, chain.from_iterable(values))) <= {float}:
         return True
-    if field_type.form in (NUMBER, INT) and event_schema.are_ints(values):
+    if field_type.form in (NUMBER, INT) and event_fields.are_ints(values):
         return True
     if all(map(field_type.accepts, values)):
         return True
-    return n_events == 1 and values[0] is None and field_type.name not in event_schema.get_fields("")
+    return n_events == 1 and values[0] is None and field_type.name not in event_fields.get_fields("")

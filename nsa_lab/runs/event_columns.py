@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from nsa_lab.runs import event_schema
+from nsa_lab.runs import event_fields
 
 EXACT_INT = 2**53  # larger integers are not exact in float64
 NUMBER, INT, NUMBERS, OBJECT = "number", "int", "numbers", "object"
@@ -133,7 +133,7 @@ class _IntColumn(_ArrayColumn):
     form, typecode, placeholder = INT, "q", 0
 
     def _fits(self, values: list[Any]) -> bool:
-        return event_schema.are_ints(values)
+        return event_fields.are_ints(values)
 
 
 class ListColumn(Column):

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar, cast, overload
 
 import numpy as np
 
-from nsa_lab.runs import event_schema
+from nsa_lab.runs import event_fields
 from nsa_lab.runs.event_columns import Column, ListColumn, make_column
 
 E = TypeVar("E", bound=Mapping[str, Any])
@@ -61,7 +61,7 @@ class EventTable:
         self.kind = kind
         self.lines: array[int] = array("q")
         self.columns: dict[str, Column] = {}
-        self._fields = event_schema.get_fields(kind)
+        self._fields = event_fields.get_fields(kind)
 
     def __len__(self) -> int:
         return len(self.lines)

@@ -24,7 +24,8 @@ import numpy as np
 from nsa_lab.runs.atomic_io import UnreadableFile, open_regular, warn_once
 from nsa_lab.runs.directory import EVENTS, RUNNING, read_status
 from nsa_lab.runs.event_builder import EventsBuilder, make_events
-from nsa_lab.runs.event_schema import FIRST_KINDS, SUPERSEDED_KINDS, EvalEvent, StepEvent, is_finite, is_int
+from nsa_lab.runs.event_fields import is_finite, is_int
+from nsa_lab.runs.event_schema import FIRST_KINDS, SUPERSEDED_KINDS, EvalEvent, StepEvent
 from nsa_lab.runs.event_table import Events
 
 __all__ = [

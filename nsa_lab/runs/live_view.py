@@ -22,7 +22,7 @@ from rich.text import Text
 
 from nsa_lab.config import BRANCHES, RunConfig
 from nsa_lab.runs import directory
-from nsa_lab.runs.event_schema import is_finite
+from nsa_lab.runs.event_fields import is_finite
 from nsa_lab.runs.events import Event, Tail
 from nsa_lab.runs.history import select_latest
 from nsa_lab.runs.summary import format_fill_progress

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from nsa_lab.runs.atomic_io import open_regular
-from nsa_lab.runs.event_schema import is_int
+from nsa_lab.runs.event_fields import is_int
 from nsa_lab.runs.events import read_lines
 
 KIND = "digest"

@@ -22,7 +22,7 @@ from torch import Tensor
 from nsa_lab.model.indexer import is_indexer_weight
 from nsa_lab.runs.atomic_io import parse_unique_json, read_bounded
 from nsa_lab.runs.checkpoint_files import MODEL, OPTIMIZER, PROBE, RANDOM, STATE, parse_step
-from nsa_lab.runs.event_schema import is_finite, is_int
+from nsa_lab.runs.event_fields import is_finite, is_int
 from nsa_lab.runs.finite_weights import describe_nonfinite, find_nonfinite_weights
 from nsa_lab.train.checkpoint_state import WEIGHTS
 from nsa_lab.train.muon import is_muon_weight

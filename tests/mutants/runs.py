@@ -237,7 +237,7 @@ MUTANTS = [
     ),
     Mutant(
         "schema: an integer of any size is valid",
-        "runs.event_schema",
+        "runs.event_fields",
         "return type(value) is int and -MAX_INT - 1 <= value <= MAX_INT",
         "return type(value) is int",
     ),
@@ -261,7 +261,7 @@ MUTANTS = [
     ),
     Mutant(
         "schema: integers of a batch may have any size",
-        "runs.event_schema",
+        "runs.event_fields",
         "and max(values) <= MAX_INT",
         "",
     ),

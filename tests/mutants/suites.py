@@ -214,7 +214,7 @@ OTHERS = {
     "cli.status_table": cases("runs/test_scale.py", "status_reads_only_the_end_of_records"),
     "cli.inspect_commands": cases("cli/test_commands.py", "report_record_option_is_passed_on"),
     "data.paths": ["tests/data/test_paths.py"],
-    "runs.event_schema": ["tests/runs/test_event_schema.py"],
+    "runs.event_fields": ["tests/runs/test_event_schema.py"],
     **{
         f"runs.event_{name}": [
             *cases("runs/test_history.py", "first_events_are_built_once"),

@@ -17,7 +17,7 @@ import fake_run
 import numpy as np
 import pytest
 
-from nsa_lab.runs import directory, event_builder, event_columns, event_schema, event_table, events
+from nsa_lab.runs import directory, event_builder, event_columns, event_fields, event_schema, event_table, events
 from nsa_lab.runs.event_builder import make_events
 from nsa_lab.train.telemetry.event_log import EventLog
 
@@ -29,7 +29,7 @@ ARCHIVE = ROOT / "docs/science/records/runs.tar.xz"
 def describe_schema() -> dict[str, dict[str, list[Any]]]:
     """Return kind -> field -> [type, whether every event has it]."""
     return {
-        kind: {name: [field.label, field.is_required] for name, field in event_schema.get_fields(kind).items()}
+        kind: {name: [field.label, field.is_required] for name, field in event_fields.get_fields(kind).items()}
         for kind in event_schema.KINDS
     }
 
@@ -107,7 +107,7 @@ def make_random_events(rng: random.Random, count: int) -> list[dict[str, Any]]:
             "step": index,
             "tokens": 0,
         }
-        for name, field in event_schema.get_fields(kind).items():
+        for name, field in event_fields.get_fields(kind).items():
             if name not in event and (field.is_required or rng.random() < 0.3):
                 value = make_value(field.label, rng)
                 event |= {name: value} if field.accepts(value) else {}

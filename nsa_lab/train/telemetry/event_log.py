@@ -26,7 +26,8 @@ from typing import Any
 
 from nsa_lab.runs.atomic_io import open_in_place
 from nsa_lab.runs.directory import EVENTS
-from nsa_lab.runs.event_schema import SCHEMA_VERSION, check_event
+from nsa_lab.runs.event_fields import check_event
+from nsa_lab.runs.event_schema import SCHEMA_VERSION
 from nsa_lab.runs.segment_digests import KIND, hash_complete_lines, read_segments
 
 logger = logging.getLogger("nsa_lab.train")
