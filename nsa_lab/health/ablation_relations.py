@@ -46,7 +46,7 @@ def _check_answers(history: History) -> Problem | None:
 
 def _check_ablations_differ(history: History) -> Problem | None:
     """Other blocks give other losses. Equal losses in several measurements have one ablation."""
-    if "sel" not in list_active_branches(history) or not _has_choice(history):
+    if "sel" not in list_active_branches(history) or not has_choice(history):
         return None
     steps: dict[tuple[str, str], list[int]] = {}
     for event in history.current_events("reach"):
@@ -61,7 +61,7 @@ def _check_ablations_differ(history: History) -> Problem | None:
     return None
 
 
-def _has_choice(history: History) -> bool:
+def has_choice(history: History) -> bool:
     """Return whether queries select some of their blocks, which are neither forced nor all selected."""
     nsa = history.config.nsa
     return nsa.n_sel > nsa.sink_blocks + nsa.local_blocks
@@ -81,7 +81,7 @@ def _check_ablations_complete(history: History) -> Problem | None:
 
 
 def _check_measured(history: History) -> Problem | None:
-    """A run that measures the selection benefit does so after every evaluation. The last one may have been interrupted."""
+    """A run that measures the selection benefit does so after every evaluation. An end may have interrupted the last one."""
     measured = history.events_of_kind("reach", "conversion")
     for kind in ("reach", "conversion"):
         own = measured.of_kind(kind)
@@ -91,7 +91,7 @@ def _check_measured(history: History) -> Problem | None:
             )
             trained = history.events_of_kind("step")
             last = int(trained.ints("step")[trained.ints("attempt") == attempt].max(initial=0))
-            is_due = (evaluated > recorded.min()) & (evaluated < last)
+            is_due = (evaluated > recorded.min()) & ((evaluated < last) | history.is_done)
             missing = np.setdiff1d(evaluated[is_due], recorded)
             if len(missing):
                 return Problem(missing, f"an evaluation without the {kind} event of the others")

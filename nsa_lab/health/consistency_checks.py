@@ -12,7 +12,14 @@ from collections.abc import Callable
 import numpy as np
 
 from nsa_lab.config import BRANCHES
-from nsa_lab.health import ablation_relations, configured_work, heartbeat_relations, start_checks, text_relations
+from nsa_lab.health import (
+    ablation_relations,
+    configured_work,
+    conversion_relations,
+    heartbeat_relations,
+    start_checks,
+    text_relations,
+)
 from nsa_lab.health.repetition_checks import MIN_EQUAL_READINGS, VARYING_FIELDS
 from nsa_lab.health.selection_geometry import find_impossible_distance, find_impossible_keys, find_impossible_overlap
 from nsa_lab.health.verdict import LIMITS, Limits, Problem, Verdict
@@ -354,4 +361,5 @@ RELATIONS: tuple[Callable[[History], Problem | None], ...] = (
     *heartbeat_relations.RELATIONS,
     *text_relations.RELATIONS,
     *ablation_relations.RELATIONS,
+    *conversion_relations.RELATIONS,
 )

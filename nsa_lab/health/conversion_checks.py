@@ -66,6 +66,11 @@ def check_attention_mass(history: History, limits: Limits) -> Verdict:
     )
     if mass <= nearest:
         return Verdict(name, False, mass, nearest, f"{text}: the indexer is no better")
+    below = [other - own for own, other in zip(layers, last["attention_mass_nearest"], strict=False)]
+    if (worst := max(below)) > limits.attention_mass_layer:
+        layer = below.index(worst)
+        text = f"{text}; in layer {layer} selected blocks have {layers[layer]:.1%}, {worst:.1%} below the nearest ones"
+        return Verdict(name, False, layers[layer], last["attention_mass_nearest"][layer], text)
     return Verdict(name, mass >= limit, mass, limit, f"{text} (required: {limit:.0%})").to_warning()
 
 
@@ -100,11 +105,16 @@ def check_teacher(history: History, limits: Limits) -> Verdict | None:
         return None
     _, values = drop_nonfinite(*history.series("teacher_kl"))
     if len(values) < MIN_READINGS:
-        return Verdict(name, None, None, limit, "too few readings of the divergence from the teacher")
+        is_missing = len(history.steps) >= 2 * MIN_READINGS
+        text = f"{len(values)} readings of the divergence from the teacher at {len(history.steps):,} logged steps"
+        return Verdict(name, False if is_missing else None, None, limit, text)
+    if not values.any():
+        return Verdict(name, False, 0.0, limit, f"the divergence from the teacher is 0 in {len(values)} readings")
     count = -(-len(values) // 5)
     first, last = float(values[:count].mean()), float(values[-count:].mean())
     text = f"KL divergence from the teacher's predictions {last:.4f} nats per token, {first:.4f} at the beginning"
-    return Verdict(name, last <= limit, last, limit, f"{text} (limit: {limit:g})").to_warning()
+    verdict = Verdict(name, last <= limit, last, limit, f"{text} (limit: {limit:g})")
+    return verdict if last > limits.teacher_kl_failed else verdict.to_warning()
 
 
 def _is_indexer_loaded(history: History) -> bool:

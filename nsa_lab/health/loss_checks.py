@@ -188,11 +188,16 @@ def check_loss_kept(history: History, limits: Limits) -> Verdict:
     Slightly above it is a warning, far above it a failure: the run has diverged.
     """
     steps, bpb = history.select_current_length(*drop_nonfinite(*history.validation()))
-    if len(bpb) < 3:
-        return Verdict("loss kept", None, None, limits.ratio_to_best, "fewer than three evaluations")
+    # Pretrained weights have a loss to keep from the first evaluation on.
+    fewest = 2 if history.config.train.initial_weights else 3
+    if len(bpb) < fewest:
+        return Verdict("loss kept", None, None, limits.ratio_to_best, f"fewer than {fewest} evaluations")
     best = int(bpb.argmin())
     ratio = bpb[-1] / bpb[best]
     text = f"last validation {bpb[-1]:.3f} bits per byte, best {bpb[best]:.3f} at step {steps[best]:,}"
+    if history.config.train.trainable == "indexer" and ratio > 1 + limits.frozen_validation:
+        text += f" (limit: {limits.frozen_validation:.0%} above it, because only the indexer is trained)"
+        return Verdict("loss kept", False, ratio, 1 + limits.frozen_validation, text)
     verdict = Verdict("loss kept", bool(ratio <= limits.ratio_to_best), ratio, limits.ratio_to_best, text)
     return verdict if ratio > limits.ratio_to_best_failed else verdict.to_warning()
 

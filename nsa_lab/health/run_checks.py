@@ -29,7 +29,8 @@ def check_finished(history: History, limits: Limits) -> Verdict:
     if state == directory.DONE:
         ok = history.last_step == steps
         if ok and history.last_attempt not in history.events_of_kind("end").ints("attempt"):
-            return Verdict("finished", None, history.last_step, steps, f"{progress}, but the end is not recorded")
+            text = f"{progress}; status.json is DONE, but the end is not recorded: events are missing"
+            return Verdict("finished", False, history.last_step, steps, text)
         return Verdict("finished", ok, history.last_step, steps, progress if ok else f"status DONE at {progress}")
     if state == directory.PREEMPTED:
         text = f"{progress}: {reason or 'stopped on request'}; resume it to finish"

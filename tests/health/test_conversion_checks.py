@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 from fake_run import LAYERS, make_config, write_run
+from looping import looped
 
 from nsa_lab.health import Verdict, list_verdicts
 from nsa_lab.health.headline_questions import answer_questions
@@ -28,9 +30,13 @@ def examine(
     selection_loss: Callable[[int], float] = lambda step: 1 - step / 1000,
     trainable: str = "indexer",
     indexer: str | None = None,
+    edit: Callable[[list[Event]], None] = lambda events: None,
     **changes: Any,
 ) -> dict[str, Verdict]:
-    """Return the results by name of a run whose last comparison has `changes`. `indexer`: field of its first event."""
+    """Return the results by name of a run whose last comparison has `changes`.
+
+    `indexer`: field of its first event. `edit`: of the comparisons.
+    """
     model = {"branches": ["sel"], "indexer_block": 1, "selection_loss": 0.05}
     config = make_config(
         train__initial_weights="somewhere", train__trainable=trainable, **{f"model__{key}": v for key, v in model.items()}
@@ -45,9 +51,14 @@ def examine(
         events[:] = [event for event in events if event["kind"] != "reach"]
         evaluations = [event for event in events if event["kind"] == "eval"]
         for event in evaluations:
+            event["loss"] = 2.05 - 1e-5 * event["step"]  # of the same weights, and of more text
+            event["bpb"] = event["loss"] / math.log(2)
             comparison = COMPARISON | (changes if event is evaluations[-1] else {})
-            own = {"kind": "conversion", "attempt": 1, "step": event["step"], **comparison}
+            own = {"kind": "conversion", "attempt": 1, "step": event["step"], **copy.deepcopy(comparison)}
+            if isinstance(own["loss"], dict) and "selected" in own["loss"]:
+                own["loss"]["selected"] += event["step"] * 1e-9  # the indexer changes
             events.insert(events.index(event) + 1, {key: value for key, value in own.items() if value is not None})
+        edit([event for event in events if event["kind"] == "conversion"])
 
     return {verdict.name: verdict for verdict in list_verdicts(write_run(folder, config, add_comparisons))}
 
@@ -131,3 +142,103 @@ def test_the_gap_of_a_source_is_a_warning_unless_validation_rises(tmp_path: Path
 
         found = {v.name: v for v in list_verdicts(write_run(tmp_path / str(number), config, add_gap))}["generalises"]
         assert found.level == level, found
+
+
+def set_losses(**losses: float) -> Callable[[list[Event]], None]:
+    return lambda events: events[-1]["loss"].update(losses)
+
+
+def add_to_losses(difference: float) -> Callable[[list[Event]], None]:
+    return lambda events: events[-1].update(loss={name: loss + difference for name, loss in events[-1]["loss"].items()})
+
+
+def repeat_comparison(events: list[Event]) -> None:
+    events[-1].update(copy.deepcopy({name: events[-2][name] for name in ("loss", "attention_mass")}))
+
+
+CONSISTENT, MASS = "consistent numbers", "attention mass"
+FAULTS: dict[str, tuple[str, Callable[[list[Event]], None], str]] = {
+    "blocks better than all": (
+        CONSISTENT,
+        set_losses(selected=1.8),
+        "selected blocks have a loss of 1.8, dense attention 2",
+    ),
+    "nearest blocks better than all": (CONSISTENT, set_losses(nearest=1.7), "nearest blocks have a loss of 1.7"),
+    "worse than equal probabilities": (CONSISTENT, add_to_losses(8.0), "nats per token with dense attention, highest"),
+    "another level than the evaluation": (CONSISTENT, add_to_losses(2.5), "in the comparison and 2.04"),
+    "a loss of 0": (CONSISTENT, set_losses(dense=0.0, selected=0.0, nearest=0.0), "a loss of 0 in the comparison"),
+    "a frozen trunk that changes": (CONSISTENT, add_to_losses(-0.05), "but only the indexer is trained"),
+    "the loss of dense attention": (
+        CONSISTENT,
+        set_losses(selected=2.0),
+        "selected blocks and dense attention have the same",
+    ),
+    "the comparison before": (CONSISTENT, repeat_comparison, "are those of the comparison before"),
+    "equal layers": (
+        CONSISTENT,
+        lambda events: events[-1].update(attention_mass=[0.97] * LAYERS),
+        "attention_mass is the same in all layers",
+    ),
+    "a lost layer": (
+        CONSISTENT,
+        lambda events: events[-1].update(attention_mass=[0.97] * (LAYERS - 1)),
+        f"attention_mass has {LAYERS - 1} layers, the model {LAYERS}",
+    ),
+    "a layer without the mass": (
+        MASS,
+        lambda events: events[-1].update(attention_mass=[0.99, 0.31, 0.98], attention_mass_nearest=[0.4, 0.42, 0.3]),
+        "in layer 1 selected blocks have 31.0%, 11.0% below the nearest ones",
+    ),
+}
+
+
+@looped
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_impossible_comparisons_fail(tmp_path: Path, fault: str) -> None:
+    name, edit, text = FAULTS[fault]
+    found = examine(tmp_path, edit=edit)[name]
+    assert (found.level, text in found.text) == ("failed", True), found
+
+
+def test_dense_attention_may_change_with_its_weights(tmp_path: Path) -> None:
+    found = examine(tmp_path, trainable="all", edit=add_to_losses(-0.05))
+    assert found[CONSISTENT].level == "passed", found[CONSISTENT]
+
+
+def test_the_last_comparison_of_a_finished_run_is_not_lost(tmp_path: Path) -> None:
+    def drop_last(events: list[Event]) -> None:
+        events.remove([event for event in events if event["kind"] == "reach"][-1])
+
+    for folder, edit, level in (("whole", lambda events: None, "passed"), ("lost", drop_last, "failed")):
+        found = {v.name: v for v in list_verdicts(write_run(tmp_path / folder, None, edit))}[CONSISTENT]
+        assert found.level == level, found
+
+
+def test_validation_of_pretrained_weights_is_judged_from_two_evaluations(tmp_path: Path) -> None:
+    frozen = {"train__trainable": "indexer", "model__branches": ["sel"], "model__indexer_block": 1}
+    frozen |= {"model__selection_loss": 0.05}
+    cases = (({}, 1.03, "passed"), ({}, 1.1, "warning"), ({}, 1.3, "failed"), (frozen, 1.03, "failed"))
+    for number, (options, factor, level) in enumerate(cases):
+        config = make_config(train__initial_weights="somewhere", **options)
+
+        def keep_two(events: list[Event], factor: float = factor) -> None:
+            evaluations = [event for event in events if event["kind"] == "eval"]
+            events[:] = [event for event in events if event not in evaluations[1:-1]]
+            evaluations[0]["bpb"] = 2.2
+            evaluations[-1]["bpb"] = 2.2 * factor
+
+        found = {v.name: v for v in list_verdicts(write_run(tmp_path / str(number), config, keep_two))}["loss kept"]
+        assert found.level == level, found
+
+
+def test_a_teacher_without_divergence_fails(tmp_path: Path) -> None:
+    config = make_config(train__initial_weights="somewhere", train__teacher_weight=1.0, model__attention="dense")
+    for folder, value, text in (("lost", 3.0, "limit: 0.1"), ("equal", 0.0, "is 0 in"), ("missing", None, "0 readings")):
+
+        def set_divergence(events: list[Event], value: float | None = value) -> None:
+            for event in events:
+                if event["kind"] == "step" and value is not None:
+                    event["teacher_kl"] = value
+
+        found = {v.name: v for v in list_verdicts(write_run(tmp_path / folder, config, set_divergence))}["teacher"]
+        assert found.level == "failed" and text in found.text, found

@@ -400,10 +400,11 @@ def test_status_of_another_run_fails(healthy: History) -> None:
     assert "the status belongs to another-20260101T000000Z-0000" in health.headline
 
 
-def test_record_without_start_or_end_is_unknown(healthy: History) -> None:
-    for kind, name, text in (("start", "one run", "attempt 1 is missing"), ("end", "finished", "the end is not recorded")):
+def test_record_without_start_is_unknown_and_one_without_the_end_of_its_status_fails(healthy: History) -> None:
+    cases = (("start", "one run", None, "attempt 1 is missing"), ("end", "finished", False, "the end is not recorded"))
+    for kind, name, ok, text in cases:
         verdicts = {verdict.name: verdict for verdict in examine_edited(healthy, drop(kind)).verdicts}
-        assert verdicts[name].ok is None and text in verdicts[name].text
+        assert verdicts[name].ok is ok and text in verdicts[name].text
 
 
 def test_null_learning_rate_fails(healthy: History) -> None:
