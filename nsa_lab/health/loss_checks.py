@@ -166,6 +166,13 @@ def _find_gradient_problem(
         reading, layer = np.unravel_index(share.argmin(), share.shape)
         text = f"the gradient of layer {layer} vanishes at step {layer_steps[reading]:,}: {share.min():.2g} of the median"
         return float(share.min()), limits.gradient_layer_share, text
+    # Not of a single reading, as above. A slow growth is in the median over time, too.
+    if len(share) > 2:
+        lasting = np.median(np.lib.stride_tricks.sliding_window_view(share, 3, axis=0), axis=-1)
+        if lasting.max() > limits.gradient_layer_excess:
+            reading, layer = np.unravel_index(lasting.argmax(), lasting.shape)
+            text = f"the gradient of layer {layer} explodes: {lasting.max():,.0f} times the median of the layers"
+            return float(lasting.max()), limits.gradient_layer_excess, f"{text} at step {layer_steps[reading + 1]:,}"
     # The median of two layers depends on both, so the shares of few layers hardly show that one changes.
     if shift := find_level_shift(history, layer_steps, layers, limits):
         text = f"the gradient of layer {shift.layer} changes by a factor of {shift.factor:.0f} at step {shift.step:,}"

@@ -58,6 +58,7 @@ class Limits:
     gradient_norm: float = 1e3  # multiple of max(train.grad_clip, 1); above it the clipped gradient is mostly noise
     equal_evaluations: int = 3  # the same for evaluations and ablations, which are few
     gradient_range: float = 100.0  # maximum largest / smallest median of three gradient norms (27 measured)
+    gradient_layer_excess: float = 30.0  # maximum gradient of a layer / median of the layers (4.3 measured)
     gradient_layer_range: float = 50.0  # maximum deviation of a layer's share of the gradient from its median (13 measured)
     gradient_layer_share: float = 1e-2  # minimum gradient norm of a layer / median over layers (0.20 measured)
     gradient_layers_spread: float = 0.02  # largest over readings of the range over layers / their mean (0.19 measured)

@@ -638,6 +638,12 @@ MUTANTS = [
         "ratio > 1 + limits.frozen_validation",
         "ratio > 1e9",
     ),
+    Mutant(
+        "health: the gradient of a layer may grow slowly",
+        "health.loss_checks",
+        "if lasting.max() > limits.gradient_layer_excess:",
+        "if False:",
+    ),
     Mutant("health: the gap of a source fails", "health.loss_checks", "is_of_source = ", "is_of_source = False and "),
     Mutant("health: a rising gap passes", "health.loss_checks", " and eval_bpb[-1] <= eval_bpb[0]", ""),
     Mutant(
