@@ -81,7 +81,7 @@ def _check_ablations_complete(history: History) -> Problem | None:
 
 
 def _check_measured(history: History) -> Problem | None:
-    """A run that measures the selection benefit does so after every evaluation. An end may have interrupted the last one."""
+    """A run that measures the selection benefit does so after every evaluation. The last one may be interrupted."""
     measured = history.events_of_kind("reach", "conversion")
     for kind in ("reach", "conversion"):
         own = measured.of_kind(kind)

@@ -130,7 +130,7 @@ class Limits:
     selection_loss_scatter: float = 0.4  # maximum scatter of its log about its neighbors in a stage (0.13 measured)
     attention_mass: float = 0.95  # minimum attention mass in a converted model's blocks / in the best blocks
     conversion_gap: float = 0.03  # maximum loss with selected blocks minus dense attention's, in nats per token
-    attention_mass_layer: float = 0.1  # maximum by which a layer's mass is below that of the nearest blocks (0 measured)
+    attention_mass_layer: float = 0.1  # maximum deficit of a layer's mass to the nearest blocks' (0 measured)
     conversion_gain: float = 0.08  # maximum relative gain of a part of the blocks over all blocks (0.02 measured)
     conversion_texts: float = 0.7  # maximum |log| of the loss in a comparison / in the evaluation (0.19 measured)
     conversion_highest: float = 1.5  # maximum loss in a comparison / ln V

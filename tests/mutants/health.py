@@ -551,8 +551,8 @@ MUTANTS = [
     Mutant(
         "health: a comparison may have another loss than its evaluation",
         "health.conversion_relations",
-        "if math.isfinite(text_loss):",
-        "if False:",
+        "> LIMITS.conversion_texts:",
+        "> 1e9:",
     ),
     Mutant(
         "health: a frozen trunk may change",
