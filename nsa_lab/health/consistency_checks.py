@@ -14,8 +14,8 @@ import numpy as np
 from nsa_lab.config import BRANCHES
 from nsa_lab.health import (
     ablation_relations,
+    comparison_relations,
     configured_work,
-    conversion_relations,
     heartbeat_relations,
     start_checks,
     text_relations,
@@ -361,5 +361,5 @@ RELATIONS: tuple[Callable[[History], Problem | None], ...] = (
     *heartbeat_relations.RELATIONS,
     *text_relations.RELATIONS,
     *ablation_relations.RELATIONS,
-    *conversion_relations.RELATIONS,
+    *comparison_relations.RELATIONS,
 )

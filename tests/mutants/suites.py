@@ -278,7 +278,7 @@ OTHERS = {
             "branch_checks",
             "configured_work",
             "consistency_checks",
-            "conversion_relations",
+            "comparison_relations",
             "ending_checks",
             "evaluation_relations",
             "heartbeat_relations",
