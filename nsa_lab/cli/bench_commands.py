@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from nsa_lab.cli.common import Ranks, check_output_file, echo, parse_path
+from nsa_lab.cli.common import MAX_TOKENS, Ranks, check_output_option, echo, parse_path
 from nsa_lab.config import Backend, ConfigError
 from nsa_lab.runs import directory, resolve
 
@@ -17,12 +17,14 @@ app = typer.Typer(no_args_is_help=True, help="Benchmark NSA against dense attent
 
 Picture = Annotated[
     Path | None,
-    typer.Option("--picture", metavar="FILE", parser=parse_path, callback=check_output_file, help="Write a figure to FILE"),
+    typer.Option(
+        "--picture", metavar="FILE", parser=parse_path, callback=check_output_option, help="Write a figure to FILE"
+    ),
 ]
 JsonFile = Annotated[
     Path | None,
     typer.Option(
-        "--json", metavar="FILE", parser=parse_path, callback=check_output_file, help="Write the results to FILE as JSON"
+        "--json", metavar="FILE", parser=parse_path, callback=check_output_option, help="Write the results to FILE as JSON"
     ),
 ]
 
@@ -140,7 +142,8 @@ def bench_tune(
 def bench_decode(
     json_file: JsonFile = None,
     length: Annotated[
-        list[int] | None, typer.Option(min=512, help="Context length in tokens (repeatable) [default: 4096 to 131072]")
+        list[int] | None,
+        typer.Option(min=512, max=MAX_TOKENS, help="Context length in tokens (repeatable) [default: 4096 to 131072]"),
     ] = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Batch size (repeatable) [default: 1]")] = None,
     layers: Annotated[
@@ -270,7 +273,9 @@ def bench_ranks(
     ranks: Annotated[int, typer.Option("--ranks", min=2, help="Number of GPUs that share a sequence")] = 2,
     length: Annotated[
         list[int] | None,
-        typer.Option(min=16, help="Sequence length in tokens (repeatable) [default: 65536, 131072 and 262144]"),
+        typer.Option(
+            min=16, max=MAX_TOKENS, help="Sequence length in tokens (repeatable) [default: 65536, 131072 and 262144]"
+        ),
     ] = None,
     part: Annotated[list[str] | None, typer.Option(metavar="operator|step", help="Only this part (repeatable)")] = None,
     preset: Annotated[

@@ -11,8 +11,12 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
+from nsa_lab.config import ConfigError, UsageError
 from nsa_lab.runs import directory, lifecycle, resolve
+from nsa_lab.runs.atomic_io import UnwritableFile, check_output_file
 from nsa_lab.runs.text_output import make_printable
+
+MAX_TOKENS = 2**31 - 1  # positions are 32-bit integers; no text of this length fits into memory
 
 
 def parse_path(text: str | Path) -> Path:
@@ -61,10 +65,16 @@ def get_exit_code(run_dir: Path, problem: str | None = None) -> int:
     return directory.EXIT_DONE if state == directory.DONE and not problem else directory.EXIT_BUG
 
 
-def check_output_file(file: Path | None) -> Path | None:
-    """Return `file` if it can be written. Checked before the benchmark, which takes minutes."""
-    if file and (file.is_dir() or not file.absolute().parent.is_dir()):
-        raise typer.BadParameter(f"cannot write {file}; give a file in an existing folder")
+def check_output_option(option: typer.CallbackParam, file: Path | None) -> Path | None:
+    """Return the value of an option with an output file; every such option uses this as its `callback`.
+
+    It runs before the command, which may take minutes.
+    """
+    if file is not None:
+        try:
+            check_output_file(file)
+        except UnwritableFile as error:
+            raise ConfigError(f"{option.opts[0]} {error}") from None
     return file
 
 
@@ -76,7 +86,13 @@ def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
     stream.flush()
 
 
-def exit_with_usage_error(error: Exception) -> None:
-    for line in str(error).splitlines():
+def print_usage_error(error: Exception) -> None:
+    """Print an error on stderr, without exiting."""
+    text = str(error) if isinstance(error, UsageError) else directory.describe_read_error(error)
+    for line in text.splitlines():
         echo(f"nsa-lab: {line}", err=True)
+
+
+def exit_with_usage_error(error: Exception) -> None:
+    print_usage_error(error)
     sys.exit(directory.EXIT_USAGE)

@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from nsa_lab.cli.common import Outputs, PlainConsole, Run, echo, get_exit_code, parse_path
-from nsa_lab.config import ConfigError
+from nsa_lab.cli.common import (
+    Outputs,
+    PlainConsole,
+    Run,
+    check_output_option,
+    echo,
+    get_exit_code,
+    parse_path,
+    print_usage_error,
+)
+from nsa_lab.config import ConfigError, UsageError
 from nsa_lab.runs import directory, lifecycle, resolve
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.tables import Styled, Table
@@ -36,7 +45,7 @@ def status(
     """Show progress, loss and verdict of one run or all. Without RUN, prints a table, newest first."""
     from nsa_lab.cli import status_table
 
-    folder = resolve.get_outputs_dir(outputs)
+    folder = resolve.find_outputs_dir(outputs)
     if as_json:
         summary = (
             status_table.summarize_run(resolve.find_run(run, folder))
@@ -82,27 +91,43 @@ def health(
 ) -> None:
     """Check the record of runs. Writes verdict.json. Exit code 3 if a check fails; warnings exit with 0.
 
-    Recorded runs and runs in folders without write permission are only shown.
+    A run that cannot be read has one line on stderr, and the exit code is 2; the others are shown. Recorded runs and runs
+    in folders without write permission are only shown.
     """
     folder, console = resolve.get_outputs_dir(outputs), PlainConsole()
     # Before numpy is imported, so that a wrong name is refused at once.
-    run_dirs = [resolve.find_run(run, folder) for run in runs]
+    run_dirs, n_unreadable = [], 0
+    for run in runs:
+        try:
+            run_dirs.append(resolve.find_run(run, folder))
+        except (UsageError, OSError) as error:
+            print_usage_error(error)
+            n_unreadable += 1
+    if not run_dirs:
+        raise typer.Exit(directory.EXIT_USAGE)
     from nsa_lab.health import examine
     from nsa_lab.health.verdict_file import to_record, write_verdict
     from nsa_lab.runs.history import History
 
     levels = []
     for run_dir in run_dirs:
-        history = History.read(run_dir)
-        result = examine(history)
+        try:
+            history = History.read(run_dir)
+            result = examine(history)
+            record = to_record(history, result)
+        except (UsageError, OSError) as error:
+            print_usage_error(RunDirectoryError(f"{run_dir.name}: {directory.describe_read_error(error)}"))
+            n_unreadable += 1
+            continue
         levels.append(result.level)
-        record = to_record(history, result)
         console.print(*_render_health(result, record["description"], record["summary"]), sep="\n")
         if not directory.is_recorded(run_dir):
             try:
                 write_verdict(history, result)
             except OSError as error:
                 echo(f"{run_dir / directory.VERDICT}: not written ({error.strerror})")
+    if n_unreadable:  # not all runs were judged
+        raise typer.Exit(directory.EXIT_USAGE)
     raise typer.Exit(directory.EXIT_HALTED if "failed" in levels else directory.EXIT_DONE)
 
 
@@ -144,7 +169,11 @@ def report(
     page: Annotated[
         Path | None,
         typer.Option(
-            "--page", metavar="FILE", parser=parse_path, help="Write only FILE, and nothing into the run directory"
+            "--page",
+            metavar="FILE",
+            parser=parse_path,
+            callback=check_output_option,
+            help="Write only FILE, and nothing into the run directory",
         ),
     ] = None,
     record: Annotated[
@@ -179,7 +208,13 @@ def export(
     csv: Annotated[bool, typer.Option("--csv", help="Write comma-separated values, one row per logged step")] = False,
     into: Annotated[
         Path | None,
-        typer.Option("--into", metavar="FILE", parser=parse_path, help="Output file [default: standard output]"),
+        typer.Option(
+            "--into",
+            metavar="FILE",
+            parser=parse_path,
+            callback=check_output_option,
+            help="Output file [default: standard output]",
+        ),
     ] = None,
     outputs: Outputs = None,
 ) -> None:

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from nsa_lab.cli.common import Model, Outputs, Run, check_output_file, echo, parse_path
+from nsa_lab.cli.common import MAX_TOKENS, Model, Outputs, Run, check_output_option, echo, parse_path
 from nsa_lab.config import ConfigError
+from nsa_lab.config.errors import shorten
 from nsa_lab.runs import resolve
 from nsa_lab.runs.atomic_io import read_bounded
 from nsa_lab.runs.evaluation import NEEDLE_FORM_NAMES, RULER_NAMES, TASK_NAMES
@@ -214,11 +215,15 @@ def evaluate(
     control: Annotated[
         str | None, typer.Option(metavar="RUN", help="With --blocks: dense run with the same training to compare with")
     ] = None,
-    per_depth: Annotated[int, typer.Option(min=1, help="Sequences per length and depth; RULER: questions per length")] = 20,
-    windows: Annotated[int, typer.Option(min=1, help="Windows of held-out text for loss by position")] = 16,
+    per_depth: Annotated[
+        int, typer.Option(min=1, max=MAX_TOKENS, help="Sequences per length and depth; RULER: questions per length")
+    ] = 20,
+    windows: Annotated[int, typer.Option(min=1, max=MAX_TOKENS, help="Windows of held-out text for loss by position")] = 16,
     intervened: Annotated[
         int,
-        typer.Option(min=0, help="Sequences per length for the ablations; the slowest part on a CPU; 0 skips them"),
+        typer.Option(
+            min=0, max=MAX_TOKENS, help="Sequences per length for the ablations; the slowest part on a CPU; 0 skips them"
+        ),
     ] = 10,
     seed: Annotated[
         int, typer.Option(min=0, max=MAX_SEED, help="Random seed of the facts and of random block selection")
@@ -331,12 +336,16 @@ def _evaluate_conversion(
 def demo(
     seconds: Annotated[float, typer.Option(min=1.0, max=86_400.0, help="Approximate duration in seconds")] = 120.0,
     picture: Annotated[
-        Path, typer.Option(metavar="FILE", parser=parse_path, help="Write the plot to FILE; needs nsa-lab[notebooks]")
+        Path,
+        typer.Option(
+            metavar="FILE",
+            parser=parse_path,
+            callback=check_output_option,
+            help="Write the plot to FILE; needs nsa-lab[notebooks]",
+        ),
     ] = Path("nsa-lab-demo.png"),
 ) -> None:
     """Compare decoding with dense attention on this CPU. Shows the time by context length, live in the terminal."""
-    check_output_file(picture)
-
     from nsa_lab.bench.demo import run_demo
 
     run_demo(seconds, picture)
@@ -345,9 +354,17 @@ def demo(
 def _parse_length(text: str) -> tuple[int, int | None]:
     """Parse `131072:10` to (131072, 10), and `131072` to (131072, None)."""
     length, _, count = text.partition(":")
-    if not length.isdecimal() or int(length) < 64 or (count and not (count.isdecimal() and int(count))):
-        raise ConfigError(f"--length {text}: expected at least 64 bytes, for example --length 32768 or --length 131072:10")
+    if not _is_integer(length, 64) or (count and not _is_integer(count, 1)):
+        raise ConfigError(
+            f"--length {shorten(text)}: expected 64 to {MAX_TOKENS} bytes, and 1 to {MAX_TOKENS} sequences; for example "
+            "--length 32768 or --length 131072:10"
+        )
     return int(length), int(count) if count else None
+
+
+def _is_integer(text: str, low: int) -> bool:
+    """Return whether a text is an integer from `low` to `MAX_TOKENS`. Python does not parse one of thousands of digits."""
+    return text.isdecimal() and len(text) <= len(str(MAX_TOKENS)) and low <= int(text) <= MAX_TOKENS
 
 
 def _parse_named_path(text: str) -> tuple[str, str]:

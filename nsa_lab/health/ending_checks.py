@@ -21,6 +21,10 @@ def check_status_agrees(history: History, limits: Limits) -> Verdict:
     status = history.status
     if problem := _find_other_reason(history, endings):
         return Verdict(name, False, 1, 0, problem)
+    # A trainer replaces its status, and on a full disk it overwrites it in place, which a reader may see in part.
+    if not history.is_alive and directory.has_damaged_status(history.run_dir):
+        text = f"{directory.STATUS} is damaged and was ignored; restore it from a copy"
+        return Verdict(name, False, 1, 0, text)
     if history.is_alive or not endings:
         return Verdict(name, None, None, 0, "no attempt has ended" if not endings else "a trainer is at work")
     ending = endings[-1]

@@ -42,7 +42,7 @@ from nsa_lab.report.record_notebook import IN_HEADER, build_record_notebook, is_
 from nsa_lab.report.sanitize import POLICY, sanitize_html
 from nsa_lab.report.strip_paths import strip_paths, strip_paths_in_place
 from nsa_lab.runs import directory
-from nsa_lab.runs.atomic_io import read_bounded, warn_once, write_bytes, write_text
+from nsa_lab.runs.atomic_io import check_output_file, read_bounded, warn_once, write_bytes, write_text
 from nsa_lab.runs.history import History, have_different_eval_texts
 from nsa_lab.runs.summary import format_settings
 
@@ -80,8 +80,10 @@ def write_report(run_dir: str | Path, page: str | Path | None = None, *, record_
     logged and not used. With `page`, only that file is written, without links to other pages, so that it can be shared. The
     verdict of a recorded run stays as it is.
 
-    Raises `RunDirectoryError` if the folder is not a run directory.
+    Raises `RunDirectoryError` if the folder is not a run directory; `UnwritableFile` for a page that cannot be written.
     """
+    if page is not None:
+        check_output_file(Path(page))
     history = History.read(run_dir)
     notebook = history.run_dir / NOTEBOOK
     existing = _read_notebook(notebook)
@@ -121,6 +123,7 @@ def export_notebook(notebook: str | Path, page: str | Path | None = None, *, run
     links to the other pages of the run.
     """
     source, target = Path(notebook), Path(page or Path(notebook).with_suffix(".html"))
+    check_output_file(target)
     histories = [History.read(run_dir)] if run_dir else []
     content = strip_paths(nbformat.read(source, as_version=4))
     is_in_run_dir = histories and not page and source.parent.resolve() == histories[0].run_dir.resolve()
@@ -136,6 +139,7 @@ def export_notebook(notebook: str | Path, page: str | Path | None = None, *, run
 
 def write_comparison(run_dirs: Sequence[str | Path], page: str | Path) -> Path:
     """Write a page that compares several runs: their verdicts, then their curves in common plots."""
+    check_output_file(Path(page))
     histories = [History.read(run_dir) for run_dir in run_dirs]
     title = f"{len(histories)} runs compared"
     return _write_page(_build_comparison(histories), Path(page), histories, title=title, with_plots=False)

@@ -147,6 +147,24 @@ def open_in_place(path: Path, flags: int, mode: int = 0o666) -> int:
     raise UnwritableFile(errno.EINVAL, f"{path}: expected a regular file of the run, got {kind}; move it away")
 
 
+def check_output_file(path: Path) -> None:
+    """Check that `path`, which a user gave for a result, can be written: a regular file or a new one in a folder.
+
+    Call this before the work. Raises `UnwritableFile`. Replacing a FIFO, a device or a link would destroy it.
+    """
+    mode = path.lstat().st_mode if os.path.lexists(path) else None
+    if mode is not None and not stat.S_ISREG(mode):
+        kinds = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a FIFO"}
+        found = kinds.get(stat.S_IFMT(mode), "a device or socket")
+        text = f"{path}: expected a regular file or a new path, got {found}; give another path"
+        raise UnwritableFile(errno.EINVAL, text)
+    folder = path.absolute().parent
+    if not os.path.isdir(folder):
+        raise UnwritableFile(errno.ENOENT, f"{path}: expected a path in an existing folder; create {folder}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UnwritableFile(errno.EACCES, f"{path}: permission denied for its folder; give a path in another folder")
+
+
 def remove_path(path: Path) -> None:
     """Remove a file, a link or a folder with its content. A link is not followed. No effect if nothing is there."""
     if path.is_dir() and not path.is_symlink():

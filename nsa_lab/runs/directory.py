@@ -243,6 +243,11 @@ def read_status(run_dir: str | Path) -> dict[str, Any]:
     return status
 
 
+def has_damaged_status(run_dir: Path) -> bool:
+    """Return whether `status.json` exists, but `read_status` ignores it."""
+    return os.path.lexists(run_dir / STATUS) and not read_status(run_dir)
+
+
 def _is_valid(value: Any, kind: type) -> bool:
     """Return whether a value has a type. Integers are not booleans and have at most 64 bits."""
     return type(value) is kind and (kind is not int or abs(value) <= MAX_INT)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from nsa_lab.config import BYTE_VOCAB_SIZE, ConfigError, RunConfig, UsageError
 from nsa_lab.runs import checkpoint_files, directory, resolve
-from nsa_lab.runs.evaluation import EVALUATION, read_evaluation
+from nsa_lab.runs.atomic_io import check_output_file
+from nsa_lab.runs.evaluation import EVALUATION, RULER, RULER_UNFINISHED, UNFINISHED, read_evaluation
 
 if TYPE_CHECKING:
     from nsa_lab.runs.history import History  # imports numpy
@@ -64,12 +65,20 @@ def check_evaluable(run_dir: Path, out: str | Path | None = None, step: int | No
             f"{run_dir.name} is a bundled model, whose evaluation is fixed; give an output folder, for example "
             f"--out {resolve.get_outputs_dir() / run_dir.name}"
         )
-    checkpoint, folder = find_checkpoint(run_dir, step), Path(out or run_dir)
+    checkpoint = find_checkpoint(run_dir, step)
+    return config, checkpoint, make_evaluation_folder(out or run_dir, EVALUATION, UNFINISHED, RULER, RULER_UNFINISHED)
+
+
+def make_evaluation_folder(folder: str | Path, *names: str) -> Path:
+    """Create a folder if necessary and return it. Raises `UsageError` if it cannot have the files `names`."""
+    folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot write an evaluation here ({error.strerror}); give another folder") from None
-    return config, checkpoint, folder
+    for name in names:
+        check_output_file(folder / name)
+    return folder
 
 
 def check_byte_model(run_dir: Path) -> None:

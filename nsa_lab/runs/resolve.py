@@ -45,6 +45,19 @@ def get_outputs_dir(outputs: Path | None = None) -> Path:
     return resolved
 
 
+def find_outputs_dir(outputs: Path | None = None) -> Path:
+    """Return the folder of `get_outputs_dir` for a list of its runs. The default folder may be missing: it has no runs yet.
+
+    Raises `RunDirectoryError` if `outputs` does not exist, and if this user may not list the folder.
+    """
+    folder = get_outputs_dir(outputs)
+    if outputs is not None and not folder.exists():
+        raise RunDirectoryError(f"--outputs {outputs}: expected a folder of run directories, got nothing; check the path")
+    if folder.exists() and not os.access(folder, os.R_OK | os.X_OK):
+        raise RunDirectoryError(f"{folder}: permission denied; let its owner open the folder")
+    return folder
+
+
 def load_config(name: str, overrides: list[str], settings: Mapping[str, Any] | None = None) -> RunConfig:
     """Load `params/<name>.yaml`, or the file at path `name`, with `section.key=value` overrides. Raises `ConfigError`.
 
@@ -178,6 +191,8 @@ def find_run(run: str, outputs: Path) -> Path:
     for path in (expand_path(run), outputs / run):
         if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
             raise RunDirectoryError(f"{path}: permission denied; let its owner open the folder")
+        if os.path.lexists(path / directory.CONFIG):
+            directory.check_run_dir(path)  # names the file of a run that is no file
     suggestion = _suggest(run, [path.name for path in run_dirs], "no runs yet; start one: nsa-lab run smoke")
     given = describe_given(run)
     if given is None or given == "the id of a run":  # of a run in another folder

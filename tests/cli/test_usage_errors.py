@@ -152,11 +152,51 @@ def test_unknown_name_lists_the_known_names(run_cli, arguments: list[str], answe
     assert not (tmp_path / "outputs").exists()
 
 
-def test_export_to_an_unwritable_path_is_reported_in_one_line(run_cli, tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "outputs")
-    for path in (tmp_path / "nowhere" / "table.csv", tmp_path):
-        result = run_cli("export", run_dir, "--csv", "--into", path)
-        assert result.exit_code == 2 and f"--into {path}: cannot be written" in result.err and result.err.count("\n") == 1
+# Every option that writes a file. The commands are refused before any work, so that the run need not exist.
+FILE_OPTIONS = (
+    ("report", "absent", "--page"),
+    ("export", "absent", "--csv", "--into"),
+    ("demo", "--picture"),
+    *(("bench", name, "--json") for name in ("attention", "tune", "decode", "train", "curves", "trainer", "ranks")),
+    *(("bench", name, "--picture") for name in ("attention", "decode", "train", "curves")),
+    ("bench", "limits", "absent.json", "--picture"),
+)
+
+
+@looped
+@pytest.mark.parametrize("arguments", FILE_OPTIONS)
+def test_output_path_that_is_no_regular_file_is_refused_before_the_work(
+    run_cli, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    if not (tmp_path / "fifo").exists():  # the cases share the folder
+        os.mkfifo(tmp_path / "fifo")
+        (tmp_path / "link").symlink_to("old.txt")
+    for path, answer in (
+        (tmp_path, "expected a regular file or a new path, got a folder"),
+        (tmp_path / "fifo", "expected a regular file or a new path, got a FIFO"),
+        (tmp_path / "link", "expected a regular file or a new path, got a symbolic link"),
+        (Path("/dev/null"), "expected a regular file or a new path, got a device or socket"),
+        (tmp_path / "nowhere" / "x.html", "expected a path in an existing folder"),
+    ):
+        mode = path.lstat().st_mode if os.path.lexists(path) else None
+        result = run_cli(*arguments, path, outputs=False)
+        assert result.exit_code == 2 and result.err.count("\n") == 1, result
+        assert result.err.startswith(f"nsa-lab: {arguments[-1]} {path}: {answer}"), result
+        assert (path.lstat().st_mode if os.path.lexists(path) else None) == mode
+
+
+def test_evaluation_is_not_written_over_a_fifo(run_cli, tmp_path: Path) -> None:
+    for name, options in (
+        ("evaluation.json", []),
+        ("ruler.unfinished.json", ["--ruler"]),
+        ("conversion.json", ["--blocks", "2"]),
+    ):
+        out = tmp_path / name
+        out.mkdir()
+        os.mkfifo(out / name)
+        result = run_cli("evaluate", "needle-8m", "--out", out, *options)
+        assert result.exit_code == 2 and f"{out / name}: expected a regular file or a new path" in result.err, result
+        assert (out / name).is_fifo()
 
 
 @looped
@@ -167,6 +207,14 @@ def test_export_to_an_unwritable_path_is_reported_in_one_line(run_cli, tmp_path:
         (["evaluate", "needle-8m", "--seed", str(2**70)], "--seed"),
         (["generate", "needle-8m", "--prompt", "\udcff"], "--prompt '\\udcff': expected valid UTF-8"),
         (["evaluate", "needle-8m", "--out", __file__], "cannot write an evaluation here"),
+        *(
+            (["evaluate", "needle-8m", "--length", text], f"--length {text[:90]}")
+            for text in ("9" * 20, "2147483648", "9" * 5000, "63", "", "64:0", "64:2147483648", "64:-1", "1e9")
+        ),
+        (["evaluate", "needle-8m", "--per-depth", "9" * 20], "--per-depth"),
+        (["evaluate", "needle-8m", "--intervened", "9" * 20], "--intervened"),
+        (["bench", "decode", "--length", "9" * 20], "--length"),
+        (["bench", "ranks", "--length", "9" * 20], "--length"),
         (["evaluate", "needle-8m", "--task", "need"], "--task need: unknown task; available: needle"),
         (["evaluate", "needle-8m", "--text", "a=/nowhere"], "text '/nowhere': nothing at /nowhere"),
         (["evaluate", "needle-8m", "--out", "x", "--step", "7"], "no checkpoint of step 7; available: 1526"),

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -290,11 +291,19 @@ def test_calls_that_cannot_be_answered_are_refused() -> None:
         model(tokens, use_cache=True)
 
 
-def test_sources_that_cannot_be_loaded_are_refused(tmp_path: Path) -> None:
+def test_sources_that_cannot_be_loaded_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for name in ("notes", "folder/notes.txt"):
+        (tmp_path / name).write_text("host")
+    os.mkfifo(tmp_path / "fifo")
     for source, message in (
         ("no-such-folder", "no such folder"),
         ("", "'': no such folder"),
         (tmp_path / "x.gguf", "no such file"),
+        (tmp_path / "notes", "notes: expected a folder, a GGUF file .* got a file without a suffix"),
+        ("folder/notes.txt", r"notes\.txt: expected a folder, .* got a \.txt file"),
+        (tmp_path / "fifo", "fifo: expected a folder, .* got another kind of file"),
     ):
         with pytest.raises(ConfigError, match=message):
             load_dense(source)

@@ -186,6 +186,22 @@ def test_a_checkpoint_of_another_step(tmp_path: Path) -> None:
     assert check_checkpoints(History.read(run_dir), LIMITS).ok
 
 
+def test_a_damaged_status_fails(tmp_path: Path) -> None:
+    run_dir = fake_run.write_run(tmp_path)
+    status = directory.read_status(run_dir)
+    wrong = ({"step": "many"}, {"status": 3}, {"tokens": [1]}, {"run": None})
+    texts = ("", "[1]", "{}", '{"run"', "[" * 100_000 + "]" * 100_000, "\0", *(json.dumps(status | own) for own in wrong))
+    for text in texts:
+        (run_dir / directory.STATUS).write_text(text)
+        verdict = check_status_agrees(History.read(run_dir), LIMITS)
+        assert verdict.ok is False and "status.json is damaged" in verdict.text, (text[:40], verdict)
+    # A missing one is inferred from the events: copies of older records have none.
+    (run_dir / directory.STATUS).unlink()
+    assert check_status_agrees(History.read(run_dir), LIMITS).ok
+    (run_dir / directory.STATUS).mkdir()
+    assert check_status_agrees(History.read(run_dir), LIMITS).ok is False
+
+
 def halt(ranks: int, count: int) -> Callable[[list[Event]], list[Event]]:
     """Return an edit by which a run of several ranks halts `count` times, at its last step."""
 

@@ -25,6 +25,40 @@ MUTANTS = [
         "blocks=blocks, texts=texts, windows=16,",
     ),
     Mutant(
+        "options: an output file is not checked",
+        "cli.common",
+        "            check_output_file(file)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "evaluate: a length has no upper bound", "cli.model_commands", "low <= int(text) <= MAX_TOKENS", "low <= int(text)"
+    ),
+    Mutant(
+        "evaluate: a number of thousands of digits is parsed",
+        "cli.model_commands",
+        "len(text) <= len(str(MAX_TOKENS)) and ",
+        "",
+    ),
+    Mutant(
+        "health: a run without a directory hides the others",
+        "cli.inspect_commands",
+        "            print_usage_error(error)\n",
+        "            raise\n",
+    ),
+    Mutant(
+        "health: a run that cannot be read hides the others",
+        "cli.inspect_commands",
+        '            print_usage_error(RunDirectoryError(f"{run_dir.name}: {directory.describe_read_error(error)}"))\n',
+        "            raise\n",
+    ),
+    Mutant("health: a run that was not judged passes", "cli.inspect_commands", "if n_unreadable:", "if False:"),
+    Mutant(
+        "status: a missing folder has no runs",
+        "cli.inspect_commands",
+        "folder = resolve.find_outputs_dir(outputs)",
+        "folder = resolve.get_outputs_dir(outputs)",
+    ),
+    Mutant(
         "report: --record is ignored",
         "cli.inspect_commands",
         "record_only=record)",

@@ -42,6 +42,12 @@ MUTANTS = [
     Mutant("convert: trained indexers are not copied", "convert.nsa_model", "own.indexer.load_state_dict(attention.indexer.state_dict())", "init_indexer(own, own.indexer)"),
     Mutant("convert: sliding windows are converted", "convert.settings", "if getattr(dense, \"sliding_window\", None) is not None and has_window:", "if False:"),
     Mutant("convert: options that were not stored have the defaults of today", "convert.settings", "return {key: ModelConfig.model_fields[key].default for key in IndexerOptions.__annotations__} | settings[\"indexer\"]", "return settings[\"indexer\"]"),
+    Mutant(
+        "convert: a text file is a missing folder",
+        "convert.sources",
+        "if os.path.lexists(path) and not path.is_dir():",
+        "if False:",
+    ),
     Mutant("convert: missing weights are random", "convert.sources", "    if names:\n", "    if False:\n"),
     Mutant("convert: the RoPE base of the first stage", "convert.run_settings", "run.model_at(run.train.steps)", "run.model"),
     Mutant("convert: an adapter of a changed trunk", "convert.export", "if not torch.equal(own[name], weight):", "if False:"),

@@ -455,6 +455,12 @@ MUTANTS = [
         "np.mean(correlations) >= limits.layers_order",
         "True",
     ),
+    Mutant(
+        "health: a damaged status passes",
+        "health.ending_checks",
+        "if not history.is_alive and directory.has_damaged_status(history.run_dir):",
+        "if False:",
+    ),
     Mutant("health: another end passes", "health.ending_checks", "status[key] != value\n", "False\n"),
     Mutant(
         "health: other code in a later attempt",

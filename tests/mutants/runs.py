@@ -30,6 +30,30 @@ MUTANTS = [
         "all(isinstance(number, int) and number >= 0 for",
     ),
     Mutant("names: an empty text is the working directory", "runs.resolve", "if run.strip() and (run_dir", "if (run_dir"),
+    Mutant("outputs: a missing folder has no runs", "runs.resolve", "outputs is not None and not folder.exists()", "False"),
+    Mutant(
+        "outputs: a private folder has no runs",
+        "runs.resolve",
+        "if folder.exists() and not os.access",
+        "if False and os.access",
+    ),
+    Mutant(
+        "names: a folder as config.yaml is not named",
+        "runs.resolve",
+        "            directory.check_run_dir(path)  # names",
+        "            pass  # names",
+    ),
+    Mutant(
+        "output: a device is replaced", "runs.atomic_io", "if mode is not None and not stat.S_ISREG(mode):", "if False:"
+    ),
+    Mutant("output: a link is followed", "runs.atomic_io", "mode = path.lstat()", "mode = path.stat()"),
+    Mutant("output: the folder may be missing", "runs.atomic_io", "if not os.path.isdir(folder):", "if False:"),
+    Mutant(
+        "evaluation: files that cannot be written are not checked",
+        "runs.model_files",
+        "        check_output_file(folder / name)\n",
+        "        pass\n",
+    ),
     Mutant("names: ~ is a folder", "runs.resolve", "Path(os.path.expanduser(text))", "Path(text)"),
     Mutant(
         "names: a folder is nothing",

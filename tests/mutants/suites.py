@@ -56,6 +56,12 @@ DECODING = cases(
     "heads_with_different_score_scales",
     "ties_go_to_the_lower_index",
 )
+USAGE = cases(
+    "cli/test_usage_errors.py",
+    "output_path_that_is_no_regular_file_is_refused_before_the_work",
+    "evaluation_is_not_written_over_a_fifo",
+    "wrong_usage_is_reported_before_any_work",
+)
 # A fork of this script may start no process, as a filling that is killed needs.
 FILLING = [
     *cases(
@@ -207,12 +213,19 @@ HF_MODELS = [
 OTHERS = {
     "config.base": ["tests/test_config.py"],
     "cli.bench_commands": ["tests/bench/test_bench_commands.py"],
-    "cli.common": cases("cli/test_options.py", "every_path_refuses_an_empty_text_and_expands_the_home_folder"),
+    "cli.common": [
+        *cases("cli/test_options.py", "every_path_refuses_an_empty_text_and_expands_the_home_folder"),
+        *USAGE,
+    ],
     "cli.training_commands": ["tests/cli/test_options.py::test_values_arrive[plan]"],
-    "cli.model_commands": ["tests/cli/test_options.py::test_values_arrive[evaluate]"],
+    "cli.model_commands": ["tests/cli/test_options.py::test_values_arrive[evaluate]", *USAGE],
     "runs.record_digest": ["tests/health/test_verdict_file.py"],
     "cli.status_table": cases("runs/test_scale.py", "status_reads_only_the_end_of_records"),
-    "cli.inspect_commands": cases("cli/test_commands.py", "report_record_option_is_passed_on"),
+    "cli.inspect_commands": [
+        *cases("cli/test_commands.py", "report_record_option_is_passed_on"),
+        *cases("runs/test_bad_runs.py", "health_shows_the_others_of_a_bad_run"),
+        "tests/runs/test_resolve.py",
+    ],
     "data.paths": ["tests/data/test_paths.py"],
     "runs.event_fields": ["tests/runs/test_event_schema.py"],
     **{
@@ -597,7 +610,9 @@ OTHERS = {
             "manifest_with_a_key_twice_is_damaged",
         ),
         "tests/runs/test_damaged_records.py",
+        *USAGE,
     ],
+    "runs.model_files": USAGE,
     "runs.lifecycle": [*STOP, "tests/runs/test_damaged_records.py", "tests/train/test_launch.py"],
     "runs.sweep_runner": ["tests/runs/test_sweep_runner.py"],
     "config.sweep_config": ["tests/runs/test_sweep_runner.py"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
 from html.parser import HTMLParser
@@ -20,11 +21,11 @@ from unpainted import unpainted
 
 from nsa_lab import figures
 from nsa_lab.health.headline_questions import QUESTIONS
-from nsa_lab.report import export_notebook, write_comparison, write_index, write_report
+from nsa_lab.report import NOTEBOOK, export_notebook, write_comparison, write_index, write_report
 from nsa_lab.report.formulas import Formulas, to_mathml
 from nsa_lab.report.sanitize import sanitize_html
 from nsa_lab.runs import directory, resolve
-from nsa_lab.runs.atomic_io import warn_once
+from nsa_lab.runs.atomic_io import UnwritableFile, warn_once
 from nsa_lab.runs.history import History
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
@@ -267,6 +268,20 @@ def test_run_without_events_has_a_report(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, status={"status": directory.PREEMPTED, "reason": "created, not started"})
     (run_dir / directory.EVENTS).unlink()
     assert "Nothing has been recorded yet." in write_report(run_dir).read_text(encoding="utf-8")
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_record_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "page.html")
+    absent = tmp_path / "absent"
+    for page in (tmp_path / "page.html", tmp_path, absent / "page.html"):
+        for write in (
+            lambda page=page: write_report(absent, page),
+            lambda page=page: export_notebook(absent / NOTEBOOK, page),
+            lambda page=page: write_comparison([absent, absent], page),
+        ):
+            with pytest.raises(UnwritableFile, match=re.escape(f"{page}: expected a")):
+                write()
+    assert (tmp_path / "page.html").is_fifo()
 
 
 @pytest.mark.slow

@@ -68,6 +68,15 @@ def make_folder(run_dir: Path) -> None:
     (run_dir / directory.EVENTS).mkdir()
 
 
+def make_config_folder(run_dir: Path) -> None:
+    (run_dir / directory.CONFIG).unlink()
+    (run_dir / directory.CONFIG).mkdir()
+
+
+def write_config(run_dir: Path, text: str) -> None:
+    (run_dir / directory.CONFIG).write_text(text)
+
+
 def put_markup(run_dir: Path) -> None:
     path = run_dir / directory.STATUS
     path.write_text(
@@ -142,6 +151,32 @@ def test_each_bad_run_has_a_line_with_its_reason(tmp_path: Path) -> None:
         assert all(len(line) < 600 for line in own), name
     summaries = CliRunner().invoke(cli.app, ["status", "--outputs", str(outputs), "--json"])
     assert len(json.loads(summaries.output)) == len(BREAKS) + 1
+
+
+def test_health_shows_the_others_of_a_bad_run(tmp_path: Path) -> None:
+    first, last = (fake_run.write_run(tmp_path / name) for name in ("first", "last"))
+    bad = tmp_path / "bad-20260101T000000Z-aaaa"
+    breaks: dict[str, tuple[Break, str]] = {
+        "no run": (shutil.rmtree, "no such run"),
+        "folder of events": (make_folder, "events.jsonl: cannot be read"),
+        "folder of config": (make_config_folder, "config.yaml: expected a file, got a folder"),
+        "config of no mapping": (lambda run_dir: write_config(run_dir, "[1"), "line 1"),
+        "wrong key": (lambda run_dir: write_config(run_dir, "train: {stepz: 3}"), "no such key"),
+    }
+    for name, (break_run, text) in breaks.items():
+        shutil.copytree(first, bad)
+        break_run(bad)
+        for runs in ((bad, first, last), (first, bad, last), (first, last, bad)):
+            result = CliRunner().invoke(cli.app, ["health", *map(str, runs)], env={"COLUMNS": "300"})
+            assert result.exit_code == directory.EXIT_USAGE, (name, result.output)
+            assert result.stdout.count("finished its 200 steps") == 2, (name, result.stdout)
+            lines = result.stderr.splitlines()
+            assert len(lines) == 1 and bad.name in lines[0] and text in lines[0], (name, lines)
+        shutil.rmtree(bad, ignore_errors=True)
+    # A failed check of another run does not replace the code of a run that was not judged.
+    lower_steps(first)
+    assert CliRunner().invoke(cli.app, ["health", str(first), str(last)]).exit_code == directory.EXIT_HALTED
+    assert CliRunner().invoke(cli.app, ["health", str(first), str(bad)]).exit_code == directory.EXIT_USAGE
 
 
 def test_events_outside_the_run_are_reported_by_health(tmp_path: Path) -> None:

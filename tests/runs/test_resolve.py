@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from fake_run import write_run
+from typer.testing import CliRunner
 
 from nsa_lab.cli import app
 from nsa_lab.config import ConfigError, RunConfig, UsageError
@@ -119,6 +120,32 @@ def test_recorded_runs_are_never_the_latest(tmp_path: Path, capsys: pytest.Captu
     (own / "RECORDED").touch()
     with pytest.raises(RunDirectoryError, match="no runs yet"):
         find_run("latest", tmp_path)
+
+
+def test_a_folder_that_cannot_be_listed_has_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the default folder may be missing: it has no runs yet."""
+    with pytest.raises(RunDirectoryError, match=r"--outputs .*absent: expected a folder of run directories, got nothing"):
+        resolve.find_outputs_dir(tmp_path / "absent")
+    assert get_outputs_dir(tmp_path / "absent") == tmp_path / "absent"  # a new run creates it
+    monkeypatch.setattr(resolve, "get_root", lambda: tmp_path)
+    assert resolve.find_outputs_dir() == tmp_path / "outputs"
+    result = CliRunner().invoke(app, ["status"])
+    assert result.exit_code == 0 and "no runs in" in result.output
+    for options in ([], ["--json"]):
+        failed = CliRunner().invoke(app, ["status", "--outputs", str(tmp_path / "absent"), *options])
+        assert isinstance(failed.exception, RunDirectoryError)
+    (tmp_path / "outputs").mkdir()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    for outputs in (None, tmp_path / "outputs"):
+        with pytest.raises(RunDirectoryError, match="permission denied"):
+            resolve.find_outputs_dir(outputs)
+
+
+def test_a_run_whose_config_is_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "copy" / directory.CONFIG).mkdir(parents=True)
+    for run in (str(tmp_path / "copy"), "copy"):
+        with pytest.raises(RunDirectoryError, match=r"copy/config\.yaml: expected a file, got a folder"):
+            directory.check_run_dir(find_run(run, tmp_path))
 
 
 def test_a_file_is_no_folder_of_runs(tmp_path: Path) -> None:
