@@ -25,15 +25,22 @@ def find_evaluation_problem(history: History, record: dict[str, Any]) -> str | N
 
 def _find_other_setting(history: History, record: dict[str, Any]) -> str | None:
     """The model and the data agree with the run."""
-    identities = {event.get("data_identity") for event in history.first_events} - {None, ""}
-    if identities and record["data_identity"] not in identities:
-        return f"the text is of {record['data_identity']:.16}, that of the run of {min(identities):.16}"
+    if problem := find_other_data(history, record):
+        return problem
     if record["attention"] != history.config.model.attention:
         return f"attention is {record['attention']}, but the run has {history.config.model.attention}"
     for name, value in record.get("recall", {}).items():
         configured = getattr(history.config.data, name, value)
         if configured != value:
             return f"recall.{name} is {value!r}, but config.yaml has data.{name} = {configured!r}"
+    return None
+
+
+def find_other_data(history: History, record: dict[str, Any]) -> str | None:
+    """Return a text on the text of another run, or on an impossible duration; None if there is neither."""
+    identities = {event.get("data_identity") for event in history.first_events} - {None, ""}
+    if identities and record["data_identity"] not in identities:
+        return f"the text is of {record['data_identity']:.16}, that of the run of {min(identities):.16}"
     seconds: Any = record.get("seconds")
     return f"it took {seconds} s" if is_finite(seconds) and seconds <= 0 else None
 
@@ -96,10 +103,11 @@ def _find_other_ranges(history: History, record: dict[str, Any]) -> str | None:
     positions = record.get("positions")
     ranges = [(positions["length"], [(part["first"], part["last"]) for part in positions["octaves"]])] if positions else []
     ranges += [(text["length"], [tuple(part) for part in text["octaves"]]) for text in record.get("texts", {}).values()]
-    return next(filter(None, (_find_gap(length, parts) for length, parts in ranges)), None)
+    return next(filter(None, (find_gap(length, parts) for length, parts in ranges)), None)
 
 
-def _find_gap(length: int, parts: Sequence[Sequence[int]]) -> str | None:
+def find_gap(length: int, parts: Sequence[Sequence[int]]) -> str | None:
+    """Return a text on ranges of positions that do not follow one another, or do not end at `length`; None if they do."""
     for (_, end), (first, _) in itertools.pairwise([(0, 0), *parts]):
         if first != end:
             return f"a range of positions starts at {first:,}, the one before it ends at {end:,}"

@@ -1,16 +1,16 @@
-"""Schema of `evaluation.json` and `ruler.json`: the fields that readers use, with their types and bounds.
+"""Schema of `evaluation.json`, `ruler.json` and `conversion.json`: the fields that readers use, with types and bounds.
 
 Invariants
 * A file that matches can be read without further checks: no reader divides by zero or meets lists of other lengths.
 * Unknown fields, which a newer version may write, are valid. A field with a default is missing in files of older versions.
-* Losses may be infinite or NaN, if the model diverged.
+* Losses may be infinite or NaN, if the model diverged; `nsa_lab.health` judges those of conversion.json.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 
@@ -20,6 +20,7 @@ from nsa_lab.runs.event_fields import MAX_INT
 Count = Annotated[int, Field(ge=0, le=MAX_INT)]
 Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Score = Annotated[float, Field(ge=0, le=100)]
 ROUNDING = 1e-3
 # A pair is a list in JSON.
@@ -53,7 +54,7 @@ class _Record(_Part):
     data_identity: str
     code: dict[str, str | bool | None]
     device: str
-    dtype: str
+    dtype: Dtype
     attention: str
     not_asked: list[_SkippedTask]
 
@@ -205,7 +206,57 @@ class RulerRecord(_Record):
     results: list[_RulerResult]
 
 
-def find_problem(record: Mapping[str, Any], kind: type[_Record]) -> str | None:
+class _AttentionLoss(_Part):
+    attention: Literal["dense", "selected", "mean_key", "nearest", "oracle", "window", "control"]
+    blocks: Positive | None
+    windows: Annotated[list[list[float]], Field(min_length=1)]
+
+
+class _AttentionMass(_Part):
+    blocks: Positive
+    windows: Count
+    fractions: dict[str, list[float]]
+
+
+class _ConvertedText(_Part):
+    identity: str
+    length: Positive
+    ranges: Annotated[list[PositionEdges], Field(min_length=1)]
+    losses: Annotated[list[_AttentionLoss], Field(min_length=1)]
+    mass: list[_AttentionMass]
+
+    @model_validator(mode="after")
+    def _check_rows(self) -> Self:
+        if self.losses[0].attention != "dense":
+            raise ValueError(f"losses: expected dense in the first row, got {self.losses[0].attention}")
+        for row in self.losses:
+            _check_length(f"losses.{row.attention}.windows", row.windows, len(self.losses[0].windows))
+            for window in row.windows:
+                _check_length(f"losses.{row.attention}.windows", window, len(self.ranges))
+        return self
+
+
+class _Control(_Part):
+    run: str
+    step: Count
+
+
+class ConversionRecord(_Part):
+    """Content of `conversion.json`."""
+
+    run: str
+    step: Count
+    config_hash: str
+    data_identity: str
+    code: dict[str, str | bool | None]
+    device: str
+    dtype: Dtype
+    control: _Control | None = None
+    texts: Annotated[dict[str, _ConvertedText], Field(min_length=1)]
+    seconds: float
+
+
+def find_problem(record: Mapping[str, Any], kind: type[BaseModel]) -> str | None:
     """Return the first field of a record with a wrong type or value, and the reason; None if all are valid."""
     try:
         kind.model_validate(record)

@@ -996,14 +996,14 @@ MUTANTS = [
     Mutant(
         "health: an evaluation without its digest passes",
         "health.evaluation_checks",
-        "if DIGEST not in record and",
-        "if False and",
+        "DIGEST not in record and",
+        "False and",
     ),
     Mutant(
         "health: an evaluation of an older version needs a digest",
         "health.evaluation_checks",
-        "if DIGEST not in record and len(history.events_of_kind(segment_digests.KIND)):",
-        "if DIGEST not in record:",
+        "DIGEST not in record and len(history.events_of_kind(segment_digests.KIND)):",
+        "DIGEST not in record:",
     ),
     Mutant(
         "health: edited settings of a finished run pass",
@@ -1109,5 +1109,12 @@ MUTANTS = [
         "health.identity_checks",
         "is_distinct & is_exchange",
         "is_exchange",
+    ),
+    *(
+        Mutant(f"health: conversion.json: {function} passes", "health.conversion_relations", f"    {function},\n", "")
+        for function in (
+            *("_find_other_rows", "_find_impossible_loss", "_find_other_early_loss", "_find_impossible_gain"),
+            "_find_impossible_mass",
+        )
     ),
 ]
