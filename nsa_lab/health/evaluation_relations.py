@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from nsa_lab.runs.evaluation import compute_wilson_interval
 from nsa_lab.runs.event_fields import is_finite
 from nsa_lab.runs.history import History
 
 # Relative difference of two sums of the same numbers, and absolute one of a difference of two losses (9e-6 measured).
 MEAN_ERROR, DIFFERENCE_ERROR = 1e-3, 1e-4
+TEXT_SIZE = re.compile(r"([\d,]+) validation tokens")  # in the text of the preflight's check of the data
+SCORE_ROUNDING = 0.02  # of a percentage with two decimals
 MIN_EQUAL = 3  # losses of an evaluation that are all equal
 
 
@@ -75,6 +79,41 @@ def _find_constant_losses(history: History, record: dict[str, Any]) -> str | Non
     return None
 
 
+def _find_unlikely_tokens(history: History, record: dict[str, Any]) -> str | None:
+    """The most likely of V tokens has a loss of at most ln V."""
+    highest = math.log(history.config.model.vocab_size)
+    for cell in record.get("retrieval", ()):
+        loss, tokens = cell.get("loss"), cell.get("tokens")
+        if loss is not None and tokens and cell.get("tokens_right") == tokens and loss > highest * (1 + MEAN_ERROR):
+            place = f"{cell['task']} at {cell['length']:,} tokens and depth {cell['depth']:g}"
+            return f"{place} has a loss of {loss:g} nats with all tokens right, expected at most {highest:.3f}"
+    return None
+
+
+def _find_other_size(history: History, record: dict[str, Any]) -> str | None:
+    """The text has as many tokens as the preflight found."""
+    size = record.get("text_tokens")
+    values = [str(event.get("value")) for event in history.events_of_kind("preflight") if event.get("name") == "data"]
+    sizes = {int(found[1].replace(",", "")) for value in values if (found := TEXT_SIZE.search(value))}
+    if size is not None and sizes and size not in sizes:
+        return f"the text has {size:,} tokens, in the preflight {min(sizes):,}"
+    return None
+
+
+def _find_other_interval(history: History, record: dict[str, Any]) -> str | None:
+    """The interval of a RULER score follows from it and the number of questions. Prompts fit into their length."""
+    for result in record.get("results", ()):
+        n, prompt = result["questions"], result.get("prompt_tokens") or 0
+        share = sum(result["found"]) / (result["references"] * n)
+        for name, bound in zip(("low", "high"), compute_wilson_interval(share * n, n), strict=True):
+            if abs(result[name] - 100 * bound) > SCORE_ROUNDING:
+                place = f"{result['task']} at {result['length']:,} tokens"
+                return f"{place}: {name} is {result[name]:g}, expected {100 * bound:.2f} with {n} questions"
+        if prompt > result["length"]:
+            return f"{result['task']} has prompts of {prompt:,} tokens, expected at most {result['length']:,}"
+    return None
+
+
 def _find_other_mean(history: History, record: dict[str, Any]) -> str | None:
     """A loss is the mean over its windows or rows."""
     positions = record.get("positions")
@@ -119,6 +158,9 @@ RELATIONS: tuple[Callable[[History, dict[str, Any]], str | None], ...] = (
     _find_other_setting,
     _find_repeated_cell,
     _find_constant_losses,
+    _find_unlikely_tokens,
+    _find_other_size,
+    _find_other_interval,
     _find_other_mean,
     _find_other_ranges,
 )
