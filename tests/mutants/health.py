@@ -1120,4 +1120,17 @@ MUTANTS = [
             "_find_impossible_mass",
         )
     ),
+    Mutant(
+        "health: preflight: a check twice passes",
+        "health.preflight_relations",
+        "if repeated := [name for name in names if names.count(name) > 1]:",
+        "if repeated := []:",
+    ),
+    Mutant(
+        "health: preflight: a missing check passes",
+        "health.preflight_relations",
+        "if missing and is_complete",
+        "if False and is_complete",
+    ),
+    Mutant("health: preflight: any number passes", "health.preflight_relations", "map(_find_contradiction, checks)", "[]"),
 ]
