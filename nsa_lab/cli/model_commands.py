@@ -115,10 +115,9 @@ def export_adapter(
     check_new_folder(folder)
 
     from nsa_lab import convert
-    from nsa_lab.evaluate.conversion import CONVERSION
-    from nsa_lab.runs.atomic_io import read_json
+    from nsa_lab.runs.evaluation import read_conversion
 
-    evaluation = read_json(run_dir / CONVERSION) or None
+    evaluation = read_conversion(run_dir)
     info = convert.export_adapter(run_dir, folder, step=step, dtype=dtype, evaluation=evaluation, about=text)
     echo(folder.resolve())
     echo(f"{info.n_bytes:,} bytes of {info.dtype} weights for {info.base_model}; load it with load_model(FOLDER)", err=True)

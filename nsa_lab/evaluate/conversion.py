@@ -38,13 +38,11 @@ from nsa_lab.evaluate.loss_by_position import split_into_ranges
 from nsa_lab.inference import load_model
 from nsa_lab.model import NSATransformer
 from nsa_lab.runs import directory
-from nsa_lab.runs.atomic_io import write_json
 from nsa_lab.runs.checkpoint_files import parse_step
 from nsa_lab.runs.environment import get_code_identity, get_versions
+from nsa_lab.runs.evaluation import CONVERSION, VERSION, write_evaluation
 from nsa_lab.runs.model_files import find_checkpoint, make_evaluation_folder
 
-CONVERSION = "conversion.json"
-VERSION = 1
 VALIDATION = "validation"
 # Windows whose attention mass is measured: it takes as long as several forward passes of dense attention.
 MAX_MASS_WINDOWS = 4
@@ -298,8 +296,7 @@ def evaluate_conversion(
         "texts": results,
         "seconds": round(time.monotonic() - start, 3),
     }
-    write_json(output_folder / CONVERSION, record)
-    return record
+    return write_evaluation(output_folder, record, CONVERSION)
 
 
 def format_result(result: ConversionResult) -> list[str]:

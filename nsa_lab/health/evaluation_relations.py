@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from nsa_lab.runs.evaluation import compute_wilson_interval
 from nsa_lab.runs.event_fields import is_finite
 from nsa_lab.runs.history import History
 
 # Relative difference of two sums of the same numbers, and absolute one of a difference of two losses (9e-6 measured).
 MEAN_ERROR, DIFFERENCE_ERROR = 1e-3, 1e-4
+TEXT_SIZE = re.compile(r"([\d,]+) validation tokens")  # in the text of the preflight's check of the data
+SCORE_ROUNDING = 0.02  # of a percentage with two decimals
 MIN_EQUAL = 3  # losses of an evaluation that are all equal
 
 
@@ -25,15 +29,22 @@ def find_evaluation_problem(history: History, record: dict[str, Any]) -> str | N
 
 def _find_other_setting(history: History, record: dict[str, Any]) -> str | None:
     """The model and the data agree with the run."""
-    identities = {event.get("data_identity") for event in history.first_events} - {None, ""}
-    if identities and record["data_identity"] not in identities:
-        return f"the text is of {record['data_identity']:.16}, that of the run of {min(identities):.16}"
+    if problem := find_other_data(history, record):
+        return problem
     if record["attention"] != history.config.model.attention:
         return f"attention is {record['attention']}, but the run has {history.config.model.attention}"
     for name, value in record.get("recall", {}).items():
         configured = getattr(history.config.data, name, value)
         if configured != value:
             return f"recall.{name} is {value!r}, but config.yaml has data.{name} = {configured!r}"
+    return None
+
+
+def find_other_data(history: History, record: dict[str, Any]) -> str | None:
+    """Return a text on the text of another run, or on an impossible duration; None if there is neither."""
+    identities = {event.get("data_identity") for event in history.first_events} - {None, ""}
+    if identities and record["data_identity"] not in identities:
+        return f"the text is of {record['data_identity']:.16}, that of the run of {min(identities):.16}"
     seconds: Any = record.get("seconds")
     return f"it took {seconds} s" if is_finite(seconds) and seconds <= 0 else None
 
@@ -68,6 +79,41 @@ def _find_constant_losses(history: History, record: dict[str, Any]) -> str | Non
     return None
 
 
+def _find_unlikely_tokens(history: History, record: dict[str, Any]) -> str | None:
+    """The most likely of V tokens has a loss of at most ln V."""
+    highest = math.log(history.config.model.vocab_size)
+    for cell in record.get("retrieval", ()):
+        loss, tokens = cell.get("loss"), cell.get("tokens")
+        if loss is not None and tokens and cell.get("tokens_right") == tokens and loss > highest * (1 + MEAN_ERROR):
+            place = f"{cell['task']} at {cell['length']:,} tokens and depth {cell['depth']:g}"
+            return f"{place} has a loss of {loss:g} nats with all tokens right, expected at most {highest:.3f}"
+    return None
+
+
+def _find_other_size(history: History, record: dict[str, Any]) -> str | None:
+    """The text has as many tokens as the preflight found."""
+    size = record.get("text_tokens")
+    values = [str(event.get("value")) for event in history.events_of_kind("preflight") if event.get("name") == "data"]
+    sizes = {int(found[1].replace(",", "")) for value in values if (found := TEXT_SIZE.search(value))}
+    if size is not None and sizes and size not in sizes:
+        return f"the text has {size:,} tokens, in the preflight {min(sizes):,}"
+    return None
+
+
+def _find_other_interval(history: History, record: dict[str, Any]) -> str | None:
+    """The interval of a RULER score follows from it and the number of questions. Prompts fit into their length."""
+    for result in record.get("results", ()):
+        n, prompt = result["questions"], result.get("prompt_tokens") or 0
+        share = sum(result["found"]) / (result["references"] * n)
+        for name, bound in zip(("low", "high"), compute_wilson_interval(share * n, n), strict=True):
+            if abs(result[name] - 100 * bound) > SCORE_ROUNDING:
+                place = f"{result['task']} at {result['length']:,} tokens"
+                return f"{place}: {name} is {result[name]:g}, expected {100 * bound:.2f} with {n} questions"
+        if prompt > result["length"]:
+            return f"{result['task']} has prompts of {prompt:,} tokens, expected at most {result['length']:,}"
+    return None
+
+
 def _find_other_mean(history: History, record: dict[str, Any]) -> str | None:
     """A loss is the mean over its windows or rows."""
     positions = record.get("positions")
@@ -96,10 +142,11 @@ def _find_other_ranges(history: History, record: dict[str, Any]) -> str | None:
     positions = record.get("positions")
     ranges = [(positions["length"], [(part["first"], part["last"]) for part in positions["octaves"]])] if positions else []
     ranges += [(text["length"], [tuple(part) for part in text["octaves"]]) for text in record.get("texts", {}).values()]
-    return next(filter(None, (_find_gap(length, parts) for length, parts in ranges)), None)
+    return next(filter(None, (find_gap(length, parts) for length, parts in ranges)), None)
 
 
-def _find_gap(length: int, parts: Sequence[Sequence[int]]) -> str | None:
+def find_gap(length: int, parts: Sequence[Sequence[int]]) -> str | None:
+    """Return a text on ranges of positions that do not follow one another, or do not end at `length`; None if they do."""
     for (_, end), (first, _) in itertools.pairwise([(0, 0), *parts]):
         if first != end:
             return f"a range of positions starts at {first:,}, the one before it ends at {end:,}"
@@ -111,6 +158,9 @@ RELATIONS: tuple[Callable[[History, dict[str, Any]], str | None], ...] = (
     _find_other_setting,
     _find_repeated_cell,
     _find_constant_losses,
+    _find_unlikely_tokens,
+    _find_other_size,
+    _find_other_interval,
     _find_other_mean,
     _find_other_ranges,
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from nsa_lab.health.preflight_relations import find_preflight_problem
 from nsa_lab.health.recovered_problems import format_guard, format_recovered, split_by_attempt
 from nsa_lab.health.verdict import Limits, Verdict, join_lines, list_names
 from nsa_lab.runs import directory
@@ -242,6 +243,8 @@ def check_preflight(history: History, limits: Limits) -> Verdict:
         return Verdict("preflight", False, len(checks) - len(failed), len(checks), text)
     if unknown:
         return Verdict("preflight", None, None, len(checks), f"{format_check(unknown[0])}: neither passed nor failed")
+    if problem := find_preflight_problem(history, checks):
+        return Verdict("preflight", False, 1, 0, problem)
     recovered = [event for event in events if event["attempt"] != last and event.get("ok") is False]
     return Verdict(
         "preflight",

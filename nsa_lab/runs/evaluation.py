@@ -1,4 +1,7 @@
-"""`evaluation.json` and `ruler.json` of a run: the results of `nsa_lab.evaluate`. Plain JSON; does not import torch."""
+"""`evaluation.json`, `ruler.json` and `conversion.json` of a run: the results of `nsa_lab.evaluate`.
+
+Plain JSON; does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +47,7 @@ RULER_NAMES = (
 )
 EVALUATION = "evaluation.json"
 UNFINISHED = "evaluation.unfinished.json"
+CONVERSION = "conversion.json"
 RULER, RULER_UNFINISHED = "ruler.json", "ruler.unfinished.json"
 VERSION = 1
 DIGEST = "digest"
@@ -78,7 +82,10 @@ class PartialEvaluation:
 
 
 def write_evaluation(run_dir: Path, evaluation: dict[str, Any], name: str = EVALUATION) -> dict[str, Any]:
-    """Replace `evaluation.json` or `ruler.json` of a run. Return its content: `evaluation` with a digest of itself."""
+    """Replace `evaluation.json`, `ruler.json` or `conversion.json` of a run.
+
+    Return its content: `evaluation` with a digest of itself.
+    """
     content = json.loads(json.dumps(evaluation))
     content[DIGEST] = compute_digest(content)
     write_json(run_dir / name, content)
@@ -96,6 +103,11 @@ def read_evaluation(run_dir: Path) -> dict[str, Any] | None:
 def read_ruler(run_dir: Path) -> dict[str, Any] | None:
     """Return the run's results of RULER's tasks; None as in `read_evaluation`."""
     return _read_record(run_dir, RULER)
+
+
+def read_conversion(run_dir: Path) -> dict[str, Any] | None:
+    """Return the losses and the attention mass of a converted run; None as in `read_evaluation`."""
+    return _read_record(run_dir, CONVERSION)
 
 
 def _read_record(run_dir: Path, name: str) -> dict[str, Any] | None:
@@ -116,9 +128,9 @@ def _find_problem(record: dict[str, Any], name: str) -> str | None:
     if DIGEST in record and record[DIGEST] != compute_digest(record):
         return f"{DIGEST}: does not match the file, which was changed after it was written"
     # Imported here, because every command imports this module for its names of tasks.
-    from nsa_lab.runs.evaluation_schema import EvaluationRecord, RulerRecord, find_problem
+    from nsa_lab.runs.evaluation_schema import ConversionRecord, EvaluationRecord, RulerRecord, find_problem
 
-    return find_problem(record, RulerRecord if name == RULER else EvaluationRecord)
+    return find_problem(record, {CONVERSION: ConversionRecord, RULER: RulerRecord}.get(name, EvaluationRecord))
 
 
 def _find_other_run(record: dict[str, Any], run_dir: Path) -> str | None:
@@ -128,7 +140,7 @@ def _find_other_run(record: dict[str, Any], run_dir: Path) -> str | None:
 
 
 def find_file_problem(run_dir: Path, name: str) -> str | None:
-    """Return the problem of `evaluation.json` or `ruler.json`; None if it is valid, missing, or of a newer version."""
+    """Return the problem of one of these files; None if it is valid, missing, or of a newer version."""
     if not (run_dir / name).exists():
         return None
     record = read_json(run_dir / name)

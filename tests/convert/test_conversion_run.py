@@ -25,7 +25,9 @@ from nsa_lab.convert import (
 from nsa_lab.data import DataError, Dataset, prepare
 from nsa_lab.evaluate.conversion import CONVERSION, evaluate_conversion
 from nsa_lab.health import list_verdicts
+from nsa_lab.health.evaluation_checks import find_foreign_evaluation
 from nsa_lab.runs import events, lifecycle
+from nsa_lab.runs.history import History
 from nsa_lab.train.attempt import run
 from nsa_lab.train.build import Builders, build_model
 
@@ -129,10 +131,11 @@ def test_a_run_trains_only_the_indexer(builders: Builders, tmp_path: Path) -> No
     record = evaluate_conversion(
         run_dir, blocks=[4, 16], windows=2, texts={"long": str(tmp_path / "long")}, prepare_data=builders.data
     )
-    assert json.loads((run_dir / CONVERSION).read_text()) == json.loads(json.dumps(record)) and record["step"] == 6
+    assert json.loads((run_dir / CONVERSION).read_text()) == record and record["step"] == 6
     rows = {(row["attention"], row["blocks"]): row["windows"] for row in record["texts"]["long"]["losses"]}
     np.testing.assert_allclose(rows["selected", 16], rows["dense", None], atol=1e-4)
-    assert len(rows["selected", 4]) == 2 and record["texts"]["long"]["ranges"] == [(0, 128)]
+    assert len(rows["selected", 4]) == 2 and record["texts"]["long"]["ranges"] == [[0, 128]]
+    assert find_foreign_evaluation(History.read(run_dir)) is None
     export_adapter(run_dir, tmp_path / "evaluated", evaluation=record, about="## License\n")
     card = (tmp_path / "evaluated/README.md").read_text()
     assert "### long, 2 windows of 128 tokens" in card and "| selected | 4 | " in card

@@ -76,6 +76,20 @@ DAMAGED: dict[str, tuple[Edit, str]] = {
         set_at("retrieval", 1, "right_at_depth", value=8),
         "retrieval.1.right_at_depth: expected at most the 7 sequences, got 8",
     ),
+    "fewer right answers at their depth": (
+        lambda record: record["retrieval"][0].update(right=5, right_at_depth=0),
+        "retrieval.0.right_at_depth: expected 5 with 5 right answers, got 0",
+    ),
+    "more answers at one depth than right ones": (
+        lambda record: record["retrieval"][-1].update(right=2, right_at_depth=3),
+        "right_at_depth: expected 0 to 2 with 2 right answers, got 3",
+    ),
+    "right wordings of wrong answers": (
+        lambda record: record["retrieval"][0].update(right=5, wordings=[["a", "b", True]] * 7),
+        "retrieval.0.wordings: expected 5 with 5 right answers, got 7",
+    ),
+    "no tokens": (set_at("text_tokens", value=0), "text_tokens: expected at least 1, got 0"),
+    "an unknown dtype": (set_at("dtype", value="float31"), "dtype: expected 'float32'"),
     "more right tokens than tokens": (set_tokens(22), "tokens_right: expected at most the 21 tokens, got 22"),
     "right tokens of no answer": (set_tokens(0), "tokens_right: expected 7 to 19 with 1 right answers, got 0"),
     "wrong answers without wrong tokens": (set_tokens(20), "tokens_right: expected 7 to 19 with 1 right answers, got 20"),
@@ -98,6 +112,12 @@ DAMAGED_RULER: dict[str, tuple[Edit, str]] = {
     "a result of nothing": (set_at("results", 0, value={}), "results.0.task: missing"),
     "fewer questions": (set_at("results", 0, "questions", value=1), "results.0.found: expected 1 values, got 2"),
     "more than all": (set_at("results", 0, "found", value=[4, 0]), "found: expected at most the 3 references, got 4"),
+    "a score of none": (set_at("results", 0, "found", value=[0, 0]), "score: expected 0.00 with 0 of 6 found, got 50"),
+    "a score outside its interval": (set_at("results", 0, "low", value=60.0), "score: expected 60 to 90, its interval"),
+    "a task twice": (
+        lambda record: record["results"].append(record["results"][0]),
+        "results: expected vt at 900 tokens once, got it twice",
+    ),
     "a score of 101": (set_at("results", 0, "score", value=101.0), "results.0.score: expected at most 100"),
 }
 CASES = [(EVALUATION, name, *case) for name, case in DAMAGED.items()]

@@ -30,7 +30,7 @@ from nsa_lab.health.run_checks import check_finite
 from nsa_lab.health.selection_checks import check_sink_share
 from nsa_lab.health.throughput_checks import check_memory
 from nsa_lab.runs import resolve
-from nsa_lab.runs.evaluation import EVALUATION
+from nsa_lab.runs.evaluation import EVALUATION, RULER
 from nsa_lab.runs.history import History
 
 OUTPUTS = resolve.get_root() / "outputs"
@@ -518,6 +518,11 @@ def test_contradictory_evaluations(tmp_path: Path) -> None:
         for part in parts:
             part["loss"] = part["loss"] * 1.1 if loss is None else loss
 
+    def forget_tokens(record: dict[str, Any]) -> None:
+        cell = record["retrieval"][0]
+        counts = {"right": cell["answers"], "right_at_depth": cell["sequences"], "tokens_right": cell["tokens"]}
+        cell.update(counts, loss=6.0)
+
     edits: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
         (lambda r: r.update(data_identity="e" * 64), "the text is of eeee"),
         (lambda r: r.update(attention="dense"), "attention is dense, but the run has nsa"),
@@ -527,6 +532,8 @@ def test_contradictory_evaluations(tmp_path: Path) -> None:
         (lambda r: [cell.update(loss=0.7) for cell in r["retrieval"]], "losses of retrieval are 0.7"),
         (lambda r: scale_losses(r["positions"]["octaves"]), "is not the mean of its windows"),
         (lambda r: scale_losses(r["positions"]["octaves"], 0.0), "losses of positions are 0"),
+        (lambda r: r.update(text_tokens=7), "the text has 7 tokens, in the preflight"),
+        (forget_tokens, "has a loss of 6 nats with all tokens right, expected at most 5."),
         (lambda r: r["texts"]["long"].update(loss=0.7), "the text long is not the mean of its rows"),
         (lambda r: r["documents"].update(difference=0.1), "the loss of packed documents differs by 0.00579"),
         (lambda r: r["documents"].update(alone=0.0), "a loss of documents is 0"),
@@ -538,6 +545,26 @@ def test_contradictory_evaluations(tmp_path: Path) -> None:
         edit(record)
         (folder / EVALUATION).write_text(json.dumps(record))
         assert text in (find_foreign_evaluation(history) or "")
+
+
+def test_contradictory_ruler_results(tmp_path: Path) -> None:
+    """An interval follows from the score and the number of questions, and prompts fit into their length."""
+    run_dir = write_run(tmp_path)
+    history = History.read(run_dir)
+    result = {"task": "vt", "length": 900, "questions": 20, "references": 1, "found": [1] * 20, "prompt_tokens": 880}
+    result |= {"score": 100.0, "low": 83.89, "high": 100.0}
+    names = {"v": 1, "run": run_dir.name, "step": 200, "seed": 0, "tokenizer": "byte", "data_identity": "d" * 64}
+    names |= {"code": {}, "device": "cpu", "dtype": "float32", "attention": "nsa", "not_asked": []}
+    cases: list[tuple[dict[str, Any], str | None]] = [
+        ({}, None),
+        ({"found": [1] * 10 + [0] * 10, "score": 50.0, "low": 29.93, "high": 70.07}, None),
+        ({"low": 95.0}, "vt at 900 tokens: low is 95, expected 83.89 with 20 questions"),
+        ({"prompt_tokens": 901}, "vt has prompts of 901 tokens, expected at most 900"),
+    ]
+    for changes, text in cases:
+        (run_dir / RULER).write_text(json.dumps({**names, "results": [result | changes]}))
+        problem = find_foreign_evaluation(history)
+        assert problem is None if text is None else text in (problem or ""), (changes, problem)
 
 
 def test_the_gradient_of_one_of_two_layers(tmp_path: Path) -> None:

@@ -370,6 +370,9 @@ MUTANTS = [
                 "_find_other_setting",
                 "_find_repeated_cell",
                 "_find_constant_losses",
+                "_find_unlikely_tokens",
+                "_find_other_size",
+                "_find_other_interval",
                 "_find_other_mean",
                 "_find_other_ranges",
             ),
@@ -1110,14 +1113,14 @@ MUTANTS = [
     Mutant(
         "health: an evaluation without its digest passes",
         "health.evaluation_checks",
-        "if DIGEST not in record and",
-        "if False and",
+        "DIGEST not in record and",
+        "False and",
     ),
     Mutant(
         "health: an evaluation of an older version needs a digest",
         "health.evaluation_checks",
-        "if DIGEST not in record and len(history.events_of_kind(segment_digests.KIND)):",
-        "if DIGEST not in record:",
+        "DIGEST not in record and len(history.events_of_kind(segment_digests.KIND)):",
+        "DIGEST not in record:",
     ),
     Mutant(
         "health: edited settings of a finished run pass",
@@ -1224,4 +1227,24 @@ MUTANTS = [
         "is_distinct & is_exchange",
         "is_exchange",
     ),
+    *(
+        Mutant(f"health: conversion.json: {function} passes", "health.conversion_relations", f"    {function},\n", "")
+        for function in (
+            *("_find_other_rows", "_find_impossible_loss", "_find_other_early_loss", "_find_impossible_gain"),
+            "_find_impossible_mass",
+        )
+    ),
+    Mutant(
+        "health: preflight: a check twice passes",
+        "health.preflight_relations",
+        "if repeated := [name for name in names if names.count(name) > 1]:",
+        "if repeated := []:",
+    ),
+    Mutant(
+        "health: preflight: a missing check passes",
+        "health.preflight_relations",
+        "if missing and is_complete",
+        "if False and is_complete",
+    ),
+    Mutant("health: preflight: any number passes", "health.preflight_relations", "map(_find_contradiction, checks)", "[]"),
 ]

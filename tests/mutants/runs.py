@@ -361,8 +361,30 @@ MUTANTS = [
     Mutant(
         "damage: any number of right tokens",
         "runs.evaluation_schema",
-        "if not least <= self.tokens_right <= most:",
+        '_check_between("tokens_right", self.tokens_right, least, most, self.right)',
+        "pass",
+    ),
+    Mutant(
+        "damage: any number of right answers at a depth",
+        "runs.evaluation_schema",
+        "self.right - n_others, self.right, self.right)",
+        "0, self.sequences, self.right)",
+    ),
+    Mutant(
+        "damage: a score of other answers", "runs.evaluation_schema", "abs(self.score - score) > SCORE_ROUNDING", "False"
+    ),
+    Mutant(
+        "damage: a score outside its interval",
+        "runs.evaluation_schema",
+        "if not self.low <= self.score <= self.high:",
         "if False:",
+    ),
+    Mutant("damage: a task of RULER twice", "runs.evaluation_schema", "cells.count((task, length)) > 1", "False"),
+    Mutant(
+        "damage: wordings of other answers",
+        "runs.evaluation_schema",
+        "n_right, self.right, self.right,",
+        "n_right, 0, n_right,",
     ),
     Mutant("damage: a manifest may name files elsewhere", "runs.checkpoint_files", "Path(name).name == name and ", ""),
     Mutant(

@@ -310,6 +310,8 @@ OTHERS = {
         f"tests/health/test_{name}.py" for name in ("selection_geometry", "real_faults", "fault_classes")
     ],
     "health.evaluation_checks": ["tests/health/test_record_edits.py", "tests/health/test_status_edits.py"],
+    "health.conversion_relations": ["tests/health/test_conversion_relations.py"],
+    "health.preflight_relations": ["tests/health/test_preflight_relations.py"],
     "health.start_checks": ["tests/health/test_start_checks.py", "tests/health/test_real_faults.py"],
     "health.verdict_file": ["tests/health/test_verdict_file.py", "tests/health/test_references.py"],
     "health.summary_sentence": ["tests/health/test_references.py"],

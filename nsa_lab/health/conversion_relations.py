@@ -1,0 +1,159 @@
+"""Relations in `conversion.json`: rows of one model on the same windows, and shares of the oracle's attention mass."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from nsa_lab.health.evaluation_relations import find_gap, find_other_data
+from nsa_lab.runs.event_fields import is_finite
+from nsa_lab.runs.history import History
+
+FREE = "_free"  # suffix of shares of the mass outside the forced blocks
+BLOCK_ROWS = ("selected", "mean_key", "nearest", "oracle")
+SELECTIONS = ("chosen", "nearest", "random")
+ROUNDING = 1e-3  # of a share of the mass
+MAX_LOSS = 2.0  # largest loss / ln(vocabulary)
+# Largest difference between two losses with all tokens, in nats: 1.4e-6 in float32 and 0.0072 in bfloat16 measured.
+SAME_LOSS = {"float64": 1e-3, "float32": 1e-3}
+SAME_LOSS_ROUNDED = 0.05
+# Largest gain over dense attention on frozen weights, in nats, mean over windows (0.0019 measured, 0.018 in one window).
+MAX_GAIN = 0.1
+
+Find = Callable[[History, dict[str, Any]], str | None]
+
+
+def find_conversion_problem(history: History, record: dict[str, Any]) -> str | None:
+    """Return a text on the first relation of a valid record that does not hold; None if all do."""
+    if problem := find_other_data(history, record):
+        return problem
+    for name, text in record["texts"].items():
+        for find in RELATIONS:
+            if problem := find(history, {**text, "dtype": record["dtype"], "step": record["step"]}):
+                return f"the text {name}: {problem}"
+    has_row = any(row["attention"] == "control" for text in record["texts"].values() for row in text["losses"])
+    if has_row != bool(record.get("control")):
+        return "a control has losses and a run, expected both or neither"
+    return None
+
+
+def _name_row(row: dict[str, Any]) -> str:
+    return row["attention"] if row["blocks"] is None else f"{row['attention']} with {row['blocks']} blocks"
+
+
+def _find_other_rows(history: History, text: dict[str, Any]) -> str | None:
+    """Windows have the longest length of the run. Each row occurs once; blocks have losses and attention mass."""
+    length, n_forced = history.config.train.longest_stage.seq_len, history.config.model.nsa.n_forced
+    if text["length"] != length:
+        return f"windows of {text['length']:,} tokens, but config.yaml has {length:,}"
+    if problem := find_gap(text["length"], text["ranges"]):
+        return problem
+    names = [_name_row(row) for row in text["losses"]]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        return f"{repeated[0]} was evaluated twice"
+    blocks = [mass["blocks"] for mass in text["mass"]]
+    expected = {
+        "dense": [None],
+        "window": [n_forced],
+        **dict.fromkeys(("selected", "mean_key", "nearest", "oracle"), blocks),
+    }
+    for attention, numbers in expected.items():
+        found = [row["blocks"] for row in text["losses"] if row["attention"] == attention]
+        if found != numbers:
+            return f"{attention} has losses with {found} blocks, expected {numbers}"
+    return None
+
+
+def _find_impossible_loss(history: History, text: dict[str, Any]) -> str | None:
+    highest = MAX_LOSS * math.log(history.config.model.vocab_size)
+    for row in text["losses"]:
+        for loss in itertools.chain.from_iterable(row["windows"]):
+            if not is_finite(loss) or not 0 < loss <= highest:
+                return f"a loss of {_name_row(row)} is {loss:g} nats per token, expected above 0 and at most {highest:.3g}"
+    return None
+
+
+def _iterate_sparse_rows(text: dict[str, Any]) -> Iterator[tuple[str, int, np.ndarray, np.ndarray]]:
+    """Yield name, number of blocks, losses and those of dense attention on the same weights, [windows, ranges]."""
+    dense = np.array(text["losses"][0]["windows"])
+    for row in text["losses"]:
+        if row["blocks"] is not None:
+            yield _name_row(row), row["blocks"], np.array(row["windows"]), dense
+
+
+def _find_other_early_loss(history: History, text: dict[str, Any]) -> str | None:
+    """Early positions have no more blocks than are selected, so they attend to all tokens. Later ones do not."""
+    l_sel = history.config.model.nsa.l_sel
+    tolerance = SAME_LOSS.get(text["dtype"], SAME_LOSS_ROUNDED)
+    for name, blocks, losses, dense in _iterate_sparse_rows(text):
+        for index, (first, last) in enumerate(text["ranges"]):
+            difference = float(np.abs(losses[:, index] - dense[:, index]).max())
+            if last <= blocks * l_sel and difference > tolerance:
+                place = f"positions {first:,} to {last - 1:,}"
+                return f"{name} differs by {difference:.3g} nats from dense at {place}, which have no other blocks"
+        if text["length"] > blocks * l_sel and (losses == dense).all():
+            return f"{name} has the losses of dense, but selects {blocks} of {-(-text['length'] // l_sel):,} blocks"
+    return None
+
+
+def _find_impossible_gain(history: History, text: dict[str, Any]) -> str | None:
+    """Blocks of a frozen model do not have a much lower loss than all tokens.
+
+    Dense attention may fail beyond the length of its training: ranges with a higher loss than the first one are skipped.
+    """
+    if history.config.train.trainable == "all":
+        return None
+    for name, _, losses, dense in _iterate_sparse_rows(text):
+        means = dense.mean(axis=0)
+        gains = np.where(means <= means[0], means - losses.mean(axis=0), 0.0)
+        index = int(gains.argmax())
+        if gains[index] > MAX_GAIN:
+            first, last = text["ranges"][index]
+            place = f"positions {first:,} to {last - 1:,}"
+            return (
+                f"{name} is {gains[index]:.3f} nats below dense at {place}, expected at most {MAX_GAIN:g} on frozen weights"
+            )
+    return None
+
+
+def _find_impossible_mass(history: History, text: dict[str, Any]) -> str | None:
+    """The oracle's blocks have the most mass. Without the forced blocks, which all selections have, a share is lower."""
+    n_layers, nsa = history.config.model.n_layers, history.config.model.nsa
+    for mass in text["mass"]:
+        subject, fractions = f"the mass of {mass['blocks']} blocks", mass["fractions"]
+        if text["length"] <= mass["blocks"] * nsa.l_sel and not fractions:
+            continue
+        # If all blocks are forced, the rest has no mass.
+        suffixes = ("", FREE) if mass["blocks"] > nsa.n_forced else ("",)
+        if not 1 <= mass["windows"] <= len(text["losses"][0]["windows"]):
+            return f"{subject} is of {mass['windows']} windows, the losses of {len(text['losses'][0]['windows'])}"
+        for name in (selection + suffix for selection in SELECTIONS for suffix in suffixes):
+            values = fractions.get(name, [])
+            if len(values) != n_layers:
+                return f"{subject}: {name} has {len(values)} layers, but config.yaml has {n_layers}"
+            if wrong := [value for value in values if not -ROUNDING <= value <= 1 + ROUNDING]:
+                return f"{subject}: {name} is {wrong[0]:g} of the oracle's, expected 0 to 1"
+        for name in SELECTIONS if FREE in suffixes else ():
+            above = np.array(fractions[name + FREE]) - np.array(fractions[name])
+            if (above > ROUNDING).any():
+                return f"{subject}: {name}{FREE} is above {name} in layer {int(above.argmax())}"
+        chosen, chance = (float(np.mean(fractions[name])) for name in ("chosen", "random"))
+        # The indexer of a new model has no better blocks.
+        if text["step"] and chosen < chance - ROUNDING:
+            return (
+                f"{subject}: the indexer's have {chosen:.3f} of the oracle's, random ones {chance:.3f}: worse than chance"
+            )
+    return None
+
+
+RELATIONS: tuple[Find, ...] = (
+    _find_other_rows,
+    _find_impossible_loss,
+    _find_other_early_loss,
+    _find_impossible_gain,
+    _find_impossible_mass,
+)
