@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -170,12 +171,13 @@ def test_output_path_that_is_no_regular_file_is_refused_before_the_work(
 ) -> None:
     if not (tmp_path / "fifo").exists():  # the cases share the folder
         os.mkfifo(tmp_path / "fifo")
+        os.mknod(tmp_path / "socket", stat.S_IFSOCK | 0o600)
         (tmp_path / "link").symlink_to("old.txt")
     for path, answer in (
         (tmp_path, "expected a regular file or a new path, got a folder"),
         (tmp_path / "fifo", "expected a regular file or a new path, got a FIFO"),
         (tmp_path / "link", "expected a regular file or a new path, got a symbolic link"),
-        (Path("/dev/null"), "expected a regular file or a new path, got a device or socket"),
+        (tmp_path / "socket", "expected a regular file or a new path, got a device or socket"),
         (tmp_path / "nowhere" / "x.html", "expected a path in an existing folder"),
     ):
         mode = path.lstat().st_mode if os.path.lexists(path) else None
