@@ -20,6 +20,8 @@ from looping import looped
 from nsa_lab import cli
 from nsa_lab.config import RunConfig
 from nsa_lab.runs import directory, lifecycle, resolve
+from nsa_lab.runs.atomic_io import UnwritableFile
+from nsa_lab.runs.model_files import make_evaluation_folder
 
 torch.set_num_threads(1)
 
@@ -196,6 +198,8 @@ def test_evaluation_is_not_written_over_a_fifo(run_cli, tmp_path: Path) -> None:
         out = tmp_path / name
         out.mkdir()
         os.mkfifo(out / name)
+        with pytest.raises(UnwritableFile):  # before the command, which would evaluate for minutes
+            make_evaluation_folder(out, name)
         result = run_cli("evaluate", "needle-8m", "--out", out, *options)
         assert result.exit_code == 2 and f"{out / name}: expected a regular file or a new path" in result.err, result
         assert (out / name).is_fifo()
