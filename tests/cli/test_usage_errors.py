@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ from looping import looped
 from nsa_lab import cli
 from nsa_lab.config import RunConfig
 from nsa_lab.runs import directory, lifecycle, resolve
+from nsa_lab.runs.atomic_io import UnwritableFile
+from nsa_lab.runs.model_files import make_evaluation_folder
 
 torch.set_num_threads(1)
 
@@ -170,12 +173,13 @@ def test_output_path_that_is_no_regular_file_is_refused_before_the_work(
 ) -> None:
     if not (tmp_path / "fifo").exists():  # the cases share the folder
         os.mkfifo(tmp_path / "fifo")
+        os.mknod(tmp_path / "socket", stat.S_IFSOCK | 0o600)
         (tmp_path / "link").symlink_to("old.txt")
     for path, answer in (
         (tmp_path, "expected a regular file or a new path, got a folder"),
         (tmp_path / "fifo", "expected a regular file or a new path, got a FIFO"),
         (tmp_path / "link", "expected a regular file or a new path, got a symbolic link"),
-        (Path("/dev/null"), "expected a regular file or a new path, got a device or socket"),
+        (tmp_path / "socket", "expected a regular file or a new path, got a device or socket"),
         (tmp_path / "nowhere" / "x.html", "expected a path in an existing folder"),
     ):
         mode = path.lstat().st_mode if os.path.lexists(path) else None
@@ -194,6 +198,8 @@ def test_evaluation_is_not_written_over_a_fifo(run_cli, tmp_path: Path) -> None:
         out = tmp_path / name
         out.mkdir()
         os.mkfifo(out / name)
+        with pytest.raises(UnwritableFile):  # before the command, which would evaluate for minutes
+            make_evaluation_folder(out, name)
         result = run_cli("evaluate", "needle-8m", "--out", out, *options)
         assert result.exit_code == 2 and f"{out / name}: expected a regular file or a new path" in result.err, result
         assert (out / name).is_fifo()
