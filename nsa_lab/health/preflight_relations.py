@@ -41,7 +41,8 @@ def _find_contradiction(event: PreflightEvent) -> str | None:
     if not isinstance(numbers, dict):
         return None
     name, limit = event.get("name"), str(event.get("limit"))
-    peak, speed = numbers.get("peak_bytes"), numbers.get("tokens_per_s")
+    peak: Any = numbers.get("peak_bytes")
+    speed: Any = numbers.get("tokens_per_s")
     if name == "memory" and is_finite(peak) and (found := MEMORY_LIMIT.match(limit)):
         highest = float(found[1]) / 100 * float(found[2]) * UNIT_BYTES[found[3]]
         if not 0 < peak <= highest * (1 + ROUNDING):
