@@ -301,6 +301,7 @@ MUTANTS = [
         "self.violations.add(Violation(line, kind, problem, is_skipped))",
         "self.violations.add(Violation(1, kind, problem, is_skipped))",
     ),
+    Mutant("columns: rows in any order are consecutive", "runs.event_columns", "and (np.diff(rows) == 1).all()", ""),
     Mutant("columns: a batch of lists ends early", "runs.event_columns", "map(len, values[1:])", "map(len, values[:-1])"),
     Mutant("events: what follows the value of a line is lost", "runs.events", "if end == len(text):", "if True:"),
     Mutant(

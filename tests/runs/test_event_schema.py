@@ -284,3 +284,14 @@ def test_lines_are_decoded_as_by_json() -> None:
             expected = None
         decoded = events.decode_line(line)
         assert repr(decoded) == repr(expected), line[:40]
+
+
+def test_rows_of_a_sparse_column_are_located() -> None:
+    rng = random.Random(3)
+    column, present = event_columns.make_column("number", []), [row for row in range(60) if rng.random() < 0.4]
+    for row in present:
+        column.extend(row, [float(row)])
+    for rows in (range(60), range(17, 41), range(59, -1, -1), range(0, 60, 3), [5], [], [7, 7, 2], present, [3, 5, 5, 6]):
+        has, indices = column.locate(np.array(rows, dtype=np.int64))
+        assert has.tolist() == [row in present for row in rows]
+        assert column.numbers(indices).tolist() == [float(row) for row in rows if row in present]
