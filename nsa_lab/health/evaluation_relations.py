@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from nsa_lab.runs.evaluation import compute_wilson_interval
+from nsa_lab.runs.evaluation_schema import SCORE_ROUNDING
 from nsa_lab.runs.event_fields import is_finite
 from nsa_lab.runs.history import History
 
 # Relative difference of two sums of the same numbers, and absolute one of a difference of two losses (9e-6 measured).
 MEAN_ERROR, DIFFERENCE_ERROR = 1e-3, 1e-4
 TEXT_SIZE = re.compile(r"([\d,]+) validation tokens")  # in the text of the preflight's check of the data
-SCORE_ROUNDING = 0.02  # of a percentage with two decimals
 MIN_EQUAL = 3  # losses of an evaluation that are all equal
 
 
