@@ -52,7 +52,8 @@ class PlainConsole(Console):
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=make_printable(segment.text))
+            is_shown = segment.control or segment.text.isprintable()
+            yield segment if is_shown else segment._replace(text=make_printable(segment.text))
 
 
 def get_exit_code(run_dir: Path, problem: str | None = None) -> int:

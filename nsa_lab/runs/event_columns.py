@@ -63,15 +63,15 @@ class Column:
         if self.rows is None:
             has = rows < len(self)
             return has, rows[has]
-        own = np.frombuffer(self.rows, dtype=np.int64)
-        if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
-            # Consecutive rows, of most selections: ten times as fast as a search for each of them.
-            start, end = np.searchsorted(own, (rows[0], rows[-1] + 1))
-            has = np.zeros(len(rows), dtype=bool)
-            has[own[start:end] - rows[0]] = True
-            return has, np.arange(start, end)
-        indices = np.minimum(np.searchsorted(own, rows), len(own) - 1)
-        has = own[indices] == rows
+        if not len(rows):
+            return np.zeros(0, dtype=bool), rows
+        # A table from row to index is twice as fast as a search for each row. It is small: most readers ask for one attempt.
+        own, first, last = np.frombuffer(self.rows, dtype=np.int64), int(rows.min()), int(rows.max())
+        start, end = np.searchsorted(own, (first, last + 1))
+        table = np.full(last - first + 1, -1)
+        table[own[start:end] - first] = np.arange(start, end)
+        indices = table[rows - first]
+        has = indices >= 0
         return has, indices[has]
 
     def numbers(self, indices: np.ndarray) -> np.ndarray:
@@ -191,11 +191,17 @@ class _ObjectColumn(Column):
         super().__init__()
         self._data: list[Any] = []
         self._texts: dict[str, str] = {}
+        self._has_containers = False  # which are copied, because a reader may change them
 
     def __len__(self) -> int:
         return len(self._data)
 
     def _store(self, values: list[Any]) -> None:
+        types = set(map(type, values))
+        if types == {str}:
+            self._data += [self._texts.setdefault(value, value) for value in values]
+            return
+        self._has_containers |= any(issubclass(kind, (dict, list)) for kind in types)
         for value in values:
             if isinstance(value, str):
                 value = self._texts.setdefault(value, value)
@@ -209,6 +215,8 @@ class _ObjectColumn(Column):
 
     def get_values(self, indices: list[int]) -> list[Any]:
         values = [self._data[index] for index in indices]
+        if not self._has_containers:
+            return values
         return [copy.deepcopy(value) if isinstance(value, (dict, list)) else value for value in values]
 
 

@@ -18,7 +18,6 @@ date.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from array import array
 from bisect import bisect_left
@@ -26,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nsa_lab.runs.atomic_io import open_regular
+from nsa_lab.runs.atomic_io import open_regular, parse_json
 from nsa_lab.runs.event_fields import is_int
 from nsa_lab.runs.events import read_lines
 
@@ -100,7 +99,7 @@ def _parse_digest(line: bytes) -> dict[str, Any] | None:
     if b'"digest"' not in line:
         return None
     try:
-        event = json.loads(line)
+        event = parse_json(line)
     except (ValueError, RecursionError):
         return None
     is_digest = isinstance(event, dict) and event.get("kind") == KIND

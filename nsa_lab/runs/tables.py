@@ -68,14 +68,19 @@ class Table:
         table = RichTable(
             title=title, caption=caption, box=box.HEAVY_HEAD if self.is_boxed else None, pad_edge=self.is_boxed
         )
-        for column in self._get_columns():
-            name = Text(make_one_line(column.name))
-            table.add_column(name, justify=column.align, no_wrap=column.is_whole, overflow="fold")
-        for number, row in enumerate(self.rows):
-            cells = (
+        rows = [
+            [
                 Text(make_one_line(format_cell(cell)), cell.style if isinstance(cell, Styled) else "", overflow="fold")
                 for cell in row
-            )
+            ]
+            for row in self.rows
+        ]
+        for number, column in enumerate(self._get_columns()):
+            name = Text(make_one_line(column.name))
+            # With its width, rich need not measure each cell again.
+            width = max(text.cell_len for text in (name, *(row[number] for row in rows))) if column.is_whole else None
+            table.add_column(name, justify=column.align, no_wrap=column.is_whole, overflow="fold", width=width)
+        for number, cells in enumerate(rows):
             table.add_row(*cells, style=self.styles.get(number))
         return table
 

@@ -301,9 +301,15 @@ MUTANTS = [
         "self.violations.add(Violation(line, kind, problem, is_skipped))",
         "self.violations.add(Violation(1, kind, problem, is_skipped))",
     ),
-    Mutant("columns: rows in any order are consecutive", "runs.event_columns", "and (np.diff(rows) == 1).all()", ""),
+    Mutant(
+        "columns: a row without a value has the last one", "runs.event_columns", "has = indices >= 0", "has = indices >= -1"
+    ),
+    Mutant(
+        "columns: a list that is read is the stored one", "runs.event_columns", "if not self._has_containers:", "if True:"
+    ),
     Mutant("columns: a batch of lists ends early", "runs.event_columns", "map(len, values[1:])", "map(len, values[:-1])"),
-    Mutant("events: what follows the value of a line is lost", "runs.events", "if end == len(text):", "if True:"),
+    Mutant("io: half of a surrogate pair is not JSON", "runs.atomic_io", "return json.loads(data)  #", "raise  #"),
+    Mutant("io: a long file is cut", "runs.atomic_io", "data += file.read(max_bytes + 1 - BLOCK_BYTES)", "pass"),
     Mutant(
         "table: a sparse field belongs to the first rows",
         "runs.event_columns",

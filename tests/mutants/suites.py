@@ -612,6 +612,7 @@ OTHERS = {
             "manifest_with_a_key_twice_is_damaged",
         ),
         "tests/runs/test_damaged_records.py",
+        *cases("runs/test_event_schema.py", "lines_are_decoded_as_by_json"),
         *USAGE,
     ],
     "runs.model_files": USAGE,

@@ -239,3 +239,15 @@ def test_lock_owner_opens_the_lock_read_only(run_dir: Path, monkeypatch: pytest.
     assert lifecycle.attach(run_dir) == os.getpid()
     assert open_flags and not any(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) for flags in open_flags)
     os.close(lock)
+
+
+def test_files_are_read_up_to_a_bound(tmp_path: Path) -> None:
+    path, block = tmp_path / "file", atomic_io.BLOCK_BYTES
+    for size in (0, 1, block - 1, block, block + 1, 3 * block + 5):
+        content = os.urandom(size)
+        path.write_bytes(content)
+        assert atomic_io.read_bounded(path) == atomic_io.read_bounded(path, size) == content
+        for bound in (size - 1, size // 2):
+            if 0 <= bound < size:
+                with pytest.raises(atomic_io.UnreadableFile):
+                    atomic_io.read_bounded(path, bound)

@@ -286,6 +286,19 @@ def test_lines_are_decoded_as_by_json() -> None:
         assert repr(decoded) == repr(expected), line[:40]
 
 
+def test_values_that_are_read_can_be_changed() -> None:
+    for values in ([[1], [2]], ["a", [1], {"b": [2]}, None, 3.5], ["a", "b"], [{"a": 1}, {"a": 1}]):
+        column = event_columns.make_column("object", [])
+        column.extend(0, copy.deepcopy(values[:1]))
+        column.extend(1, copy.deepcopy(values[1:]))
+        for read in (column.get_values(list(range(len(values)))), [column[index] for index in range(len(values))]):
+            assert read == values
+            for value in read:
+                if isinstance(value, (dict, list)):
+                    value.clear()
+        assert column.get_values(list(range(len(values)))) == values
+
+
 def test_rows_of_a_sparse_column_are_located() -> None:
     rng = random.Random(3)
     column, present = event_columns.make_column("number", []), [row for row in range(60) if rng.random() < 0.4]
