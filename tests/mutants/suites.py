@@ -215,6 +215,7 @@ OTHERS = {
     "cli.bench_commands": ["tests/bench/test_bench_commands.py"],
     "cli.common": [
         *cases("cli/test_options.py", "every_path_refuses_an_empty_text_and_expands_the_home_folder"),
+        *cases("runs/test_bad_runs.py", "health_shows_the_others_of_a_bad_run"),
         *USAGE,
     ],
     "cli.training_commands": ["tests/cli/test_options.py::test_values_arrive[plan]"],
@@ -223,7 +224,11 @@ OTHERS = {
     "cli.status_table": cases("runs/test_scale.py", "status_reads_only_the_end_of_records"),
     "cli.inspect_commands": [
         *cases("cli/test_commands.py", "report_record_option_is_passed_on"),
-        *cases("runs/test_bad_runs.py", "health_shows_the_others_of_a_bad_run"),
+        *cases(
+            "runs/test_bad_runs.py",
+            "health_shows_the_others_of_a_bad_run",
+            "compare_and_report_show_the_others_of_a_bad_run",
+        ),
         "tests/runs/test_resolve.py",
     ],
     "data.paths": ["tests/data/test_paths.py"],
