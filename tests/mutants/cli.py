@@ -31,6 +31,12 @@ MUTANTS = [
         "            pass\n",
     ),
     Mutant(
+        "generate: --tokens has no upper bound",
+        "cli.model_commands",
+        "tokens: Annotated[int, typer.Option(min=1, max=MAX_TOKENS,",
+        "tokens: Annotated[int, typer.Option(min=1,",
+    ),
+    Mutant(
         "evaluate: a length has no upper bound", "cli.model_commands", "low <= int(text) <= MAX_TOKENS", "low <= int(text)"
     ),
     Mutant(

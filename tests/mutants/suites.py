@@ -373,6 +373,10 @@ OTHERS = {
         "arguments_that_contradict_the_architecture_are_rejected",
     ),
     "bench.harness": ["tests/bench/test_harness.py"],
+    "bench.attention_rows": [
+        *cases("bench/test_attention_speed.py", "shapes_are_parsed_or_rejected"),
+        *cases("bench/test_training_speed.py", "unusable_shapes_are_rejected"),
+    ],
     "bench.attention_speed": ["tests/bench/test_harness.py", "tests/bench/test_attention_speed.py"],
     "bench.attention_parts": ["tests/bench/test_attention_speed.py"],
     "bench.attention_parity": ["tests/bench/test_attention_speed.py"],
