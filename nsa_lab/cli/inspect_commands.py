@@ -47,7 +47,7 @@ def status(
     """Show progress, loss and verdict of one run or all. Without RUN, prints a table, newest first."""
     from nsa_lab.cli import status_table
 
-    folder = resolve.find_outputs_dir(outputs)
+    folder = resolve.get_readable_outputs_dir(outputs)
     if as_json:
         summary = (
             status_table.summarize_run(resolve.find_run(run, folder))

@@ -78,7 +78,7 @@ MUTANTS = [
     Mutant(
         "status: a missing folder has no runs",
         "cli.inspect_commands",
-        "folder = resolve.find_outputs_dir(outputs)",
+        "folder = resolve.get_readable_outputs_dir(outputs)",
         "folder = resolve.get_outputs_dir(outputs)",
     ),
     Mutant(
