@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.config import ConfigError, ModelConfig, NSAConfig
+from nsa_lab.config import MAX_COUNT, MAX_SIZE, ConfigError, ModelConfig, NSAConfig
+from nsa_lab.config.errors import shorten
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Shape:
 
 GPU_SHAPES = (Shape(2048, 8), Shape(8192, 2), Shape(32768, 1), Shape(65536, 1))
 CPU_SHAPES = (Shape(96, 1, 6, 2, 32),)
+SIZE_LIMITS = f"1 to {MAX_COUNT} tokens; each other number 1 to {MAX_SIZE}"
 
 
 @dataclass
@@ -80,22 +82,33 @@ def parse_shape(text: str, model: ModelConfig | None = None) -> Shape:
 
     Heads, groups and widths that the text does not name are those of `model`.
     """
-    match = re.fullmatch(r"(\d+)x(\d+)(?:xH(\d+)xG(\d+)xD(\d+)(?:xV(\d+))?)?", text)
-    if not match or not all(int(x) for x in match.groups() if x):
+    sizes = _parse_sizes(r"(\d+)x(\d+)(?:xH(\d+)xG(\d+)xD(\d+)(?:xV(\d+))?)?", text)
+    if sizes is None:
         raise ValueError(
-            f"shape {text!r}: expected TOKENSxSEQUENCES, e.g. 2048x8, or 32768x1xH64xG4xD128, "
-            "optionally followed by xV128 for another value width"
+            f"shape {shorten(text)!r}: expected TOKENSxSEQUENCES, e.g. 2048x8, or 32768x1xH64xG4xD128, "
+            f"optionally followed by xV128 for another value width; {SIZE_LIMITS}"
         )
-    shape = Shape(*(int(x) for x in match.groups() if x))
-    return shape if model is None or match[3] else shape.with_heads_of(model)
+    shape = Shape(*sizes)
+    return shape if model is None or len(sizes) > 2 else shape.with_heads_of(model)
 
 
 def parse_training_shape(text: str) -> tuple[int, int]:
     """Parse `2048x32` (tokens x sequences of a forward pass) to (2048, 32). Raises ValueError."""
-    match = re.fullmatch(r"(\d+)x(\d+)", text)
-    if not match or not all(int(n) for n in match.groups()):
-        raise ValueError(f"{text}: expected tokens x sequences, for example 2048x32")
-    return int(match[1]), int(match[2])
+    sizes = _parse_sizes(r"(\d+)x(\d+)", text)
+    if sizes is None:
+        raise ValueError(f"{shorten(text)}: expected tokens x sequences, for example 2048x32; {SIZE_LIMITS}")
+    return sizes[0], sizes[1]
+
+
+def _parse_sizes(pattern: str, text: str) -> list[int] | None:
+    """Return the numbers of `text`, tokens first; None if it does not match `pattern` or if a number is out of range."""
+    match = re.fullmatch(pattern, text)
+    digits = [group for group in match.groups() if group] if match else []
+    # Python does not parse an integer of thousands of digits.
+    if not digits or max(map(len, digits)) > len(str(MAX_COUNT)):
+        return None
+    tokens, *sizes = map(int, digits)
+    return [tokens, *sizes] if 1 <= tokens <= MAX_COUNT and all(1 <= size <= MAX_SIZE for size in sizes) else None
 
 
 def parse_shape_label(text: str) -> Shape:

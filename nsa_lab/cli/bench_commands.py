@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from nsa_lab.cli.common import MAX_TOKENS, Ranks, check_output_option, echo, parse_path
-from nsa_lab.config import Backend, ConfigError
+from nsa_lab.config import MAX_COUNT, MAX_LAYERS, MAX_SIZE, Backend, ConfigError
 from nsa_lab.runs import directory, resolve
 
 app = typer.Typer(no_args_is_help=True, help="Benchmark NSA against dense attention.")
@@ -123,7 +123,7 @@ def bench_tune(
     kernel: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help='Kernel, e.g. "band_dq, window" (repeatable) [default: all]')
     ] = None,
-    most: Annotated[int, typer.Option(min=1, help="Maximum number of tiles per kernel")] = 40,
+    most: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Maximum number of tiles per kernel")] = 40,
     device: Device = None,
 ) -> None:
     """Time kernel tiles that are not in the launch table. Each passes a parity check first. The table is not changed."""
@@ -145,9 +145,12 @@ def bench_decode(
         list[int] | None,
         typer.Option(min=512, max=MAX_TOKENS, help="Context length in tokens (repeatable) [default: 4096 to 131072]"),
     ] = None,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Batch size (repeatable) [default: 1]")] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, max=MAX_SIZE, help="Batch size (repeatable) [default: 1]")
+    ] = None,
     layers: Annotated[
-        int | None, typer.Option(min=1, help="Number of layers [default: 2; on a GPU 12; with --preset all]")
+        int | None,
+        typer.Option(min=1, max=MAX_LAYERS, help="Number of layers [default: 2; on a GPU 12; with --preset all]"),
     ] = None,
     backend: Annotated[
         str | None, typer.Option(help="Backend of cached attention: torch or triton [default: torch; on a GPU triton]")
@@ -237,7 +240,7 @@ def bench_train(
 def bench_curves(
     json_file: JsonFile = None,
     picture: Picture = None,
-    steps: Annotated[int, typer.Option(min=10, help="Optimizer steps per curve")] = 300,
+    steps: Annotated[int, typer.Option(min=10, max=MAX_COUNT, help="Optimizer steps per curve")] = 300,
 ) -> None:
     """Compare the loss curves of every backend that runs here. Exit code 3 if they differ by more than the tolerance."""
     from nsa_lab.bench.loss_curves import run_curves
@@ -257,7 +260,7 @@ def bench_trainer(
     parallel: Annotated[
         Literal["ddp", "fsdp", "hsdp"], typer.Option("--parallel", help="With --ranks: runtime.parallel")
     ] = "ddp",
-    steps: Annotated[int | None, typer.Option(min=2, help="Optimizer steps per timed interval")] = None,
+    steps: Annotated[int | None, typer.Option(min=2, max=MAX_COUNT, help="Optimizer steps per timed interval")] = None,
     device: Device = None,
 ) -> None:
     """Benchmark telemetry, saving and resuming. --ranks compares the throughput of that many GPUs with one."""

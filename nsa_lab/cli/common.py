@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -14,8 +14,11 @@ from rich.segment import Segment
 from nsa_lab.config import ConfigError, UsageError
 from nsa_lab.runs import directory, lifecycle, resolve
 from nsa_lab.runs.atomic_io import UnwritableFile, check_output_file
+from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.text_output import make_printable
 
+Source = TypeVar("Source")
+Result = TypeVar("Result")
 MAX_TOKENS = 2**31 - 1  # positions are 32-bit integers; no text of this length fits into memory
 
 
@@ -92,6 +95,24 @@ def print_usage_error(error: Exception) -> None:
     text = str(error) if isinstance(error, UsageError) else directory.describe_read_error(error)
     for line in text.splitlines():
         echo(f"nsa-lab: {line}", err=True)
+
+
+def read_each(read: Callable[[Source], Result], runs: Iterable[Source], problems: list[str]) -> Iterator[Result]:
+    """Yield `read(run)` for each run, a directory or what names one. Skip those that cannot be read.
+
+    A skipped run has one line on stderr with the reason, which is also appended to `problems`.
+    """
+    for run in runs:
+        try:
+            result = read(run)
+        except (UsageError, OSError) as error:
+            reason = (
+                RunDirectoryError(f"{run.name}: {directory.describe_read_error(error)}") if isinstance(run, Path) else error
+            )
+            print_usage_error(reason)
+            problems.append(str(reason))
+        else:
+            yield result
 
 
 def exit_with_usage_error(error: Exception) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,8 +21,9 @@ from nsa_lab.cli.common import (
     get_exit_code,
     parse_path,
     print_usage_error,
+    read_each,
 )
-from nsa_lab.config import ConfigError, UsageError
+from nsa_lab.config import ConfigError
 from nsa_lab.runs import directory, lifecycle, resolve
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.tables import Styled, Table
@@ -45,7 +47,7 @@ def status(
     """Show progress, loss and verdict of one run or all. Without RUN, prints a table, newest first."""
     from nsa_lab.cli import status_table
 
-    folder = resolve.find_outputs_dir(outputs)
+    folder = resolve.get_readable_outputs_dir(outputs)
     if as_json:
         summary = (
             status_table.summarize_run(resolve.find_run(run, folder))
@@ -95,30 +97,23 @@ def health(
     in folders without write permission are only shown.
     """
     folder, console = resolve.get_outputs_dir(outputs), PlainConsole()
+    problems = list[str]()
     # Before numpy is imported, so that a wrong name is refused at once.
-    run_dirs, n_unreadable = [], 0
-    for run in runs:
-        try:
-            run_dirs.append(resolve.find_run(run, folder))
-        except (UsageError, OSError) as error:
-            print_usage_error(error)
-            n_unreadable += 1
+    run_dirs = list(read_each(lambda run: resolve.find_run(run, folder), runs, problems))
     if not run_dirs:
         raise typer.Exit(directory.EXIT_USAGE)
     from nsa_lab.health import examine
     from nsa_lab.health.verdict_file import to_record, write_verdict
     from nsa_lab.runs.history import History
 
+    def judge(run_dir: Path) -> tuple[History, Health, dict[str, Any]]:
+        history = History.read(run_dir)
+        result = examine(history)
+        return history, result, to_record(history, result)
+
     levels = []
-    for run_dir in run_dirs:
-        try:
-            history = History.read(run_dir)
-            result = examine(history)
-            record = to_record(history, result)
-        except (UsageError, OSError) as error:
-            print_usage_error(RunDirectoryError(f"{run_dir.name}: {directory.describe_read_error(error)}"))
-            n_unreadable += 1
-            continue
+    for history, result, record in read_each(judge, run_dirs, problems):
+        run_dir = history.run_dir
         levels.append(result.level)
         console.print(*_render_health(result, record["description"], record["summary"]), sep="\n")
         if not directory.is_recorded(run_dir):
@@ -126,7 +121,7 @@ def health(
                 write_verdict(history, result)
             except OSError as error:
                 echo(f"{run_dir / directory.VERDICT}: not written ({error.strerror})")
-    if n_unreadable:  # not all runs were judged
+    if problems:  # not all runs were judged
         raise typer.Exit(directory.EXIT_USAGE)
     raise typer.Exit(directory.EXIT_HALTED if "failed" in levels else directory.EXIT_DONE)
 
@@ -147,19 +142,31 @@ def compare(
 ) -> None:
     """Compare evaluated runs with a baseline, by seed. Prints tables of cost, needles, RULER, text loss and ablations.
 
-    Runs that differ only in train.seed or in how they were computed count as one model.
+    Runs that differ only in train.seed or in how they were computed count as one model. A run that cannot be read has one
+    line on stderr, and the exit code is 2; the others are compared if they belong to at least two models.
     """
     from nsa_lab.health.comparison import compare_models
     from nsa_lab.health.comparison_tables import format_markdown
     from nsa_lab.health.model_runs import find_baseline, group_runs
 
-    folder, notes = resolve.get_outputs_dir(outputs), list[str]()
+    folder, notes, problems = resolve.get_outputs_dir(outputs), list[str](), list[str]()
+
+    def find(named_run: tuple[str | None, str]) -> tuple[str | None, list[Path]]:
+        return named_run[0], resolve.find_runs(named_run[1], folder)
+
     named: dict[str | None, list[Path]] = {}
-    for name, run in map(_parse_named_run, runs):
-        named.setdefault(name, []).extend(resolve.find_runs(run, folder))
-    models = group_runs(named.pop(None, []), {name: run_dirs for name, run_dirs in named.items() if name}, notes.append)
-    comparison = compare_models(models, find_baseline(models, against), notes)
+    for name, run_dirs in read_each(find, [_parse_named_run(run) for run in runs], problems):
+        named.setdefault(name, []).extend(run_dirs)
+    named_models = {name: run_dirs for name, run_dirs in named.items() if name}
+    models = group_runs(named.get(None, []), named_models, notes.append, partial(read_each, problems=problems))
+    if problems and len(models) < 2:
+        for model in models:
+            print_usage_error(ConfigError(f"expected at least two models with a readable run, got only {model.name}"))
+        raise typer.Exit(directory.EXIT_USAGE)
+    comparison = compare_models(models, find_baseline(models, against), [*problems, *notes])
     echo(dump_json({"v": 1, **asdict(comparison)}) if as_json else format_markdown(comparison))
+    if problems:  # not all runs were compared
+        raise typer.Exit(directory.EXIT_USAGE)
 
 
 @app.command()
@@ -182,24 +189,34 @@ def report(
 ) -> None:
     """Write the report of a run, or of several runs. Also writes the index of runs, and prints the path of the page.
 
-    With --page only that file is written, without links to other pages; use it to share a page or for read-only runs.
+    With --page only that file is written, without links to other pages; use it to share a page or for read-only runs. A run
+    that cannot be read has one line on stderr, and the exit code is 2; the page shows the others, or is the report of the
+    only other one.
     """
+    folder, problems = resolve.get_outputs_dir(outputs), list[str]()
+    # Before nbconvert is imported, so that a wrong name is refused at once.
+    run_dirs = list(read_each(lambda run: resolve.find_run(run, folder), runs, problems))
+    if not run_dirs:
+        raise typer.Exit(directory.EXIT_USAGE)
     from nsa_lab.report import write_comparison, write_index, write_report
+    from nsa_lab.runs.history import History
 
-    folder = resolve.get_outputs_dir(outputs)
-    run_dirs = [resolve.find_run(run, folder) for run in runs]
+    histories = list(read_each(History.read, run_dirs, problems))
+    if not histories:
+        raise typer.Exit(directory.EXIT_USAGE)
     try:
-        is_single = len(run_dirs) == 1
         page_path = (
-            write_report(run_dirs[0], page, record_only=record)
-            if is_single
-            else write_comparison(run_dirs, page or folder / "comparison.html")
+            write_report(histories[0], page, record_only=record)
+            if len(histories) == 1
+            else write_comparison(histories, page or folder / "comparison.html")
         )
         if folder.is_dir() and page is None:
             write_index(folder)
     except OSError as error:
         raise RunDirectoryError(f"{error}; write the page elsewhere: nsa-lab report {' '.join(runs)} --page FILE") from None
     echo(page_path)
+    if problems:  # the page does not show all runs
+        raise typer.Exit(directory.EXIT_USAGE)
 
 
 @app.command()

@@ -38,7 +38,7 @@ def generate(
             metavar="FILE", parser=parse_path, help="File with the text to continue, used exactly, with its final newline"
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to generate")] = 200,
+    tokens: Annotated[int, typer.Option(min=1, max=MAX_TOKENS, help="Number of tokens to generate")] = 200,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="Sampling temperature; 0 selects the most likely token")
     ] = 0.8,

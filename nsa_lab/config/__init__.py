@@ -9,7 +9,7 @@ Invariants
 * Keys that a run does not use are not written, so adding a new key does not change other configurations or their hashes.
 """
 
-from nsa_lab.config.base import MAX_COUNT, MAX_SIZE
+from nsa_lab.config.base import MAX_COUNT, MAX_LAYERS, MAX_SIZE
 from nsa_lab.config.data_config import DataConfig, RecallConfig
 from nsa_lab.config.errors import ConfigError, UsageError, list_keys
 from nsa_lab.config.model_config import BYTE_VOCAB_SIZE, ModelConfig
@@ -24,6 +24,7 @@ __all__ = [
     "BRANCHES",
     "BYTE_VOCAB_SIZE",
     "MAX_COUNT",
+    "MAX_LAYERS",
     "MAX_SIZE",
     "Backend",
     "ConfigError",

@@ -12,6 +12,8 @@ MAX_COUNT = 2**31 - 1
 """Largest length or count: kernels and data shards use 32-bit indices."""
 MAX_SIZE = 2**18
 """Largest width, number of heads or number of sequences, so that the bytes of any tensor fit 64 bits."""
+MAX_LAYERS = 10_000
+"""Largest number of layers."""
 
 
 class Section(pydantic.BaseModel):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from nsa_lab.config.base import MAX_COUNT, MAX_SIZE, Section
+from nsa_lab.config.base import MAX_COUNT, MAX_LAYERS, MAX_SIZE, Section
 from nsa_lab.config.nsa_config import BRANCHES, NSAConfig
 from nsa_lab.config.rope_scaling import RopeScaling
 
@@ -26,7 +26,7 @@ class ModelConfig(Section):
     """
 
     dim: int = Field(default=768, ge=1, le=MAX_SIZE, description="width of the residual stream")
-    n_layers: int = Field(default=12, ge=1, le=10_000, description="number of blocks")
+    n_layers: int = Field(default=12, ge=1, le=MAX_LAYERS, description="number of blocks")
     n_heads: int = Field(default=12, ge=1, le=MAX_SIZE, description="number of query heads, H")
     n_kv_groups: int = Field(default=2, ge=1, le=MAX_SIZE, description="number of key/value groups, G")
     d_k: int = Field(default=64, ge=2, le=MAX_SIZE, description="width of a query or key head")
@@ -91,7 +91,7 @@ class ModelConfig(Section):
     indexer_every: int = Field(
         default=1,
         ge=1,
-        le=10_000,
+        le=MAX_LAYERS,
         description="every layer of this number has an indexer; the layers after it use its selected blocks",
     )
     indexer_dtype: Literal["bf16", "fp8", "mxfp4"] = Field(

@@ -243,7 +243,7 @@ def check_branch_outputs(history: History, limits: Limits) -> Verdict | None:
 
 def _find_output_problems(values: np.ndarray, limits: Limits) -> list[tuple[Any, float, float, str]]:
     """Return (bool [readings, layers], value, limit, text) of each way in which the norms of a branch can be wrong."""
-    own, others = (np.maximum(np.median(values, axis=axis, keepdims=True), 1e-30) for axis in (0, 1))
+    own, others = (_find_normal_levels(values, axis, limits.branch_range) for axis in (0, 1))
     smallest = np.minimum(values / own, values / others)
     largest = np.maximum(values / own, values / others)
     faded = values / np.maximum(np.maximum.accumulate(values), 1e-30)
@@ -255,6 +255,19 @@ def _find_output_problems(values: np.ndarray, limits: Limits) -> list[tuple[Any,
         (values > 1 / limits.branch_least, float(values.max()), 1 / limits.branch_least, "explodes"),
         (faded < limits.branch_fade, float(faded.min()), limits.branch_fade, "fades"),
     ]
+
+
+def _find_normal_levels(values: np.ndarray, axis: int, max_ratio: float) -> np.ndarray:
+    """Return the normal RMS along `axis`: the median, unless most values exploded or vanished.
+
+    A norm is normally near 1. If the median is above the smallest value by more than `max_ratio` and is farther from 1, the
+    smallest value is normal; likewise the largest one if the median is below it.
+    """
+    median = np.maximum(np.median(values, axis=axis, keepdims=True), 1e-30)
+    smallest, largest = values.min(axis=axis, keepdims=True), values.max(axis=axis, keepdims=True)
+    has_exploded = (median > max_ratio * smallest) & (median * smallest > 1)
+    has_vanished = (largest > max_ratio * median) & (median * largest < 1)
+    return np.where(has_exploded, smallest, np.where(has_vanished, largest, median))
 
 
 def list_active_branches(history: History) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +55,25 @@ class ModelRuns:
         return {seed: run.ruler for seed, run in self.runs.items() if run.ruler is not None}
 
 
-def group_runs(runs: Sequence[Path], named: Mapping[str, Sequence[Path]], add_note: AddNote) -> list[ModelRuns]:
+ReadEach = Callable[[Callable[[Path], EvaluatedRun], Iterable[Path]], Iterable[EvaluatedRun]]
+
+
+def group_runs(
+    runs: Sequence[Path], named: Mapping[str, Sequence[Path]], add_note: AddNote, read_each: ReadEach = map
+) -> list[ModelRuns]:
     """Group `runs` into models by name. `named` maps the name of a model to its runs and takes precedence.
 
-    `add_note` receives a line for each run with incomplete results. Raises `ConfigError` if two models have one name or
+    `add_note` receives a line for each run with incomplete results. `read_each` applies a function to each directory and
+    may skip runs that cannot be read; a model without runs is omitted. Raises `ConfigError` if two models have one name or
     two runs of a model have one seed.
     """
+    read = partial(_read_run, add_note=add_note)
     grouped: dict[str, list[EvaluatedRun]] = {}
     for name, own in named.items():
-        grouped[name] = [_read_run(run, add_note) for run in dict.fromkeys(own)]
+        if readable := list(read_each(read, dict.fromkeys(own))):
+            grouped[name] = readable
     named_runs = {run for own in named.values() for run in own}
-    for run in (_read_run(run, add_note) for run in dict.fromkeys(runs) if run not in named_runs):
+    for run in read_each(read, [run for run in dict.fromkeys(runs) if run not in named_runs]):
         same_name = grouped.setdefault(get_model_name(run.history), [])
         same_name.append(run)
         if make_seed_group_key(same_name[0].history) != make_seed_group_key(run.history):

@@ -72,7 +72,7 @@ TITLE = re.compile(r"^#\s+(.+)\n*", re.MULTILINE)
 ANCHOR_LINK = re.compile(r"<a class=\"anchor-link\"[^>]*>.*?</a>", re.DOTALL)
 
 
-def write_report(run_dir: str | Path, page: str | Path | None = None, *, record_only: bool = False) -> Path:
+def write_report(run: str | Path | History, page: str | Path | None = None, *, record_only: bool = False) -> Path:
     """Write `report.html` and `verdict.json` into a run directory, and return the path of the page.
 
     The page shows the run's executed notebook. Without a notebook, or with `record_only`, it shows plots of the run's
@@ -84,7 +84,7 @@ def write_report(run_dir: str | Path, page: str | Path | None = None, *, record_
     """
     if page is not None:
         check_output_file(Path(page))
-    history = History.read(run_dir)
+    history = History.read(run)
     notebook = history.run_dir / NOTEBOOK
     existing = _read_notebook(notebook)
     is_executed = existing is not None and not is_record_notebook(existing)
@@ -137,10 +137,10 @@ def export_notebook(notebook: str | Path, page: str | Path | None = None, *, run
     )
 
 
-def write_comparison(run_dirs: Sequence[str | Path], page: str | Path) -> Path:
+def write_comparison(runs: Sequence[str | Path | History], page: str | Path) -> Path:
     """Write a page that compares several runs: their verdicts, then their curves in common plots."""
     check_output_file(Path(page))
-    histories = [History.read(run_dir) for run_dir in run_dirs]
+    histories = [History.read(run) for run in runs]
     title = f"{len(histories)} runs compared"
     return _write_page(_build_comparison(histories), Path(page), histories, title=title, with_plots=False)
 

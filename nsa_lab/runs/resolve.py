@@ -32,7 +32,8 @@ def get_root() -> Path:
 def get_outputs_dir(outputs: Path | None = None) -> Path:
     """Return the folder of run directories: `outputs`, or the project's `outputs/` by default.
 
-    Raises `RunDirectoryError` for a file and for links that lead to themselves.
+    The folder may be missing: the first run creates it. Raises `RunDirectoryError` for a file and for links that lead to
+    themselves.
     """
     if outputs is None:
         return get_root() / "outputs"
@@ -45,10 +46,10 @@ def get_outputs_dir(outputs: Path | None = None) -> Path:
     return resolved
 
 
-def find_outputs_dir(outputs: Path | None = None) -> Path:
-    """Return the folder of `get_outputs_dir` for a list of its runs. The default folder may be missing: it has no runs yet.
+def get_readable_outputs_dir(outputs: Path | None = None) -> Path:
+    """Return the folder of `get_outputs_dir`, to list its runs. The default folder may be missing: it has no runs yet.
 
-    Raises `RunDirectoryError` if `outputs` does not exist, and if this user may not list the folder.
+    Raises `RunDirectoryError` also if `outputs` does not exist and if this user may not list the folder.
     """
     folder = get_outputs_dir(outputs)
     if outputs is not None and not folder.exists():

@@ -235,5 +235,8 @@ def test_shapes_are_parsed_or_rejected():
     assert parse_shape("2048x8", model) == Shape(2048, 8, 6, 3, 32, 16)
     assert parse_shape("2048x8xH4xG2xD16", model) == Shape(2048, 8, 4, 2, 16)
     assert str(Shape(32768, 1, 64, 4, 192, 128)) == "32768x1 H64 G4 d192/128" and Shape(9, 1).value_width == 64
-    with pytest.raises(ValueError, match="TOKENSxSEQUENCES"):
-        parse_shape("2048")
+    assert parse_shape("2147483647x262144") == Shape(2**31 - 1, 2**18)
+    for text in ("2048", "0x8", "2147483648x1", "2048x262145", "2048x1xH262145xG1xD64", f"{'9' * 5000}x1"):
+        with pytest.raises(ValueError, match="TOKENSxSEQUENCES") as caught:
+            parse_shape(text)
+        assert len(str(caught.value)) < 400

@@ -83,7 +83,7 @@ def test_plot_has_one_line_per_model_and_batch_size(tmp_path: Path, monkeypatch:
 
 def test_unusable_shapes_are_rejected() -> None:
     assert parse_training_shape("2048x32") == (2048, 32)
-    for text in ("2048", "0x4", "2048x", "axb"):
+    for text in ("2048", "0x4", "2048x", "axb", "2147483648x1", "2048x262145", f"{'9' * 5000}x1"):
         with pytest.raises(ValueError, match="expected tokens x sequences"):
             parse_training_shape(text)
 

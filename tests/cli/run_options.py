@@ -36,10 +36,8 @@ EXAMINE = "nsa_lab.health.examine"
 case("health", "runs", f"health {{run}} {OUT}", EXAMINE, lambda history: history.run.startswith("fake"), stop)
 case("health", "outputs", f"health {{run}} {OUT}", EXAMINE, lambda history: history.run_dir.parent.name == "outputs", stop)
 GROUP, BASELINE = "nsa_lab.health.model_runs.group_runs", "nsa_lab.health.model_runs.find_baseline"
-case("compare", "runs", f"compare a={{run}} {OUT}", GROUP, lambda runs, named, note: "a" in named, stop)
-case(
-    "compare", "outputs", f"compare {{run}} {OUT}", GROUP, lambda runs, named, note: runs[0].parent.name == "outputs", stop
-)
+case("compare", "runs", f"compare a={{run}} {OUT}", GROUP, lambda runs, named, *_: "a" in named, stop)
+case("compare", "outputs", f"compare {{run}} {OUT}", GROUP, lambda runs, *_: runs[0].parent.name == "outputs", stop)
 case("compare", "against", f"compare {{run}} {OUT} --against base", BASELINE, lambda models, name: name == "base", stop)
 case(
     "compare",
@@ -50,10 +48,10 @@ case(
     "{}",
 )
 for name, options, check in (
-    ("runs", "", lambda run, page, record_only: run.name.startswith("fake")),
-    ("outputs", "", lambda run, page, record_only: run.parent.name == "outputs"),
-    ("page", "--page {folder}/p.html", lambda run, page, record_only: page.name == "p.html"),
-    ("record", "--record", lambda run, page, record_only: record_only),
+    ("runs", "", lambda history, page, record_only: history.run.startswith("fake")),
+    ("outputs", "", lambda history, page, record_only: history.run_dir.parent.name == "outputs"),
+    ("page", "--page {folder}/p.html", lambda history, page, record_only: page.name == "p.html"),
+    ("record", "--record", lambda history, page, record_only: record_only),
 ):
     case("report", name, f"report {{run}} {OUT} {options}", "nsa_lab.report.write_report", check, stop)
 CSV = "nsa_lab.runs.csv_export.write_csv"

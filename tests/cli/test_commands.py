@@ -214,9 +214,12 @@ def test_report_record_option_is_passed_on(
 ) -> None:
     run_dir = write_run(tmp_path / "outputs")
     page, calls = tmp_path / "page.html", []
-    monkeypatch.setattr("nsa_lab.report.write_report", lambda *given, **named: calls.append((given, named)) or page)
+    monkeypatch.setattr(
+        "nsa_lab.report.write_report",
+        lambda history, *given, **named: calls.append((history.run_dir, given, named)) or page,
+    )
     assert run_cli("report", run_dir.name, "--page", page, *option).exit_code == 0
-    assert calls == [((run_dir, page), {"record_only": record_only})]
+    assert calls == [(run_dir, (page,), {"record_only": record_only})]
 
 
 @pytest.mark.slow

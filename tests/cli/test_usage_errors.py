@@ -231,6 +231,24 @@ def test_evaluation_is_not_written_over_a_fifo(run_cli, tmp_path: Path) -> None:
         (["bench", "attention", "--backend", "cuda"], "--backend"),
         (["bench", "attention", "--shape", "0x8"], "--shape: shape '0x8'"),
         (["bench", "train", "--shape", "64x0"], "64x0: expected tokens x sequences"),
+        *(
+            (["bench", command, "--shape", shape], "1 to 2147483647 tokens; each other number 1 to 262144")
+            for command in ("attention", "train", "tune")
+            for shape in ("1000000000000x1", "2147483648x1", "64x262145", f"64x{'9' * 5000}")
+        ),
+        *(
+            (["bench", command, "--shape", f"64x1xH{heads}xG1xD{width}xV{value_width}"], "each other number 1 to 262144")
+            for command in ("attention", "tune")
+            for heads, width, value_width in ((10**12, 16, 16), (1, 262145, 16), (1, 16, 10**12))
+        ),
+        *(
+            (["bench", *words, number], words[-1])
+            for words in (("tune", "--most"), ("decode", "--batch"), ("decode", "--layers"), ("curves", "--steps"))
+            for number in ("1000000000000", "9" * 20)
+        ),
+        (["bench", "trainer", "--steps", "1000000000000"], "--steps"),
+        (["generate", "needle-8m", "--tokens", "2147483648"], "--tokens"),
+        (["generate", "needle-8m", "--tokens", "1000000000000"], "--tokens"),
         (["bench", "train", "--preset", "prodaction_50k"], "production_50k"),
     ],
 )

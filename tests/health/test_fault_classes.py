@@ -9,7 +9,7 @@ import copy
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,17 @@ def scale(
                 event[name] = value * factor
 
     return change(kind, edit_event, first, last)
+
+
+def scale_layers(factor: float, name: str, layers: Iterable[int]) -> Edit:
+    """Return an edit that scales these layers in the whole run."""
+    edits = [scale(factor, name, first=-1, last=1, layer=layer) for layer in layers]
+
+    def edit(events: list[Event]) -> None:
+        for edit_layer in edits:
+            edit_layer(events)
+
+    return edit
 
 
 def grow_slowly(events: list[Event]) -> None:
@@ -539,6 +550,24 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
     ("vanishing branch of a layer", RECENT, scale(1e-3, "norm_cmp", layer=1), "branch outputs", "vanishes in layer 1"),
     ("branch that is tiny", RECENT, scale(1e-5, "norm_win", first=-1, last=1), "branch outputs", "window branch vanishes"),
     ("exploding branch of a layer", RECENT, scale(300, "norm_win", layer=2), "branch outputs", "explodes in layer 2"),
+    # Most readings, or layers, are wrong: the text is about them.
+    *(
+        (f"branch that {text}: {name}", run, scale(factor, "norm_sel", **where), "branch outputs", f"{text} in {place}")
+        for factor, text in ((300, "explodes"), (3000, "explodes"), (1 / 300, "vanishes"))
+        for name, run, where, place in (
+            ("late", RECENT, {"last": 1}, "every layer, first at step 3,200"),
+            ("late, a layer", RECENT, {"last": 1, "layer": 2}, "layer 2, first at step 3,200"),
+            ("early", RECENT, {"first": -1}, "every layer, first at step 200"),
+            ("early, a layer", STAGED, {"first": -1, "layer": 2}, "layer 2, first at step 100"),
+        )
+    ),
+    (
+        "branch that explodes in all layers but one",
+        RECENT,
+        scale_layers(300, "norm_sel", (0, 1, 3)),
+        "branch outputs",
+        "explodes in layers 0, 1, 3, first at step 200",
+    ),
     ("fixed selection", RECENT, set_statistic(1.0, "sel_reuse"), "selection chooses", "in every layer"),
     ("nearest selection", RECENT, set_statistic(5.0, "sel_distance"), "selection reaches", "in every layer"),
     (

@@ -6,6 +6,18 @@ from mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "bench: the tokens of a shape have no upper bound",
+        "bench.attention_rows",
+        "1 <= tokens <= MAX_COUNT and ",
+        "1 <= tokens and ",
+    ),
+    Mutant(
+        "bench: the other numbers of a shape have no upper bound",
+        "bench.attention_rows",
+        "1 <= size <= MAX_SIZE",
+        "1 <= size",
+    ),
+    Mutant(
         "roofline: a backward pass reads no gradient of the output",
         "bench.roofline",
         "2 * (q + kv) + more + 2 * out + lse",

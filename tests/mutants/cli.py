@@ -31,6 +31,12 @@ MUTANTS = [
         "            pass\n",
     ),
     Mutant(
+        "generate: --tokens has no upper bound",
+        "cli.model_commands",
+        "tokens: Annotated[int, typer.Option(min=1, max=MAX_TOKENS,",
+        "tokens: Annotated[int, typer.Option(min=1,",
+    ),
+    Mutant(
         "evaluate: a length has no upper bound", "cli.model_commands", "low <= int(text) <= MAX_TOKENS", "low <= int(text)"
     ),
     Mutant(
@@ -40,22 +46,39 @@ MUTANTS = [
         "",
     ),
     Mutant(
-        "health: a run without a directory hides the others",
-        "cli.inspect_commands",
-        "            print_usage_error(error)\n",
+        "health, compare, report: a run that cannot be read hides the others",
+        "cli.common",
+        "            print_usage_error(reason)\n",
         "            raise\n",
     ),
     Mutant(
-        "health: a run that cannot be read hides the others",
+        "health: a run that was not judged passes",
         "cli.inspect_commands",
-        '            print_usage_error(RunDirectoryError(f"{run_dir.name}: {directory.describe_read_error(error)}"))\n',
-        "            raise\n",
+        "if problems:  # not all runs were judged",
+        "if False:",
     ),
-    Mutant("health: a run that was not judged passes", "cli.inspect_commands", "if n_unreadable:", "if False:"),
+    Mutant(
+        "compare: a run that was not compared passes",
+        "cli.inspect_commands",
+        "if problems:  # not all runs were compared",
+        "if False:",
+    ),
+    Mutant(
+        "compare: the first unreadable run ends the command",
+        "cli.inspect_commands",
+        ", partial(read_each, problems=problems))",
+        ")",
+    ),
+    Mutant(
+        "report: a run that is not on the page passes",
+        "cli.inspect_commands",
+        "if problems:  # the page does not show all runs",
+        "if False:",
+    ),
     Mutant(
         "status: a missing folder has no runs",
         "cli.inspect_commands",
-        "folder = resolve.find_outputs_dir(outputs)",
+        "folder = resolve.get_readable_outputs_dir(outputs)",
         "folder = resolve.get_outputs_dir(outputs)",
     ),
     Mutant(

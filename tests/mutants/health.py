@@ -656,6 +656,18 @@ MUTANTS = [
     Mutant("health: the gap of a source fails", "health.loss_checks", "is_of_source = ", "is_of_source = False and "),
     Mutant("health: a rising gap passes", "health.loss_checks", " and eval_bpb[-1] <= eval_bpb[0]", ""),
     Mutant(
+        "health: a branch that explodes in most readings vanishes",
+        "health.branch_checks",
+        "np.where(has_exploded, smallest, ",
+        "(",
+    ),
+    Mutant(
+        "health: a branch that vanishes in most readings explodes",
+        "health.branch_checks",
+        "np.where(has_vanished, largest, median)",
+        "median",
+    ),
+    Mutant(
         "health: an exploding branch passes",
         "health.branch_checks",
         "(largest > limits.branch_range,",

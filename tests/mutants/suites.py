@@ -215,6 +215,7 @@ OTHERS = {
     "cli.bench_commands": ["tests/bench/test_bench_commands.py"],
     "cli.common": [
         *cases("cli/test_options.py", "every_path_refuses_an_empty_text_and_expands_the_home_folder"),
+        *cases("runs/test_bad_runs.py", "health_shows_the_others_of_a_bad_run"),
         *USAGE,
     ],
     "cli.training_commands": ["tests/cli/test_options.py::test_values_arrive[plan]"],
@@ -223,7 +224,11 @@ OTHERS = {
     "cli.status_table": cases("runs/test_scale.py", "status_reads_only_the_end_of_records"),
     "cli.inspect_commands": [
         *cases("cli/test_commands.py", "report_record_option_is_passed_on"),
-        *cases("runs/test_bad_runs.py", "health_shows_the_others_of_a_bad_run"),
+        *cases(
+            "runs/test_bad_runs.py",
+            "health_shows_the_others_of_a_bad_run",
+            "compare_and_report_show_the_others_of_a_bad_run",
+        ),
         "tests/runs/test_resolve.py",
     ],
     "data.paths": ["tests/data/test_paths.py"],
@@ -368,6 +373,10 @@ OTHERS = {
         "arguments_that_contradict_the_architecture_are_rejected",
     ),
     "bench.harness": ["tests/bench/test_harness.py"],
+    "bench.attention_rows": [
+        *cases("bench/test_attention_speed.py", "shapes_are_parsed_or_rejected"),
+        *cases("bench/test_training_speed.py", "unusable_shapes_are_rejected"),
+    ],
     "bench.attention_speed": ["tests/bench/test_harness.py", "tests/bench/test_attention_speed.py"],
     "bench.attention_parts": ["tests/bench/test_attention_speed.py"],
     "bench.attention_parity": ["tests/bench/test_attention_speed.py"],

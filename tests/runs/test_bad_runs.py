@@ -11,6 +11,7 @@ from pathlib import Path
 
 import fake_run
 import pytest
+from fake_evaluation import make_run_factory
 from typer.testing import CliRunner
 
 from nsa_lab import cli
@@ -153,17 +154,21 @@ def test_each_bad_run_has_a_line_with_its_reason(tmp_path: Path) -> None:
     assert len(json.loads(summaries.output)) == len(BREAKS) + 1
 
 
+# As above, of runs that cannot be read at all.
+UNREADABLE: dict[str, tuple[Break, str]] = {
+    "no run": (shutil.rmtree, "no such run"),
+    "folder of events": (make_folder, "events.jsonl: cannot be read"),
+    "folder of config": (make_config_folder, "config.yaml: expected a file, got a folder"),
+    "config of no mapping": (lambda run_dir: write_config(run_dir, "[1"), "line 1"),
+    "wrong key": (lambda run_dir: write_config(run_dir, "train: {stepz: 3}"), "no such key"),
+    "wrong type": (lambda run_dir: write_config(run_dir, "train: {steps: many}"), "should be a valid integer"),
+}
+
+
 def test_health_shows_the_others_of_a_bad_run(tmp_path: Path) -> None:
     first, last = (fake_run.write_run(tmp_path / name) for name in ("first", "last"))
     bad = tmp_path / "bad-20260101T000000Z-aaaa"
-    breaks: dict[str, tuple[Break, str]] = {
-        "no run": (shutil.rmtree, "no such run"),
-        "folder of events": (make_folder, "events.jsonl: cannot be read"),
-        "folder of config": (make_config_folder, "config.yaml: expected a file, got a folder"),
-        "config of no mapping": (lambda run_dir: write_config(run_dir, "[1"), "line 1"),
-        "wrong key": (lambda run_dir: write_config(run_dir, "train: {stepz: 3}"), "no such key"),
-    }
-    for name, (break_run, text) in breaks.items():
+    for name, (break_run, text) in UNREADABLE.items():
         shutil.copytree(first, bad)
         break_run(bad)
         for runs in ((bad, first, last), (first, bad, last), (first, last, bad)):
@@ -177,6 +182,46 @@ def test_health_shows_the_others_of_a_bad_run(tmp_path: Path) -> None:
     lower_steps(first)
     assert CliRunner().invoke(cli.app, ["health", str(first), str(last)]).exit_code == directory.EXIT_HALTED
     assert CliRunner().invoke(cli.app, ["health", str(first), str(bad)]).exit_code == directory.EXIT_USAGE
+
+
+def test_compare_and_report_show_the_others_of_a_bad_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[str] = []
+    monkeypatch.setattr("nsa_lab.report.write_report", lambda run, page, **_: reported.append(run.run))
+    monkeypatch.setattr("nsa_lab.report.write_comparison", lambda runs, page: reported.extend(run.run for run in runs))
+    make_run = make_run_factory(tmp_path / "outputs")
+    sparse, dense = make_run("one", 0), make_run("other", 0, model__attention="dense")
+    bad = tmp_path / "bad-20260101T000000Z-aaaa"
+
+    def run_cli(*arguments: object) -> tuple[int, str, list[str]]:
+        result = CliRunner().invoke(cli.app, [*map(str, arguments)])
+        return result.exit_code, result.stdout, result.stderr.splitlines()
+
+    code, tables, lines = run_cli("compare", sparse, dense)
+    assert code == directory.EXIT_DONE and not lines
+    for name, (break_run, text) in UNREADABLE.items():
+        shutil.copytree(sparse, bad)
+        break_run(bad)
+        for runs in ((bad, sparse, dense), (sparse, bad, dense), (sparse, f"third={bad}", dense)):
+            code, output, lines = run_cli("compare", *runs)
+            assert code == directory.EXIT_USAGE and len(lines) == 1 and bad.name in lines[0] and text in lines[0], (
+                name,
+                lines,
+            )
+            note = f"* {lines[0].removeprefix('nsa-lab: ')}"
+            assert note in output and output.replace(f"{note}\n", "") == tables, name
+        code, output, lines = run_cli("compare", sparse, bad)  # one model cannot be compared
+        assert code == directory.EXIT_USAGE and not output and text in lines[0], (name, lines)
+        assert "expected at least two models" in lines[1] and len(lines) == 2, (name, lines)
+        for runs, shown in (((sparse, bad, dense), [sparse, dense]), ((bad, dense), [dense]), ((bad,), [])):
+            reported.clear()
+            code, _, lines = run_cli("report", *runs, "--page", tmp_path / "page.html")
+            assert code == directory.EXIT_USAGE and len(lines) == 1 and bad.name in lines[0] and text in lines[0], (
+                name,
+                lines,
+            )
+            assert reported == [run.name for run in shown], name
+        shutil.rmtree(bad, ignore_errors=True)
+    assert run_cli("report", sparse, dense, "--page", tmp_path / "page.html")[0] == directory.EXIT_DONE
 
 
 def test_events_outside_the_run_are_reported_by_health(tmp_path: Path) -> None:

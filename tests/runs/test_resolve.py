@@ -125,10 +125,10 @@ def test_recorded_runs_are_never_the_latest(tmp_path: Path, capsys: pytest.Captu
 def test_a_folder_that_cannot_be_listed_has_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the default folder may be missing: it has no runs yet."""
     with pytest.raises(RunDirectoryError, match=r"--outputs .*absent: expected a folder of run directories, got nothing"):
-        resolve.find_outputs_dir(tmp_path / "absent")
+        resolve.get_readable_outputs_dir(tmp_path / "absent")
     assert get_outputs_dir(tmp_path / "absent") == tmp_path / "absent"  # a new run creates it
     monkeypatch.setattr(resolve, "get_root", lambda: tmp_path)
-    assert resolve.find_outputs_dir() == tmp_path / "outputs"
+    assert resolve.get_readable_outputs_dir() == tmp_path / "outputs"
     result = CliRunner().invoke(app, ["status"])
     assert result.exit_code == 0 and "no runs in" in result.output
     for options in ([], ["--json"]):
@@ -138,7 +138,7 @@ def test_a_folder_that_cannot_be_listed_has_no_table(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "access", lambda *_: False)
     for outputs in (None, tmp_path / "outputs"):
         with pytest.raises(RunDirectoryError, match="permission denied"):
-            resolve.find_outputs_dir(outputs)
+            resolve.get_readable_outputs_dir(outputs)
 
 
 def test_a_run_whose_config_is_a_folder_is_named(tmp_path: Path) -> None:
