@@ -21,7 +21,7 @@ from nsa_lab import __version__
 from nsa_lab.cli import bench_commands, inspect_commands, model_commands, sweep_command, training_commands
 from nsa_lab.cli.common import exit_with_usage_error, get_exit_code
 from nsa_lab.config import UsageError
-from nsa_lab.config.errors import describe_os_error, has_working_dir
+from nsa_lab.config.errors import describe_memory_error, describe_os_error, has_working_dir
 from nsa_lab.runs.environment import set_openmp_wait_policy
 from nsa_lab.runs.text_output import allow_any_text
 
@@ -51,6 +51,11 @@ def main() -> None:
         exit_with_usage_error(error)
     except OSError as error:
         text = describe_os_error(error)
+        if text is None:
+            raise
+        exit_with_usage_error(UsageError(text))
+    except (RuntimeError, MemoryError) as error:
+        text = describe_memory_error(error)
         if text is None:
             raise
         exit_with_usage_error(UsageError(text))

@@ -6,6 +6,7 @@ import difflib
 import errno
 import math
 import os
+import re
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -48,6 +49,16 @@ def describe_os_error(error: OSError) -> str | None:
     if error.filename is None or error.errno not in _REMEDIES:
         return None
     return f"{os.fsdecode(error.filename)}: {os.strerror(error.errno).lower()}; {_REMEDIES[error.errno]}"
+
+
+def describe_memory_error(error: BaseException) -> str | None:
+    """Return size and remedy of an error for too little memory; None for any other error."""
+    # Without importing torch, whose error on a CPU is a RuntimeError.
+    is_torch_error = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    if not is_torch_error and not isinstance(error, MemoryError):
+        return None
+    size = re.search(r"[Tt]ried to allocate ([\d.,]+ \w+)", str(error))
+    return f"not enough memory{f' for {size[1]}' if size else ''}; use fewer tokens, sequences or layers"
 
 
 def has_working_dir() -> bool:

@@ -65,7 +65,7 @@ class Column:
             return has, rows[has]
         if not len(rows):
             return np.zeros(0, dtype=bool), rows
-        # A table from row to index is twice as fast as a search for each row. It is small: most readers ask for one attempt.
+        # A table from row to index is twice as fast as a search for each row. Most readers ask for one attempt only.
         own, first, last = np.frombuffer(self.rows, dtype=np.int64), int(rows.min()), int(rows.max())
         start, end = np.searchsorted(own, (first, last + 1))
         table = np.full(last - first + 1, -1)

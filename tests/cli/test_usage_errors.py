@@ -390,6 +390,27 @@ def test_wrong_arguments_are_refused_before_torch_is_imported(tiny: Path, tmp_pa
     assert result.stderr.count("nsa-lab") >= len(lines)
 
 
+def test_too_little_memory_is_one_line(run_cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("nsa_lab.bench.decode_speed.run_decode_bench", fail)
+    cases: list[tuple[Exception, str]] = [
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 68719475712 bytes. Error 12"),
+            "68",
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has"), " for 20.00 GiB;"),
+        (MemoryError(), "not enough memory; "),
+    ]
+    for error, text in cases:
+        result = run_cli("bench", "decode", "--device", "cpu", outputs=False)
+        assert result.exit_code == 2 and len(result.err.splitlines()) == 1 and text in result.err, result.err
+    error = RuntimeError("other")
+    with pytest.raises(RuntimeError, match="other"):
+        run_cli("bench", "decode", "--device", "cpu", outputs=False)
+
+
 @pytest.mark.parametrize("command", ["preflight", "train", "run"])
 def test_model_larger_than_memory_is_rejected_before_it_is_built(run_cli, tiny: Path, command: str) -> None:
     result = run_cli(command, tiny, "-p", "model.dim=100000", "-p", "model.n_layers=8")

@@ -242,11 +242,14 @@ OTHERS = {
         for name in ("columns", "table", "builder")
     },
     "runs.resolve": [*cases("runs/test_permissions.py", "private_runs_are_listed"), "tests/runs/test_resolve.py"],
-    "config.errors": cases(
-        "runs/test_permissions.py",
-        "errors_of_the_system_that_a_user_can_fix_have_a_remedy",
-        "trainer_is_started_from_a_deleted_working_directory",
-    ),
+    "config.errors": [
+        *cases(
+            "runs/test_permissions.py",
+            "errors_of_the_system_that_a_user_can_fix_have_a_remedy",
+            "trainer_is_started_from_a_deleted_working_directory",
+        ),
+        *cases("cli/test_usage_errors.py", "too_little_memory_is_one_line"),
+    ],
     "data.prefetch": ["tests/data/test_prefetch.py", *CLOCK],
     "config.run_config": [
         "tests/test_config.py",

@@ -154,7 +154,7 @@ def test_each_bad_run_has_a_line_with_its_reason(tmp_path: Path) -> None:
     assert len(json.loads(summaries.output)) == len(BREAKS) + 1
 
 
-# As above, of runs that cannot be read at all.
+# The same for runs that cannot be read at all.
 UNREADABLE: dict[str, tuple[Break, str]] = {
     "no run": (shutil.rmtree, "no such run"),
     "folder of events": (make_folder, "events.jsonl: cannot be read"),
