@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -16,15 +16,15 @@ from pathlib import Path
 from IPython.display import Markdown, display
 
 from nsa_lab import figures
-from nsa_lab.config import ConfigError
+from nsa_lab.config import ConfigError, UsageError
 from nsa_lab.figures.loss import plot_sweep
 from nsa_lab.health import comparison_tables as tables
 from nsa_lab.health.comparison import ModelComparison, compare_models
-from nsa_lab.health.model_runs import ModelRuns, find_baseline, group_runs
+from nsa_lab.health.model_runs import EvaluatedRun, ModelRuns, find_baseline, group_runs
 from nsa_lab.health.sweep_results import compute_curve
 from nsa_lab.runs import resolve
 from nsa_lab.runs.atomic_io import write_bytes
-from nsa_lab.runs.directory import RunDirectoryError
+from nsa_lab.runs.directory import RunDirectoryError, describe_read_error
 from nsa_lab.runs.history import have_different_eval_texts
 from nsa_lab.workbook import result_sentences
 from nsa_lab.workbook.display import show_figure
@@ -134,7 +134,7 @@ def load_evaluated_models(runs: Sequence[str], baseline: str | None = None, outp
     """Load the evaluated runs that `runs` names (directories, ids or patterns, as in `nsa-lab compare`).
 
     Without `outputs`, archived runs of the checkout are found too. The runs are compared with the model `baseline`. A name
-    that matches no run is skipped with a note. Raises `Stop` if the runs cannot be compared.
+    that matches no run and a run that cannot be read are skipped with a note. Raises `Stop` if the runs cannot be compared.
     """
     folder, notes, run_dirs = resolve.get_outputs_dir(Path(outputs) if outputs else None), list[str](), list[Path]()
     for run in runs:
@@ -147,8 +147,16 @@ def load_evaluated_models(runs: Sequence[str], baseline: str | None = None, outp
                 notes.append(str(error))
         names = {path.name for path in found}
         run_dirs += [*found, *(path for path in archived if path.name not in names)]
+
+    def read_each(read: Callable[[Path], EvaluatedRun], paths: Iterable[Path]) -> Iterator[EvaluatedRun]:
+        for path in paths:
+            try:
+                yield read(path)
+            except (UsageError, OSError) as error:
+                notes.append(f"{path.name}: {describe_read_error(error)}")
+
     try:
-        models = group_runs(run_dirs, {}, notes.append)
+        models = group_runs(run_dirs, {}, notes.append, read_each)
         if not models:
             return EvaluatedModels([], None, "; ".join(notes))
         return EvaluatedModels(models, compare_models(models, find_baseline(models, baseline, "baseline ="), notes))

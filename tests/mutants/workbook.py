@@ -6,6 +6,12 @@ from mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "workbook: an unreadable run hides the others",
+        "workbook.evaluated_runs",
+        "group_runs(run_dirs, {}, notes.append, read_each)",
+        "group_runs(run_dirs, {}, notes.append)",
+    ),
+    Mutant(
         "notebook 01: eq. 9 as printed with the wrong sign",
         "figures.blocks",
         "(-m if as_printed else m)",

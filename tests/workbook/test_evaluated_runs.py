@@ -96,6 +96,18 @@ def test_pattern_without_runs_is_noted(tmp_path: Path, shown: list[Any]) -> None
     assert "'long-*' matches no run in" in shown[0].data
 
 
+def test_an_unreadable_run_is_noted_and_the_others_are_shown(tmp_path: Path, shown: list[Any]) -> None:
+    make = make_run_factory(tmp_path)
+    make("long", 0)
+    make("twin", 0, model__attention="dense")
+    bad = make("long", 1)
+    (Path(bad) / "config.yaml").write_text("train: [")
+    models = load_evaluated_models(["long-*", "twin-*"], outputs=str(tmp_path))
+    assert sorted(model.name for model in models.models) == ["long", "twin"]
+    models.show_excluded()
+    assert Path(bad).name in shown[0].data and "not YAML" in shown[0].data
+
+
 def test_without_a_dense_run_the_baseline_must_be_named(tmp_path: Path) -> None:
     make_run_factory(tmp_path)("long", 0)
     with pytest.raises(Stop, match="baseline = NAME, one of long"):
