@@ -2,8 +2,8 @@
 
 A text of T tokens is cut into 2 N chunks for N ranks. Rank r holds chunks r and 2 N - 1 - r (zigzag), so every rank has
 about the same number of past keys to score. Queries stay on their rank. Keys and values of all tokens are gathered, because
-the selected branch may read any of them. A layer that mixes a key with the key before it sends the share of the last key of
-each chunk in the key after it along with its rows (`carried`), so nothing needs the activations of a neighbour.
+the selected branch may read any of them; everything that is computed from keys alone (convolution, RoPE, compression) is
+computed from the gathered keys on every rank, so nothing needs the activations of a neighbour.
 
 A shard is computed in pieces, each with an ordinary `Span`: the end of a document that begins before the chunk is a
 `Span.chunk`; the documents that begin within the chunk are a `Span.packed`, the last of them possibly cut. All backends
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-MAX_RANGES = 2  # chunks of a rank
 OptionalTensor = TypeVar("OptionalTensor", bound=Tensor | None)
 
 
@@ -138,17 +137,16 @@ class ContextShard:
         ]
         return [row for row, _ in held], [own_row for _, own_row in held]
 
-    def start_gather(self, x: Tensor, carried: Tensor | None = None) -> PendingRows:
+    def start_gather(self, x: Tensor) -> PendingRows:
         """Start to gather x [B, n_queries, ...] of all ranks. Collective over the group.
 
-        `carried` [B, number of `ranges`, ...]: what is added to the row after each range of this rank, on whichever rank
-        that row is. Nothing is added after the text. Either all ranks pass it or none does. Computation between this and `PendingRows.wait` overlaps with the communication, and so does its backward pass with
+        Computation between this and `PendingRows.wait` overlaps with the communication, and so does its backward pass with
         the communication of the gradients.
         """
         if self.size == 1:
             return PendingRows(self, x, _Transfer())
         transfer = _Transfer()
-        return PendingRows(self, cast(Tensor, _StartGather.apply(x, carried, self, transfer)), transfer)  # pyright: ignore[reportUnknownMemberType]
+        return PendingRows(self, cast(Tensor, _StartGather.apply(x, self, transfer)), transfer)  # pyright: ignore[reportUnknownMemberType]
 
     def gather(self, x: Tensor) -> Tensor:
         """Return x [B, n_queries, ...] of all ranks in the order of the text, [B, T, ...]. Collective over the group."""
@@ -164,7 +162,7 @@ class ContextShard:
         return self.group
 
     def _order_rows(self, gathered: Tensor) -> Tensor:
-        """Return gathered rows [N B, most rows, ...] in the order of the text, [B, T, ...]; add the carried ones."""
+        """Return gathered rows [N B, most rows, ...] in the order of the text, [B, T, ...]."""
         by_rank = torch.unflatten(gathered, 0, (self.size, -1))
         text = gathered.new_empty(by_rank.shape[1], self.text.n_queries, *by_rank.shape[3:])
         for rank, rows in enumerate(by_rank):
@@ -172,45 +170,26 @@ class ContextShard:
             for part in self.list_ranges(rank):
                 text[:, part] = rows[:, row : row + part.stop - part.start]
                 row += part.stop - part.start
-        if gathered.shape[1] > self._most_rows:
-            for rank, row, target in self._carried_rows:
-                text[:, target] += by_rank[rank, :, row]
         return text
 
-    @cached_property
-    def _carried_rows(self) -> list[tuple[int, int, int]]:
-        """Rank, its row in a collective, and row of the text, of every carried row that is added to the text."""
-        return [
-            (rank, self._most_rows + index, part.stop)
-            for rank in range(self.size)
-            for index, part in enumerate(self.list_ranges(rank))
-            if part.stop < self.text.n_queries
-        ]
-
-    def _start_scatter(self, text: Tensor, n_rows: int) -> Tensor:
-        """Start to send the rows of `text` [B, T, ...] to the ranks that hold or carry them. Collective over the group.
-
-        `n_rows`: number of rows that were gathered from each rank, with carried ones.
-        """
+    def _start_scatter(self, text: Tensor) -> Tensor:
+        """Start to send the rows of `text` [B, T, ...] to the ranks that hold them. Collective over the group."""
         # A reduce-scatter in bfloat16 rounds every partial sum, and one in float32 sends twice the bytes. An all-to-all
         # sends the bytes of the first, and the sum is computed in float32. For random gradients of four ranks, the error of
         # the sum is 0.17%, that of rounding it once, and with a reduce-scatter in bfloat16 it is 0.27%. The sum is also in
         # the order of the ranks, so that it is the same in every run.
-        by_rank = text.new_empty(self.size, text.shape[0], n_rows, *text.shape[2:])
+        by_rank = text.new_empty(self.size, text.shape[0], self._most_rows, *text.shape[2:])
         for rank, rows in enumerate(by_rank):
             row = 0
             for part in self.list_ranges(rank):
                 rows[:, row : row + part.stop - part.start] = text[:, part]
                 row += part.stop - part.start
             rows[:, row:] = 0
-        if n_rows > self._most_rows:
-            for rank, row, target in self._carried_rows:
-                by_rank[rank, :, row] = text[:, target]
         return _load_collective("all_to_all")(by_rank.flatten(0, 1), None, None, self._get_group())
 
     def _sum_scattered(self, received: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the sum over the ranks, [B, rows of a rank, ...], of the result of `_start_scatter`."""
-        parts = torch.unflatten(_load_collective("wait")(received), 0, (self.size, -1))
+        """Return the sum over the ranks, [B, n_queries, ...], of the result of `_start_scatter`."""
+        parts = torch.unflatten(_load_collective("wait")(received), 0, (self.size, -1))[:, :, : self.n_queries]
         total, *others, last = parts.unbind(0)
         for part in others:
             total = total.to(torch.promote_types(dtype, torch.float32)) + part
@@ -247,33 +226,26 @@ class PendingRows(NamedTuple):
 
 class _StartGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, carried: Tensor | None, shard: ContextShard, transfer: _Transfer) -> Tensor:
+    def forward(ctx: Any, own: Tensor, shard: ContextShard, transfer: _Transfer) -> Tensor:
         ctx.shard, ctx.transfer, ctx.dtype = shard, transfer, own.dtype
-        ctx.n_carried = 0 if carried is None else carried.shape[1]
-        rows = _pad_rows(own.detach(), shard._most_rows)
-        if carried is not None:
-            rows = torch.cat([rows, _pad_rows(carried.detach(), MAX_RANGES)], dim=1)
-        transfer.rows = _load_collective("all_gather")(rows.contiguous(), 0, shard._get_group())
+        padded = _pad_rows(own.detach(), shard._most_rows)
+        transfer.rows = _load_collective("all_gather")(padded.contiguous(), 0, shard._get_group())
         return own.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        shard: ContextShard = ctx.shard
-        total = shard._sum_scattered(ctx.transfer.take(), ctx.dtype)
-        carried = total[:, shard._most_rows : shard._most_rows + ctx.n_carried] if ctx.n_carried else None
-        return total[:, : shard.n_queries], carried, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.shard._sum_scattered(ctx.transfer.take(), ctx.dtype), None, None
 
 
 class _FinishGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, shard: ContextShard, transfer: _Transfer) -> Tensor:
-        gathered = _load_collective("wait")(transfer.take())
-        ctx.shard, ctx.transfer, ctx.n_rows = shard, transfer, gathered.shape[1]
-        return shard._order_rows(gathered)
+        ctx.shard, ctx.transfer = shard, transfer
+        return shard._order_rows(_load_collective("wait")(transfer.take()))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.transfer.rows = ctx.shard._start_scatter(grads[0], ctx.n_rows)
+        ctx.transfer.rows = ctx.shard._start_scatter(grads[0])
         return grads[0].new_empty(0), None, None
 
 

@@ -31,7 +31,7 @@ from nsa_lab.attention.exported import compress_traceable, exported_attention, e
 from nsa_lab.attention.layout import Layout
 from nsa_lab.config import BRANCHES, ModelConfig, NSAConfig
 from nsa_lab.model.cache_protocols import CachedLayer
-from nsa_lab.model.context_parallel import ShardTables, attend_dense_shard, attend_shard
+from nsa_lab.model.context_parallel import attend_dense_shard, attend_shard
 from nsa_lab.model.head_projections import (
     ProjectedHeads,
     UnrotatedHeads,
@@ -119,7 +119,7 @@ class SparseAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rotary: Rotary | ShardTables,
+        rotary: Rotary,
         span: Span | ContextShard | None = None,
         layouts: tuple[Layout, ...] | None = None,
         cache: CachedLayer | None = None,
@@ -131,7 +131,7 @@ class SparseAttention(nn.Module):
         `layouts`: the result of `get_layouts` for this layer; None: build it here, which breaks a compiled graph in two.
         `cache`: the cache of this layer, if x are new tokens; it holds the selected blocks. `blocks`: the blocks that an
         earlier layer selected, for a layer without an indexer in a model with one. With a `ContextShard`, x, the output and
-        the blocks belong to this rank, and `rotary` is the result of `make_shard_tables`. `query_weights`: as in
+        the blocks belong to this rank, and `rotary` has the positions of the whole text. `query_weights`: as in
         `selection_loss`, not with a ContextShard.
         """
         if cache is not None:
@@ -139,12 +139,10 @@ class SparseAttention(nn.Module):
         self._check_blocks(blocks)
         layouts = layouts or get_layouts(span, self.config, x.device)
         if isinstance(span, ContextShard):
-            assert isinstance(rotary, ShardTables), "made by prepare_inputs"
             out, *selection = attend_shard(
                 self, *split_projection(self.qkv(x), self.config), x, rotary, span, layouts, blocks
             )
             return self.out(out.flatten(2)), Selection(*selection)
-        assert not isinstance(rotary, ShardTables), "of a shard"
         layout, selection_layout = (layouts[0], layouts[-1]) if layouts else (None, None)
         inputs = self._project(x, rotary, span, layout)
         scoring = self._project_selection_inputs(x, inputs, rotary, span, selection_layout) if blocks is None else None
@@ -338,7 +336,7 @@ class DenseAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rotary: Rotary | ShardTables,
+        rotary: Rotary,
         span: Span | ContextShard | None = None,
         layouts: tuple[Layout, ...] | None = None,
         cache: CachedLayer | None = None,
@@ -352,12 +350,10 @@ class DenseAttention(nn.Module):
         """
         if cache is not None:
             return self.out(cache.attend(self, x)), Selection()
-        if isinstance(span, ContextShard):
-            assert isinstance(rotary, ShardTables), "made by prepare_inputs"
-            out = attend_dense_shard(self, *split_projection(self.qkv(x), self.config), rotary, span)
-            return self.out(out.flatten(2)), Selection()
-        assert not isinstance(rotary, ShardTables), "of a shard"
         layouts = layouts or get_layouts(span, self.config, x.device)
+        if isinstance(span, ContextShard):
+            out = attend_dense_shard(self, *split_projection(self.qkv(x), self.config), rotary, span, layouts)
+            return self.out(out.flatten(2)), Selection()
         layout = layouts[0] if layouts else None
         q, (k,), (v,), _ = self.project_heads(x, rotary, layout and layout.is_document_start)
         out = dense_attention(q, k, v, backend=self.backends["dense"].backend, span=span, layout=layout)

@@ -1,15 +1,14 @@
 """Layers whose text is shared by several ranks: each computes its own queries over the keys of all (`ContextShard`).
 
-Per layer there is one all-gather of keys, values and index keys. Each rank convolves and rotates its own keys before it. The
-convolution of the first key of a chunk reads the key before it, which another rank may have: that rank computes its share
-and sends it along. The steps of index keys and compression are computed on every rank for the whole text: they are cheap
-next to attention. The backward pass has one all-to-all. The gates and RoPE of index queries overlap with both.
+Per layer there is one all-gather of the projected keys, values and index keys, before the convolution of keys, RoPE and
+compression. Every rank repeats these on the whole text: they are linear in its length and cheap next to attention, and the
+tokens at the ends of a chunk then need nothing from their neighbours. The backward pass has one all-to-all. The gates and
+RoPE of queries overlap with both.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,52 +20,11 @@ from nsa_lab.attention.context_parallel import ContextShard, PendingRows, slice_
 from nsa_lab.attention.layout import Layout
 from nsa_lab.attention.selection_loss import HeldRows, select_held_rows
 from nsa_lab.config import BRANCHES
-from nsa_lab.model.layers import Rotary, ShortConvolution, convolve_keys, rotate
+from nsa_lab.model.layers import Rotary, convolve_keys, rotate
 from nsa_lab.model.ngrams import NgramEmbedding
 
 if TYPE_CHECKING:
     from nsa_lab.model.attention_layers import DenseAttention, SparseAttention
-
-
-class ShardTables(NamedTuple):
-    """What the layers of a shard have in common, in place of `Rotary`. Built once, because taking rows needs many launches."""
-
-    text: Rotary
-    """RoPE tables of the whole text."""
-    own: Rotary
-    """RoPE tables of this rank's tokens."""
-    after: Rotary
-    """RoPE tables of the token after each range of this rank."""
-    is_after_same: Tensor
-    """bool [ranges, 1, 1]: whether the token after each range is of the same document as the last of the range."""
-    is_start: Tensor
-    """bool [n_queries], True at the first token of each document and of each range."""
-    ends: tuple[int, ...]
-    """Row of this rank's tokens after each range."""
-
-
-def make_shard_tables(shard: ContextShard, rotary: Rotary) -> ShardTables:
-    """Return the tables of `shard`; `rotary`: RoPE tables of the whole text."""
-    text_is_start = shard.text.positions(rotary[0].device) == 0
-    is_start, n_tokens = shard.take(text_is_start, dim=0), shard.text.n_queries
-    ends = tuple(accumulate(part.stop - part.start for part in shard.ranges))
-    for row in (0, *ends[:-1]):
-        is_start[row] = True
-    # After the text there is none.
-    is_inside = [part.stop < n_tokens for part in shard.ranges]
-    after = [
-        slice(part.stop, part.stop + 1) if inside else slice(0, 1)
-        for part, inside in zip(shard.ranges, is_inside, strict=True)
-    ]
-    is_after_same = torch.cat([~text_is_start[row] for row in after])  # False for the first token of the text
-    return ShardTables(
-        rotary,
-        (shard.take(rotary[0], dim=0), shard.take(rotary[1], dim=0)),
-        (torch.cat([rotary[0][row] for row in after]), torch.cat([rotary[1][row] for row in after])),
-        is_after_same[:, None, None],
-        is_start,
-        ends,
-    )
 
 
 def check_shard(shard: ContextShard, n_tokens: int) -> None:
@@ -102,7 +60,7 @@ def attend_shard(
     qk: Tensor,
     values: Tensor,
     x: Tensor,
-    tables: ShardTables,
+    rotary: Rotary,
     shard: ContextShard,
     layouts: tuple[Layout, ...] | None,
     blocks: Tensor | None,
@@ -110,29 +68,32 @@ def attend_shard(
     """Return the output [B, T, H, d_v] of this rank's tokens, its share of the selection loss, and the selected blocks.
 
     qk [B, T, H + sets G, d_k] and values [B, T, sets G, d_v]: the projections of x [B, T, C], as from `split_projection`.
-    `layouts`: of the whole text. `blocks`: as in `SparseAttention.forward`. Collective over the group.
+    `rotary`, `layouts`: of the whole text. `blocks`: as in `SparseAttention.forward`. Collective over the group.
     """
     # Traced by torch.compile, except for the functions that read the shard.
     c, indexer = layer.config, layer.indexer
     q, k = qk.split([c.n_heads, values.shape[2]], dim=2)
-    k, carried = _prepare_keys(layer.convolution, k, len(c.kv_sets), tables)
     index_q, index_k = indexer.split(indexer.qk(x.detach())) if indexer is not None else (None, None)
     rows = [part.flatten(2) for part in (k, values, index_k) if part is not None]
     trains = layer.training and c.has_selection_loss
-    pending, held = _start_gather(shard, torch.cat(rows, dim=2), carried, c.selection_queries if trains else 0)
+    own_rotary, pending, held = _start_gather(shard, rotary, torch.cat(rows, dim=2), c.selection_queries if trains else 0)
     # While the keys are on their way.
     gates = layer.compute_gates(x)
     gates = None if gates is None else gates.to(q.dtype)
-    q = rotate(q, tables.own)
+    q = rotate(q, own_rotary)
     if indexer is not None and index_q is not None:
-        index_q = indexer.rotate_queries(index_q, tables.own)
-    keys, values, *index_rows = _finish_gather(pending).split([part.shape[2] for part in rows], dim=2)
-    keys, values = keys.unflatten(2, (-1, c.d_k)), values.unflatten(2, (-1, c.d_v))
-    # The same steps as in `Indexer.forward`, for the index keys of the whole text.
+        index_q = indexer.rotate_queries(index_q, own_rotary)
+    k, values, *index_rows = _finish_gather(pending).split([part.shape[2] for part in rows], dim=2)
+    k, values = k.unflatten(2, (-1, c.d_k)), values.unflatten(2, (-1, c.d_v))
+    # The same steps as in `SparseAttention.project` and `Indexer.forward`, for the keys of the whole text.
+    starts = layouts[0].is_document_start if layouts else None
+    if layer.convolution:
+        by_set = k.unflatten(2, (len(c.kv_sets), c.n_kv_groups))
+        k = convolve_keys(layer.convolution, by_set, starts, None).flatten(2, 3)
+    keys = rotate(k, rotary)
     if indexer is not None and index_rows:
-        starts = layouts[0].is_document_start if layouts else None
-        index_k = indexer.prepare_keys(index_rows[0].unflatten(2, (-1, c.index_width)), tables.text, starts)
-    by_branch, scoring_k = _compress_keys(layer, keys, values, index_k, tables.text, layouts, needs_scoring=blocks is None)
+        index_k = indexer.prepare_keys(index_rows[0].unflatten(2, (-1, c.index_width)), rotary, starts)
+    by_branch, scoring_k = _compress_keys(layer, keys, values, index_k, rotary, layouts, needs_scoring=blocks is None)
     scoring_q = q if index_q is None else index_q
     k_sel, v_sel = by_branch[1]
     loss = None
@@ -148,38 +109,18 @@ def attend_shard(
     return out, loss, blocks if c.indexer_every > 1 else None
 
 
-def _prepare_keys(
-    convolution: ShortConvolution | None, k: Tensor, n_sets: int, tables: ShardTables
-) -> tuple[Tensor, Tensor | None]:
-    """Convolve and rotate this rank's keys k [B, T, sets G, D].
-
-    Also return what the last key of each range adds to the key after it, [B, ranges, sets G D]; None without a convolution.
-    """
-    if convolution is None:
-        return rotate(k, tables.own), None
-    by_set = k.unflatten(2, (n_sets, -1))
-    last = torch.cat([by_set[:, end - 1 : end] for end in tables.ends], dim=1)
-    # Each of these keys is followed by a key of zeros: a row of the batch for each, because they are no neighbours.
-    by_range = last.flatten(0, 1).unsqueeze(1)
-    added = convolve_keys(convolution, torch.zeros_like(by_range), None, by_range).view_as(last).flatten(2, 3)
-    added = torch.where(tables.is_after_same, rotate(added, tables.after), 0).flatten(2)
-    k = convolve_keys(convolution, by_set, tables.is_start, None).flatten(2, 3)
-    return rotate(k, tables.own), added
-
-
 # Each batch has other pieces. Traced, their bounds would be constants, and every batch would be compiled again.
 @disable_compile
 def _start_gather(
-    shard: ContextShard, x: Tensor, carried: Tensor | None, n_queries: int | None = 0
-) -> tuple[PendingRows, HeldRows | None]:
-    """Return the rows that are being gathered, and the sampled queries of this rank.
+    shard: ContextShard, rotary: Rotary, x: Tensor, n_queries: int | None = 0
+) -> tuple[Rotary, PendingRows, HeldRows | None]:
+    """Return the RoPE tables of this rank's tokens, the rows that are being gathered, and the sampled queries of this rank.
 
-    `carried` [B, ranges, C]: as in `ContextShard.start_gather`, of the first C channels. `n_queries`: as in
-    `selection_loss`; 0: no queries are sampled.
+    `n_queries`: as in `selection_loss`; 0: no queries are sampled.
     """
-    carried = None if carried is None else pad(carried, (0, x.shape[2] - carried.shape[2]))
-    pending = shard.start_gather(x, carried)
-    return pending, None if n_queries == 0 else select_held_rows(shard, n_queries, x.device)
+    pending = shard.start_gather(x)
+    held = None if n_queries == 0 else select_held_rows(shard, n_queries, x.device)
+    return (shard.take(rotary[0], dim=0), shard.take(rotary[1], dim=0)), pending, held
 
 
 @disable_compile
@@ -271,18 +212,25 @@ def _attend_pieces(
 
 
 def attend_dense_shard(
-    layer: DenseAttention, qk: Tensor, values: Tensor, tables: ShardTables, shard: ContextShard
+    layer: DenseAttention,
+    qk: Tensor,
+    values: Tensor,
+    rotary: Rotary,
+    shard: ContextShard,
+    layouts: tuple[Layout, ...] | None,
 ) -> Tensor:
     """Return causal attention of this rank's tokens, [B, T, H, d_v]; arguments as in `attend_shard`. Collective."""
     c = layer.config
     q, k = qk.split([c.n_heads, values.shape[2]], dim=2)
-    k, carried = _prepare_keys(layer.convolution, k, 1, tables)
     rows = k.flatten(2), values.flatten(2)
-    pending, _ = _start_gather(shard, torch.cat(rows, dim=2), carried)
-    q = rotate(q, tables.own)
+    own_rotary, pending, _ = _start_gather(shard, rotary, torch.cat(rows, dim=2))
+    q = rotate(q, own_rotary)
     k, values = _finish_gather(pending).split([part.shape[2] for part in rows], dim=2)
     k, values = k.unflatten(2, (-1, c.d_k)), values.unflatten(2, (-1, c.d_v))
-    return _attend_dense_pieces(q, k, values, shard, layer.backends["dense"].backend)
+    if layer.convolution:
+        starts = layouts[0].is_document_start if layouts else None
+        k = convolve_keys(layer.convolution, k.unsqueeze(2), starts, None).squeeze(2)
+    return _attend_dense_pieces(q, rotate(k, rotary), values, shard, layer.backends["dense"].backend)
 
 
 @disable_compile

@@ -25,7 +25,7 @@ from nsa_lab.model.attention_layers import (
     scale_selection_loss,
 )
 from nsa_lab.model.cache_protocols import CachedLayer, CachedPass
-from nsa_lab.model.context_parallel import ShardTables, check_shard, compute_ngram_rows, make_shard_tables
+from nsa_lab.model.context_parallel import check_shard, compute_ngram_rows
 from nsa_lab.model.init_weights import initialize_weights
 from nsa_lab.model.layers import MLP, RMSNorm, Rotary, check_span, get_rotary_table, rms_normalize
 from nsa_lab.model.ngrams import NgramEmbedding
@@ -50,7 +50,7 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rotary: Rotary | ShardTables | None,
+        rotary: tuple[Tensor, Tensor] | None,
         span: Span | ContextShard | None = None,
         layouts: tuple[Layout, ...] | None = None,
         cache: CachedLayer | None = None,
@@ -232,7 +232,6 @@ class NSATransformer(nn.Module):
         if self.config.attention != "nsa":
             raise ValueError("observe: a dense model has no branches to observe; use model.attention: nsa")
         x, rotary = self.prepare_inputs(tokens, span)
-        assert not isinstance(rotary, ShardTables), "of a shard"
         observed: list[dict[str, Tensor]] = []
         selected: Tensor | None = None
         for index, block in enumerate(cast("list[Block]", self.blocks)):
@@ -291,8 +290,8 @@ class NSATransformer(nn.Module):
 
     def prepare_inputs(
         self, tokens: Tensor | None, span: Span | ContextShard | None = None, embeddings: Tensor | None = None
-    ) -> tuple[Tensor, Rotary | ShardTables]:
-        """Return the inputs of the first block, x [B, T, C] and the RoPE tables (of a shard, its tables), for callers that iterate over blocks.
+    ) -> tuple[Tensor, Rotary]:
+        """Return the inputs of the first block, x [B, T, C] and the RoPE tables, for callers that iterate over blocks.
 
         Raise ValueError as `forward` does.
         """
@@ -301,10 +300,11 @@ class NSATransformer(nn.Module):
         if isinstance(span, ContextShard):
             check_shard(span, n_tokens)
             rows = compute_ngram_rows(self.ngrams, tokens, span) if self.ngrams and tokens is not None else None
+            # Keys of all tokens are rotated after they were gathered, so the tables cover the whole text.
             text_rotary = get_rotary_table(
                 span.text.n_queries, c.rotary_width, c.rope_theta, device, span.text, c.rope_scaling
             )
-            return self.embed(tokens, embeddings=embeddings, ngram_rows=rows), make_shard_tables(span, text_rotary)
+            return self.embed(tokens, embeddings=embeddings, ngram_rows=rows), text_rotary
         check_span(span, n_tokens)
         positions = None if span is None else span.positions(device)
         rotary = get_rotary_table(n_tokens, c.rotary_width, c.rope_theta, device, span, c.rope_scaling)
