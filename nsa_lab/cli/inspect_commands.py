@@ -242,6 +242,8 @@ def export(
     from nsa_lab.runs.history import History
 
     history = History.read(resolve.find_run(run, resolve.get_outputs_dir(outputs)))
+    if not len(history.steps) and not len(history.evaluations):
+        raise RunDirectoryError(f"{history.run}: no step is recorded, so there is nothing to export")
     if into is None:
         write_csv(history, sys.stdout)
         return

@@ -108,8 +108,8 @@ def render_runs(folder: Path, width: int, *, recorded: bool = False) -> tuple[li
 
 def _summarize_briefly(run_dir: Path) -> dict[str, Any]:
     """Return a run's facts from its verdict, if that is of the present record, else from the end of its events."""
-    state = lifecycle.get_state(run_dir)
-    status, verdict = directory.read_status(run_dir), read_verdict(run_dir)
+    status = directory.read_status(run_dir)
+    state, verdict = lifecycle.get_state(run_dir, status), read_verdict(run_dir)
     facts = verdict["facts"] if verdict else _read_quick_facts(run_dir, status.get("step", 0))
     return {
         "run": run_dir.name,

@@ -21,6 +21,10 @@ MAX_LOSS = 2.0  # largest loss / ln(vocabulary)
 # Largest difference between two losses with all tokens, in nats: 1.4e-6 in float32 and 0.0072 in bfloat16 measured.
 SAME_LOSS = {"float64": 1e-3, "float32": 1e-3}
 SAME_LOSS_ROUNDED = 0.05
+# Largest relative difference between two measurements of the same weights on the same windows, one in bfloat16 (0.0013
+# measured), and largest factor between the losses of different texts (1.3 measured).
+SAME_WINDOWS = 0.02
+OTHER_TEXT = 3.0
 # Largest gain over dense attention on frozen weights, in nats, mean over windows (0.0019 measured, 0.018 in one window).
 MAX_GAIN = 0.1
 
@@ -75,6 +79,51 @@ def _find_impossible_loss(history: History, text: dict[str, Any]) -> str | None:
             if not is_finite(loss) or not 0 < loss <= highest:
                 return f"a loss of {_name_row(row)} is {loss:g} nats per token, expected above 0 and at most {highest:.3g}"
     return None
+
+
+def _find_repeated_windows(history: History, text: dict[str, Any]) -> str | None:
+    """Different windows have different losses, to the last bit."""
+    for row in text["losses"]:
+        if len(row["windows"]) > 1 and all(window == row["windows"][0] for window in row["windows"]):
+            return f"all {len(row['windows'])} windows of {_name_row(row)} have the same losses"
+    return None
+
+
+def _find_other_measurement(history: History, text: dict[str, Any]) -> str | None:
+    """The run measured the same weights: its evaluation, and its comparison with dense attention.
+
+    These may be of the same windows. The losses of other texts are of the same size.
+    """
+    steps = history.evaluations.ints("step") == text["step"]
+    lengths = np.array([last - first for first, last in text["ranges"]])
+    means = {
+        _get_key(row): float((np.array(row["windows"]).mean(axis=0) * lengths).sum() / lengths.sum())
+        for row in text["losses"]
+    }
+    dense, n_windows = means["dense", None], len(text["losses"][0]["windows"])
+    for event in history.evaluations.select(steps):
+        loss: Any = event.get("loss")
+        if not is_finite(loss) or loss <= 0:
+            continue
+        if not 1 / OTHER_TEXT <= dense / loss <= OTHER_TEXT:
+            return f"dense has a loss of {dense:.4g} nats, the evaluation at step {text['step']:,} of {loss:.4g}"
+        if (event.get("text"), event.get("windows"), event.get("seq_len")) != (text["identity"], n_windows, text["length"]):
+            continue
+        expected: dict[tuple[str, int | None], Any] = {("selected", history.config.model.nsa.n_sel): loss}
+        for comparison in history.current_events("conversion"):
+            losses = comparison.get("loss")
+            is_same = (comparison["step"], comparison.get("windows")) == (text["step"], n_windows)
+            if is_same and isinstance(losses, dict):
+                expected["dense", None] = losses.get("dense")
+        for key, value in expected.items():
+            found = means.get(key)
+            if found is not None and is_finite(value) and abs(found - value) > SAME_WINDOWS * value:
+                return f"{key[0]} has a loss of {found:.4f} nats on the windows on which the run measured {value:.4f}"
+    return None
+
+
+def _get_key(row: dict[str, Any]) -> tuple[str, int | None]:
+    return row["attention"], row["blocks"]
 
 
 def _iterate_sparse_rows(text: dict[str, Any]) -> Iterator[tuple[str, int, np.ndarray, np.ndarray]]:
@@ -137,6 +186,9 @@ def _find_impossible_mass(history: History, text: dict[str, Any]) -> str | None:
                 return f"{subject}: {name} has {len(values)} layers, but config.yaml has {n_layers}"
             if wrong := [value for value in values if not -ROUNDING <= value <= 1 + ROUNDING]:
                 return f"{subject}: {name} is {wrong[0]:g} of the oracle's, expected 0 to 1"
+        for one, other in itertools.combinations(SELECTIONS, 2):
+            if FREE in suffixes and n_layers > 1 and fractions[one + FREE] == fractions[other + FREE]:
+                return f"{subject}: {one} and {other} have the same shares in all layers"
         for name in SELECTIONS if FREE in suffixes else ():
             above = np.array(fractions[name + FREE]) - np.array(fractions[name])
             if (above > ROUNDING).any():
@@ -153,6 +205,8 @@ def _find_impossible_mass(history: History, text: dict[str, Any]) -> str | None:
 RELATIONS: tuple[Find, ...] = (
     _find_other_rows,
     _find_impossible_loss,
+    _find_repeated_windows,
+    _find_other_measurement,
     _find_other_early_loss,
     _find_impossible_gain,
     _find_impossible_mass,

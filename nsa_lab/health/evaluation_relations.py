@@ -70,8 +70,10 @@ def _iterate_losses(record: dict[str, Any]) -> Iterator[tuple[str, list[float]]]
 
 
 def _find_constant_losses(history: History, record: dict[str, Any]) -> str | None:
-    """Different texts have different losses, and none is 0. Answers may cost almost nothing."""
+    """Different texts have different finite losses, and none is 0. Answers may cost almost nothing."""
     for subject, losses in _iterate_losses(record):
+        if nonfinite := [loss for loss in losses if not math.isfinite(loss)]:
+            return f"a loss of {subject} is {nonfinite[0]:g} nats per token"
         if len(losses) >= MIN_EQUAL and len(set(losses)) == 1:
             return f"all {len(losses)} losses of {subject} are {losses[0]:g}"
         if subject != "retrieval" and any(loss <= 0 for loss in losses):

@@ -93,10 +93,13 @@ def parse_unique_json(data: bytes) -> Any:
     return json.loads(data, object_pairs_hook=make_object)
 
 
-def read_json(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if the file is missing, or damaged, which is logged."""
+def read_json(path: Path, max_bytes: int = MAX_FILE_BYTES, *, unique: bool = False) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if the file is missing, or damaged, which is logged.
+
+    `unique`: a file with a key that occurs twice is damaged. This takes several times as long.
+    """
     try:
-        value = parse_json(read_bounded(path, max_bytes))
+        value = (parse_unique_json if unique else parse_json)(read_bounded(path, max_bytes))
     except FileNotFoundError:
         return {}
     except OSError as error:

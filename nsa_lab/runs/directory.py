@@ -233,7 +233,7 @@ def write_status(run_dir: Path, *, run: str, status: str, **fields: Any) -> None
 
 def read_status(run_dir: str | Path) -> dict[str, Any]:
     """Return the status recorded in the directory; empty if the file is missing or damaged."""
-    status = read_json(Path(run_dir) / STATUS)
+    status = read_json(Path(run_dir) / STATUS, unique=True)
     known = {name: kind for name, kind in _STATUS_TYPES.items() if name in status}
     known |= {name: kind for name, kind in _NULLABLE_STATUS_TYPES.items() if status.get(name) is not None}
     invalid = [name for name, kind in known.items() if not _is_valid(status[name], kind)]

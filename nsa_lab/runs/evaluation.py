@@ -112,7 +112,7 @@ def read_conversion(run_dir: Path) -> dict[str, Any] | None:
 
 def _read_record(run_dir: Path, name: str) -> dict[str, Any] | None:
     path = run_dir / name
-    record = read_json(path)
+    record = read_json(path, unique=True)
     if not record:
         return None
     if problem := _find_problem(record, name) or _find_other_run(record, run_dir):
@@ -143,7 +143,7 @@ def find_file_problem(run_dir: Path, name: str) -> str | None:
     """Return the problem of one of these files; None if it is valid, missing, or of a newer version."""
     if not (run_dir / name).exists():
         return None
-    record = read_json(run_dir / name)
+    record = read_json(run_dir / name, unique=True)
     version = record.get("v")
     if type(version) is int and version > VERSION:
         return None

@@ -188,9 +188,12 @@ def is_alive(run_dir: str | Path) -> bool:
     return lock_owner(run_dir) is not None
 
 
-def get_state(run_dir: str | Path) -> str:
-    """Return RUNNING, DONE, HALTED, PREEMPTED, or DEAD (recorded as RUNNING, but no trainer is alive)."""
-    status = directory.read_status(run_dir)
+def get_state(run_dir: str | Path, status: dict[str, Any] | None = None) -> str:
+    """Return RUNNING, DONE, HALTED, PREEMPTED, or DEAD (recorded as RUNNING, but no trainer is alive).
+
+    `status`: the result of `directory.read_status`; None: read it here.
+    """
+    status = directory.read_status(run_dir) if status is None else status
     if status and status.get("run") != Path(run_dir).resolve().name:
         raise RunDirectoryError(
             f"{run_dir}: its {directory.STATUS} belongs to run {status.get('run')!r}; if the folder was renamed or copied, "

@@ -19,16 +19,24 @@ Record = dict[str, Any]
 RANGES = [[0, 256], [256, 512], [512, 1024], [1024, 2048]]
 DENSE = [[3.0, 2.5, 2.4, 2.3], [3.1, 2.52, 2.3, 2.2]]
 BLOCKS = 8
+EVALUATED = {"text": "e" * 16, "windows": 2, "seq_len": 2048, "loss": 2.4}  # by the run, after its last step
 
 
 def write_converted_run(folder: Path, trainable: str = "indexer") -> tuple[History, Record]:
     """Return a run with 32 blocks of 64 tokens and the evaluation of eight selected ones."""
     model = {"branches": ["sel"], "indexer_block": 1, "selection_loss": 0.05}
     config = make_config(
-        train__initial_weights="somewhere", train__trainable=trainable, **{f"model__{key}": v for key, v in model.items()}
+        train__initial_weights="somewhere",
+        train__trainable=trainable,
+        nsa__n_sel=BLOCKS,
+        **{f"model__{key}": v for key, v in model.items()},
     )
     assert config.model.nsa.l_sel == 64
-    run_dir = write_run(folder, config)
+
+    def evaluate_other_windows(events: list[dict[str, Any]]) -> None:
+        [event.update(EVALUATED) for event in events if event["kind"] == "eval" and event["step"] == 200]
+
+    run_dir = write_run(folder, config, evaluate_other_windows)
     history = History.read(run_dir)
 
     def make_row(attention: str, blocks: int | None, gap: float) -> Record:
@@ -88,6 +96,33 @@ def swap_chance(record: Record) -> None:
         fractions[chosen], fractions[chance] = fractions[chance], fractions[chosen]
 
 
+def repeat_windows(record: Record) -> None:
+    for row in record["texts"]["validation"]["losses"]:
+        row["windows"] = [row["windows"][0]] * 2
+
+
+def scale_losses(factor: float) -> Callable[[Record], None]:
+    def edit(record: Record) -> None:
+        for row in record["texts"]["validation"]["losses"]:
+            row["windows"] = [[loss * factor for loss in window] for window in row["windows"]]
+
+    return edit
+
+
+def measure_evaluated_windows(factor: float) -> Callable[[Record], None]:
+    """Evaluate the windows of the run's own evaluation, with a loss that differs by a factor."""
+
+    def edit(record: Record) -> None:
+        text = record["texts"]["validation"]
+        text.update(identity=EVALUATED["text"], losses=copy.deepcopy(text["losses"]))
+        losses = text["losses"]
+        lengths = [last - first for first, last in RANGES]
+        mean = sum(loss * n for window in losses[2]["windows"] for loss, n in zip(window, lengths, strict=True))
+        scale_losses(factor * EVALUATED["loss"] / (mean / 2 / sum(lengths)))(record)
+
+    return edit
+
+
 def select_forced_blocks(record: Record) -> None:
     """Select the forced blocks only. The oracle has no mass outside them, so shares of it are rounding errors."""
     text = record["texts"]["validation"]
@@ -125,6 +160,10 @@ EDITS: list[tuple[Callable[[Record], Any], str]] = [
     (set_mass(chosen=[0.9, 1.2, 0.9]), "chosen is 1.2 of the oracle's, expected 0 to 1"),
     (set_mass(random_free=[0.9, 0.3, 0.3]), "random_free is above random in layer 0"),
     (edit_text(lambda text: text["mass"][0]["fractions"].clear()), "chosen has 0 layers"),
+    (set_mass(nearest_free=[0.3] * LAYERS), "nearest and random have the same shares in all layers"),
+    (repeat_windows, "all 2 windows of dense have the same losses"),
+    (scale_losses(0.1), "dense has a loss of 0.2"),
+    (measure_evaluated_windows(1.03), "on the windows on which the run measured"),
     (swap_chance, "the indexer's have 0.800 of the oracle's, random ones 0.990: worse than chance"),
 ]
 
@@ -153,6 +192,8 @@ def test_possible_evaluations_of_a_conversion(tmp_path: Path) -> None:
         (history, [set_losses("dense", 5.0, 3)]),
         (history, [lambda r: r.update(step=0), swap_chance]),
         (history, [select_forced_blocks]),
+        (history, [measure_evaluated_windows(1.0)]),
+        (history, [measure_evaluated_windows(1.01)]),
         (history, [lambda r: r.update(dtype="bfloat16"), set_losses("selected", 2.53, 1, 2)]),
     ]
     for own, edits in cases:

@@ -532,6 +532,8 @@ def test_contradictory_evaluations(tmp_path: Path) -> None:
         (lambda r: [cell.update(loss=0.7) for cell in r["retrieval"]], "losses of retrieval are 0.7"),
         (lambda r: scale_losses(r["positions"]["octaves"]), "is not the mean of its windows"),
         (lambda r: scale_losses(r["positions"]["octaves"], 0.0), "losses of positions are 0"),
+        (lambda r: r["texts"]["long"].update(loss=math.nan), "a loss of the text long is nan"),
+        (lambda r: r["retrieval"][0].update(loss=math.nan), "a loss of retrieval is nan"),
         (lambda r: r.update(text_tokens=7), "the text has 7 tokens, in the preflight"),
         (forget_tokens, "has a loss of 6 nats with all tokens right, expected at most 5."),
         (lambda r: r["texts"]["long"].update(loss=0.7), "the text long is not the mean of its rows"),

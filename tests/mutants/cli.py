@@ -5,6 +5,12 @@ from __future__ import annotations
 from mutants.mutant import Mutant
 
 MUTANTS = [
+    Mutant(
+        "export: a run without steps is an empty table",
+        "cli.inspect_commands",
+        "if not len(history.steps) and not len(history.evaluations):",
+        "if False:",
+    ),
     Mutant("errors: any error is one of memory", "config.errors", "if not is_torch_error and not", "if False and not"),
     Mutant("cli: an empty path is the working directory", "cli.common", "if not str(text).strip():", "if False:"),
     Mutant(

@@ -271,6 +271,37 @@ MUTANTS = [
         "is_null = has & ~np.isfinite(events.numbers(name))",
         "is_null = has & False",
     ),
+    Mutant(
+        "conversion: another measurement of the same windows passes",
+        "health.conversion_relations",
+        "abs(found - value) > SAME_WINDOWS * value",
+        "False",
+    ),
+    Mutant(
+        "conversion: losses of any size pass",
+        "health.conversion_relations",
+        "if not 1 / OTHER_TEXT <= dense / loss <= OTHER_TEXT:",
+        "if False:",
+    ),
+    Mutant("conversion: equal windows pass", "health.conversion_relations", "    _find_repeated_windows,\n", ""),
+    Mutant(
+        "conversion: equal selections pass",
+        "health.conversion_relations",
+        "fractions[one + FREE] == fractions[other + FREE]",
+        "False",
+    ),
+    Mutant(
+        "attempts: another configuration passes",
+        "health.attempt_checks",
+        '    "configuration": lambda event: event.get("config_hash"),\n',
+        "",
+    ),
+    Mutant(
+        "evaluation: losses that are not finite pass",
+        "health.evaluation_relations",
+        "if not math.isfinite(loss)]:",
+        "if False]:",
+    ),
     Mutant("health: a null learning rate passes", "health.loss_checks", "errors[~np.isfinite(errors)] = np.inf", "pass"),
     Mutant(
         "health: a constant loss passes",

@@ -309,6 +309,12 @@ MUTANTS = [
     ),
     Mutant("columns: a batch of lists ends early", "runs.event_columns", "map(len, values[1:])", "map(len, values[:-1])"),
     Mutant("io: half of a surrogate pair is not JSON", "runs.atomic_io", "return json.loads(data)  #", "raise  #"),
+    Mutant(
+        "io: a key that occurs twice is read",
+        "runs.atomic_io",
+        "(parse_unique_json if unique else parse_json)",
+        "parse_json",
+    ),
     Mutant("io: a long file is cut", "runs.atomic_io", "data += file.read(max_bytes + 1 - BLOCK_BYTES)", "pass"),
     Mutant(
         "table: a sparse field belongs to the first rows",

@@ -229,6 +229,7 @@ OTHERS = {
             "health_shows_the_others_of_a_bad_run",
             "compare_and_report_show_the_others_of_a_bad_run",
         ),
+        *cases("runs/test_damaged_records.py", "a_run_without_steps_is_not_exported"),
         "tests/runs/test_resolve.py",
     ],
     "data.paths": ["tests/data/test_paths.py"],

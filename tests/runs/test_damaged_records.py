@@ -121,8 +121,14 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
+def repeat_key(path: Path) -> None:
+    """Another reader may take the first value."""
+    text = path.read_text()
+    path.write_text(text.replace('"step":', '"step": 1, "step":') if '"step":' in text else "[]")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", [cut, not_text, other_json, empty])
+@pytest.mark.parametrize("damage", [cut, not_text, other_json, empty, repeat_key])
 @pytest.mark.parametrize("name", [directory.STATUS, directory.ENVIRONMENT, "evaluation.json"])
 def test_damaged_file_is_ignored_with_a_warning(
     run_dir: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
@@ -251,3 +257,13 @@ def test_files_are_read_up_to_a_bound(tmp_path: Path) -> None:
             if 0 <= bound < size:
                 with pytest.raises(atomic_io.UnreadableFile):
                     atomic_io.read_bounded(path, bound)
+
+
+def test_a_run_without_steps_is_not_exported(run_dir: Path) -> None:
+    for content in (None, b"\0" * 500):
+        path = run_dir / directory.EVENTS
+        path.unlink(missing_ok=True)
+        if content:
+            path.write_bytes(content)
+        answer = CliRunner().invoke(cli.app, ["export", str(run_dir), "--csv"])
+        assert isinstance(answer.exception, directory.RunDirectoryError) and not answer.stdout
