@@ -42,7 +42,8 @@ def check_loss_course(history: History, limits: Limits) -> Verdict:
     for stage in np.unique(stages):
         windows = _split_into_windows(steps[stages == stage], bpb[stages == stage], limits)
         n_windows += len(windows.means)
-        if problem := windows.find_problem(limits) or _find_wave(steps[stages == stage], bpb[stages == stage], limits):
+        own = steps[stages == stage], bpb[stages == stage]
+        if problem := windows.find_problem(limits) or _find_training_swings(*own, limits) or _find_wave(*own, limits):
             return Verdict(name, False, *problem)
     if not n_windows and len(history.evaluations) < 3:
         return Verdict(name, None, None, limits.course_change, "too few readings")
@@ -148,6 +149,22 @@ def _find_loss_shift(history: History, limits: Limits) -> tuple[float, float, st
             text = f"{name} changes by a factor of at least {shift.factor:.0f} at step {shift.step:,}"
             return shift.factor, limits.loss_shift, text
     return None
+
+
+def _find_training_swings(steps: np.ndarray, bpb: np.ndarray, limits: Limits) -> tuple[float, float, str] | None:
+    """Return value, limit and text of a loss that rises and falls in turns; None if it does not. It needs few readings."""
+    start = int(limits.course_start * len(bpb))
+    if not (swings := find_swings(bpb[start:], limits.training_swing, limits.training_swings)):
+        return None
+    count, last = swings
+    text = (
+        f"the training loss oscillates: it rises and falls in turns, by a factor of at least {limits.training_swing:g}, in "
+    )
+    return (
+        float(count),
+        float(limits.training_swings),
+        f"{text}{count} readings in a row, up to step {steps[start + last]:,}",
+    )
 
 
 def _find_wave(steps: np.ndarray, bpb: np.ndarray, limits: Limits) -> tuple[float, float, str] | None:

@@ -43,6 +43,8 @@ class Limits:
     course_change_lasting: float = 0.04  # maximum rise of means of four windows, with at least 10 windows (0.023 measured)
     course_standard_errors_lasting: float = 3.5  # the same, in standard errors of the difference (1.8 measured)
     course_spread: float = 2.5  # maximum deviation from a line in a window / its median over windows (1.8 measured)
+    training_swing: float = 1.5  # minimum factor between two readings of the training loss that counts as a swing
+    training_swings: int = 14  # readings in a row that rise and fall in turns by this much (4 measured)
     course_wave: float = 16.0  # maximum of the spectrum of the training loss / its mean (11 measured)
     course_wave_height: float = 0.02  # minimum amplitude of such a wave relative to the loss
     course_readings: int = 10  # minimum number of readings in a window

@@ -704,6 +704,13 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
     ("a gate that moves far once", STAGED, scale(1000, "gate_update", first=0.5, last=0.52, layer=1), *LARGE_MOVEMENT),
     ("gates that move in reverse", RESUMED, reverse_updates, *LARGE_MOVEMENT),
     ("a plateau that ends", RECENT, hold_level, "loss course", "a plateau before"),
+    (
+        "a loss that alternates in a short run",
+        STAGED,
+        wave(0.4, 2, lambda place: 1 if place % 1 < 0.5 else -1, 0.2, 0.8),
+        "loss course",
+        "rises and falls in turns",
+    ),
     ("an oscillation that ends", RECENT, oscillate, "loss course", "its scatter is"),
     ("a rise that ends", RESUMED, set_bits(lambda old, at: old * 1.4, "step", 0.4, 0.6), "loss course", "rises"),
     (

@@ -302,6 +302,12 @@ MUTANTS = [
         "if not math.isfinite(loss)]:",
         "if False]:",
     ),
+    Mutant(
+        "health: a training loss that alternates passes",
+        "health.loss_course",
+        "windows.find_problem(limits) or _find_training_swings(*own, limits) or",
+        "windows.find_problem(limits) or",
+    ),
     Mutant("health: a null learning rate passes", "health.loss_checks", "errors[~np.isfinite(errors)] = np.inf", "pass"),
     Mutant(
         "health: a constant loss passes",
