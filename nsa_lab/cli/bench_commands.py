@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from nsa_lab.cli.common import MAX_TOKENS, Ranks, check_output_option, echo, parse_path
+from nsa_lab.cli.common import MAX_RANKS, MAX_TOKENS, Ranks, check_output_option, echo, parse_path
 from nsa_lab.config import MAX_COUNT, MAX_LAYERS, MAX_SIZE, Backend, ConfigError
 from nsa_lab.runs import directory, resolve
 
@@ -273,7 +273,7 @@ def bench_trainer(
 @app.command("ranks")
 def bench_ranks(
     json_file: JsonFile = None,
-    ranks: Annotated[int, typer.Option("--ranks", min=2, help="Number of GPUs that share a sequence")] = 2,
+    ranks: Annotated[int, typer.Option("--ranks", min=2, max=MAX_RANKS, help="Number of GPUs that share a sequence")] = 2,
     length: Annotated[
         list[int] | None,
         typer.Option(

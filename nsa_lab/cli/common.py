@@ -19,6 +19,7 @@ from nsa_lab.runs.text_output import make_printable
 
 Source = TypeVar("Source")
 Result = TypeVar("Result")
+MAX_RANKS = 1024  # processes on one host, which has far fewer devices
 MAX_TOKENS = 2**31 - 1  # positions are 32-bit integers; no text of this length fits into memory
 
 
@@ -47,7 +48,9 @@ Outputs = Annotated[
     Path | None,
     typer.Option("--outputs", metavar="DIR", parser=parse_path, help="Folder of the run directories [default: outputs/]"),
 ]
-Ranks = Annotated[int, typer.Option("--ranks", min=1, help="Number of processes on this host, one per device")]
+Ranks = Annotated[
+    int, typer.Option("--ranks", min=1, max=MAX_RANKS, help="Number of processes on this host, one per device")
+]
 
 
 class PlainConsole(Console):

@@ -247,6 +247,11 @@ def test_evaluation_is_not_written_over_a_fifo(run_cli, tmp_path: Path) -> None:
             for number in ("1000000000000", "9" * 20)
         ),
         (["bench", "trainer", "--steps", "1000000000000"], "--steps"),
+        *(
+            ([*words, "--ranks", number], "--ranks")
+            for words in (["bench", "trainer"], ["bench", "ranks"], ["train", "smoke"], ["run", "smoke"], ["plan", "smoke"])
+            for number in ("1025", "9" * 20)
+        ),
         (["generate", "needle-8m", "--tokens", "2147483648"], "--tokens"),
         (["generate", "needle-8m", "--tokens", "1000000000000"], "--tokens"),
         (["bench", "train", "--preset", "prodaction_50k"], "production_50k"),
