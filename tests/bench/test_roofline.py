@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from nsa_lab.attention import resolve_backend
 from nsa_lab.bench import roofline as limits
 from nsa_lab.bench.attention_parts import make_parts
-from nsa_lab.bench.attention_rows import AttentionRow, Shape, parse_shape_label
+from nsa_lab.bench.attention_rows import AttentionRow, Shape, parse_record, parse_shape_label
 from nsa_lab.bench.attention_speed import run_attention_bench
 from nsa_lab.bench.roofline import Rates, Work, count_work
 from nsa_lab.cli import app
@@ -134,6 +134,32 @@ def test_a_shape_label_round_trips(shape):
     assert parse_shape_label(str(shape)) in (shape, Shape(shape.T, shape.B, shape.H, shape.G, shape.D, shape.value_width))
     with pytest.raises(ValueError, match="expected 2048x8, or"):
         parse_shape_label("2048 by 8")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"rows": rows} for rows in ({"x": 1}, [1], [[]], [{}], None)),
+        {"rows": [{"shape": "2048 by 8", "part": "dense", "by": "SDPA"}]},
+        {"rows": [{"shape": "2048x8", "part": "dense", "by": "SDPA", "forward_ms": "slow"}]},
+        {"rows": [{"shape": "2048x8", "part": "dense", "by": "SDPA", "tokens": 3}]},
+        {"rates": [1]},
+        {"rates": {"flops": "many"}},
+        {"dtype": "torch.nn"},
+        {"dtype": None},
+        {"device": 1},
+        {"nsa": 3},
+        {"nsa": {"l": 0}},
+        {"model": []},
+    ],
+    ids=str,
+)
+def test_a_damaged_record_is_reported_in_one_line(change):
+    record = json.loads((DOCS / "attention-h200.json").read_text())
+    parse_record(record)
+    with pytest.raises(ConfigError) as refused:
+        parse_record(record | change)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.slow

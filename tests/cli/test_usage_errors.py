@@ -246,6 +246,14 @@ def test_evaluation_is_not_written_over_a_fifo(run_cli, tmp_path: Path) -> None:
             for words in (("tune", "--most"), ("decode", "--batch"), ("decode", "--layers"), ("curves", "--steps"))
             for number in ("1000000000000", "9" * 20)
         ),
+        *(
+            (
+                ["bench", command, "--device", "cpu", "--shape", "64x1xH5xG3xD64xV64"],
+                "a multiple of G (groups), got 5 and 3",
+            )
+            for command in ("attention", "tune")
+        ),
+        (["bench", "limits", "/dev/zero"], "/dev/zero: expected a regular file"),
         (["bench", "trainer", "--steps", "1000000000000"], "--steps"),
         *(
             ([*words, "--ranks", number], "--ranks")
