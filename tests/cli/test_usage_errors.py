@@ -228,6 +228,11 @@ def test_evaluation_is_not_written_over_a_fifo(run_cli, tmp_path: Path) -> None:
         (["export-hf", "needle-8m", ".", "--step", "7"], "no checkpoint of step 7; available: 1526"),
         (["bench", "attention", "--json", "/nowhere/x.json"], "--json"),
         (["bench", "decode", "--picture", "/nowhere/x.png"], "--picture"),
+        *(
+            ([*words, "--picture", name], f"--picture {name}: expected a name with one of the suffixes .png, ")
+            for *words, _ in (options for options in FILE_OPTIONS if options[-1] == "--picture")
+            for name in ("x.nix", "x", "png")
+        ),
         (["bench", "attention", "--backend", "cuda"], "--backend"),
         (["bench", "attention", "--shape", "0x8"], "--shape: shape '0x8'"),
         (["bench", "train", "--shape", "64x0"], "64x0: expected tokens x sequences"),
@@ -266,7 +271,7 @@ def test_evaluation_is_not_written_over_a_fifo(run_cli, tmp_path: Path) -> None:
     ],
 )
 def test_wrong_usage_is_reported_before_any_work(run_cli, arguments: list[str], answer: str) -> None:
-    result = run_cli(*arguments, outputs=arguments[0] != "bench")
+    result = run_cli(*arguments, outputs=arguments[0] not in ("bench", "demo"))
     assert result.exit_code == 2 and result.out == "" and answer in result.err
 
 
