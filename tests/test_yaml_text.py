@@ -55,6 +55,13 @@ def test_merges_cannot_multiply_a_small_text(tmp_path: Path) -> None:
         RunConfig.from_yaml(path)
 
 
+@pytest.mark.parametrize("digits", ["00110000", "FFFFFFFF"])
+def test_an_escape_that_is_no_character_is_reported_with_its_position(digits: str) -> None:
+    with pytest.raises(yaml_text.YAMLTextError, match="^line 2, column 8: an escape"):
+        yaml_text.parse(f'a: 1\nb: "x\\U{digits}"')
+    assert yaml_text.parse('"\\U0010FFFF"') == chr(0x10FFFF)
+
+
 @pytest.mark.timeout(30)
 def test_only_regular_files_of_bounded_size_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo.yaml")

@@ -130,6 +130,13 @@ class _Loader(yaml.SafeLoader):
         self._depth -= 1
         return node
 
+    def scan_flow_scalar_non_spaces(self, double: bool, start_mark: yaml.Mark) -> list[str]:
+        try:
+            return super().scan_flow_scalar_non_spaces(double, start_mark)
+        except (ValueError, OverflowError):  # of `chr`
+            problem = "an escape (\\U) expects a character of Unicode, at most 0010FFFF"
+            raise _make_error(self.get_mark(), f"{problem}; correct its digits") from None
+
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         keys: set[str] = set()

@@ -63,6 +63,7 @@ def get_notebook_option(command: str, folder: Path) -> list[object]:
         ("model.n_heads=3,", "model.n_heads"),
         ("train.steps", "expected section.key=value"),
         ("train.steps=[1", "-p train.steps=[1: line 1"),
+        ('name="\\U00110000"', "an escape (\\U) expects a character of Unicode"),
         ("data.path=" + "x" * 300, "nothing at"),
         ("model.dim=1000000000000", "model.dim = 1000000000000"),
         ("runtime.backend=flash", "backend = 'flash' cannot run"),
