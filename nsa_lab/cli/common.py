@@ -88,7 +88,8 @@ def check_output_option(option: typer.CallbackParam, file: Path | None) -> Path 
 
 def check_picture_option(option: typer.CallbackParam, file: Path | None) -> Path | None:
     """Return the value of an option with the file of a figure, as `check_output_option`: matplotlib knows its suffix."""
-    if check_output_option(option, file) is not None and file.suffix.lower() not in PICTURE_SUFFIXES:
+    file = check_output_option(option, file)
+    if file is not None and file.suffix.lower() not in PICTURE_SUFFIXES:
         expected = ", ".join(PICTURE_SUFFIXES)
         raise ConfigError(f"{option.opts[0]} {file}: expected a name with one of the suffixes {expected}; rename it")
     return file
