@@ -122,10 +122,10 @@ def _parse_sizes(pattern: str, text: str) -> list[int] | None:
 
 def parse_shape_label(text: str) -> Shape:
     """Parse `str(shape)`. Raises ValueError."""
-    match = re.fullmatch(r"(\d+)x(\d+)(?: H(\d+) G(\d+) d(\d+)(?:/(\d+))?)?", text)
-    if not match:
+    sizes = _parse_sizes(r"(\d+)x(\d+)(?: H(\d+) G(\d+) d(\d+)(?:/(\d+))?)?", text)
+    if sizes is None:
         raise ValueError(f"shape {text!r}: expected 2048x8, or 32768x1 H64 G4 d192/128")
-    return Shape(*(int(x) for x in match.groups() if x))
+    return Shape(*sizes)
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class _AttentionRecord(pydantic.BaseModel):
     dtype: Annotated[str, pydantic.Field(pattern=r"^(torch\.)?(bfloat16|float16|float32|float64)$")]
     nsa: NSAConfig
     model: ModelConfig | None = None
-    rates: dict[str, float | None] = {}
+    rates: dict[str, pydantic.PositiveFloat | None] = {}
     rows: list[AttentionRow]
 
 

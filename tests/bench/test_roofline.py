@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from nsa_lab.attention import resolve_backend
 from nsa_lab.bench import roofline as limits
 from nsa_lab.bench.attention_parts import make_parts
-from nsa_lab.bench.attention_rows import AttentionRow, Shape, parse_record, parse_shape_label
+from nsa_lab.bench.attention_rows import AttentionRow, Shape, parse_shape_label
 from nsa_lab.bench.attention_speed import run_attention_bench
 from nsa_lab.bench.roofline import Rates, Work, count_work
 from nsa_lab.cli import app
@@ -141,10 +141,13 @@ def test_a_shape_label_round_trips(shape):
     [
         *({"rows": rows} for rows in ({"x": 1}, [1], [[]], [{}], None)),
         {"rows": [{"shape": "2048 by 8", "part": "dense", "by": "SDPA"}]},
+        {"rows": [{"shape": "0x8", "part": "dense", "by": "SDPA"}]},
+        {"rows": [{"shape": "2048x8", "part": "norm", "by": "SDPA", "forward_ms": 1.0}]},
         {"rows": [{"shape": "2048x8", "part": "dense", "by": "SDPA", "forward_ms": "slow"}]},
         {"rows": [{"shape": "2048x8", "part": "dense", "by": "SDPA", "tokens": 3}]},
         {"rates": [1]},
         {"rates": {"flops": "many"}},
+        {"rates": {"flops": 0}},
         {"dtype": "torch.nn"},
         {"dtype": None},
         {"device": 1},
@@ -156,9 +159,9 @@ def test_a_shape_label_round_trips(shape):
 )
 def test_a_damaged_record_is_reported_in_one_line(change):
     record = json.loads((DOCS / "attention-h200.json").read_text())
-    parse_record(record)
+    limits.read_rows(record)
     with pytest.raises(ConfigError) as refused:
-        parse_record(record | change)
+        limits.read_rows(record | change)
     assert "\n" not in str(refused.value)
 
 
