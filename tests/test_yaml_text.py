@@ -24,7 +24,8 @@ def test_fast_parser_equals_the_other() -> None:
     files = [*(ROOT / "params").rglob("*.yaml"), *(ROOT / "outputs").glob("*/config.yaml")]
     texts = [file.read_text(encoding="utf-8") for file in files]
     question = yaml_text.dump({"question": "\nQ: What is the {name}? A: ", "others": ["a: b?", "it's: what?"]})
-    assert yaml_text._is_simple(question) and sum(map(yaml_text._is_simple, texts)) >= 6
+    assert yaml_text._parse_simple(f"# a comment?\n{question}")["others"] == ["a: b?", "it's: what?"]
+    assert sum(map(yaml_text._is_simple, texts)) >= 6
     texts += [question] * 5
     rng, characters, n_compared = random.Random(0), list(" \n:-#'\"[]{},abc10.e~?\\*"), 0
     for number in range(6000):
@@ -41,9 +42,45 @@ def test_fast_parser_equals_the_other() -> None:
         n_compared += 1
         assert repr(value) == repr(parse_slowly(edited)), edited
     assert n_compared > 1000
-    assert not any(map(yaml_text._is_simple, ("[ca?\n]", "{.?,}")))  # only one parser takes them
     for text in texts:
         assert yaml_text.parse(text) == parse_slowly(text)
+
+
+# Question marks in brackets, next to quotes and signs of comments that could be taken to enclose them.
+ONE_PARSER_TEXTS = [
+    "[ca?\n]",
+    "{.?,}",
+    "a: [b '?']",
+    "{b\n'?'}",
+    "[b - '?']",
+    "a: b, 'x\nc: [a?\n, ' z']",
+    "- 'a #'\n- [b?]",
+]
+
+
+@pytest.mark.parametrize("text", ["? a\n: b", '["\\x3f", b?]', *ONE_PARSER_TEXTS])
+def test_fast_parser_leaves_question_marks_on_which_the_parsers_differ(text: str) -> None:
+    if yaml_text._FastLoader is None:
+        pytest.skip("PyYAML without libyaml")
+    with pytest.raises((yaml.YAMLError, yaml_text.YAMLTextError)):
+        yaml_text._parse_simple(text)
+
+
+def test_parsers_agree_on_short_texts_with_question_marks() -> None:
+    if yaml_text._FastLoader is None:
+        pytest.skip("PyYAML without libyaml")
+    rng, n_compared = random.Random(1), 0
+    pieces = [*"\"'#? \n,:[]{}-ab", "'?'", "'a ?'", "a: ", "- ", "# ?", "b ", "?\n"]
+    for _ in range(8000):
+        text = "".join(rng.choices(pieces, k=rng.randrange(1, 9)))
+        if "?" in text and yaml_text._is_simple(text):
+            try:
+                value = yaml_text._parse_simple(text)
+            except (yaml.YAMLError, yaml_text.YAMLTextError):
+                continue
+            n_compared += 1
+            assert repr(value) == repr(parse_slowly(text)), text
+    assert n_compared > 500
 
 
 def test_merges_cannot_multiply_a_small_text(tmp_path: Path) -> None:
@@ -53,6 +90,13 @@ def test_merges_cannot_multiply_a_small_text(tmp_path: Path) -> None:
     path.write_text("\n".join(levels))
     with pytest.raises(ConfigError, match="keys after merges"):
         RunConfig.from_yaml(path)
+
+
+@pytest.mark.parametrize("digits", ["00110000", "FFFFFFFF"])
+def test_an_escape_that_is_no_character_is_reported_with_its_position(digits: str) -> None:
+    with pytest.raises(yaml_text.YAMLTextError, match=r"^line 2, column 8: an escape"):
+        yaml_text.parse(f'a: 1\nb: "x\\U{digits}"')
+    assert yaml_text.parse('"\\U0010FFFF"') == chr(0x10FFFF)
 
 
 @pytest.mark.timeout(30)

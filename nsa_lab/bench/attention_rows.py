@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
+
+import pydantic
 
 from nsa_lab.config import MAX_COUNT, MAX_SIZE, ConfigError, ModelConfig, NSAConfig
 from nsa_lab.config.errors import shorten
+from nsa_lab.runs.atomic_io import parse_json, read_bounded
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class AttentionRow:
     time as a fraction of SDPA flash, `share_fastest`: of the fastest dense attention. `bar`: the target of `share`.
     """
 
+    __pydantic_config__: ClassVar = pydantic.ConfigDict(extra="forbid")  # other keys are those of another benchmark
+
     shape: str
     part: str
     by: str
@@ -89,6 +93,11 @@ def parse_shape(text: str, model: ModelConfig | None = None) -> Shape:
             f"optionally followed by xV128 for another value width; {SIZE_LIMITS}"
         )
     shape = Shape(*sizes)
+    if shape.H % shape.G:
+        raise ValueError(
+            f"shape {shorten(text)!r}: expected H (heads) to be a multiple of G (groups), got {shape.H} and {shape.G}; "
+            "change one of them"
+        )
     return shape if model is None or len(sizes) > 2 else shape.with_heads_of(model)
 
 
@@ -113,22 +122,33 @@ def _parse_sizes(pattern: str, text: str) -> list[int] | None:
 
 def parse_shape_label(text: str) -> Shape:
     """Parse `str(shape)`. Raises ValueError."""
-    match = re.fullmatch(r"(\d+)x(\d+)(?: H(\d+) G(\d+) d(\d+)(?:/(\d+))?)?", text)
-    if not match:
+    sizes = _parse_sizes(r"(\d+)x(\d+)(?: H(\d+) G(\d+) d(\d+)(?:/(\d+))?)?", text)
+    if sizes is None:
         raise ValueError(f"shape {text!r}: expected 2048x8, or 32768x1 H64 G4 d192/128")
-    return Shape(*(int(x) for x in match.groups() if x))
+    return Shape(*sizes)
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Read a record. Raises `ConfigError` for any other file."""
+    """Read a record. Raises `ConfigError` for any other file, also one that is not regular or too large."""
     expected = f"{path}: expected a record written by nsa-lab bench --json"
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        record = parse_json(read_bounded(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{expected}, got an unreadable file: {getattr(error, 'strerror', None) or error}") from None
-    if not isinstance(record, dict) or "when" not in record:
+    if not isinstance(record, dict) or not isinstance(record.get("when"), str):
         raise ConfigError(f"{expected}, got a file without its date (key 'when')")
     return record
+
+
+class _AttentionRecord(pydantic.BaseModel):
+    """The keys of a `bench attention` record that `nsa-lab bench limits` reads."""
+
+    device: str
+    dtype: Annotated[str, pydantic.Field(pattern=r"^(torch\.)?(bfloat16|float16|float32|float64)$")]
+    nsa: NSAConfig
+    model: ModelConfig | None = None
+    rates: dict[str, pydantic.PositiveFloat | None] = {}
+    rows: list[AttentionRow]
 
 
 def parse_record(
@@ -138,16 +158,24 @@ def parse_record(
 
     The model of a record without a preset has all branches and the recorded NSA settings.
 
-    Raises ConfigError if the FLOP/s are unknown or if the record is from another benchmark.
+    Raises ConfigError if the FLOP/s are unknown or if the record is damaged or from another benchmark.
     """
     try:
-        rows = [AttentionRow(**{key: value for key, value in row.items() if key != "limits"}) for row in record["rows"]]
-        nsa, _ = NSAConfig.model_validate(record["nsa"]), record["dtype"]
-        model = ModelConfig.model_validate(record["model"]) if "model" in record else ModelConfig(nsa=nsa)
-    except (KeyError, TypeError):
-        raise ConfigError("expected a record of `nsa-lab bench attention`, got a record of another benchmark") from None
-    recorded_rates: dict[str, float | None] = record.get("rates", {})
-    flops_per_s = flops or recorded_rates.get("flops")
+        content = _AttentionRecord.model_validate(record)
+        for row in content.rows:
+            row.limits.clear()  # of the recorded rates
+            parse_shape_label(row.shape)
+    except pydantic.ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"]))
+        raise ConfigError(
+            "expected a record of `nsa-lab bench attention`, got a damaged one or one of another benchmark; "
+            f"measure it again, or correct {key}: {' '.join(problem['msg'].split())}"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"expected a record of `nsa-lab bench attention`, got {error}; measure it again") from None
+    model = content.model or ModelConfig(nsa=content.nsa)
+    flops_per_s = flops or content.rates.get("flops")
     if flops_per_s is None:
         raise ConfigError("the record has no device limits; measure it again with --parts, or give --flops and --bandwidth")
-    return rows, model, flops_per_s, bandwidth or recorded_rates.get("bytes")
+    return content.rows, model, flops_per_s, bandwidth or content.rates.get("bytes")

@@ -233,4 +233,7 @@ def read_rows(
     width = getattr(torch, record["dtype"].removeprefix("torch.")).itemsize
     rates = Rates(flops_per_s, bytes_per_s)
     shapes = {row.shape: parse_shape_label(row.shape) for row in rows}
-    return add_limits(rows, shapes, model, width, rates), rates
+    try:
+        return add_limits(rows, shapes, model, width, rates), rates
+    except ValueError as error:
+        raise ConfigError(f"expected a record of `nsa-lab bench attention`, got a row of {error}") from None

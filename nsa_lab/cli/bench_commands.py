@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from nsa_lab.cli.common import MAX_TOKENS, Ranks, check_output_option, echo, parse_path
+from nsa_lab.cli.common import MAX_RANKS, MAX_TOKENS, Ranks, check_output_option, check_picture_option, echo, parse_path
 from nsa_lab.config import MAX_COUNT, MAX_LAYERS, MAX_SIZE, Backend, ConfigError
 from nsa_lab.runs import directory, resolve
 
@@ -18,7 +18,11 @@ app = typer.Typer(no_args_is_help=True, help="Benchmark NSA against dense attent
 Picture = Annotated[
     Path | None,
     typer.Option(
-        "--picture", metavar="FILE", parser=parse_path, callback=check_output_option, help="Write a figure to FILE"
+        "--picture",
+        metavar="FILE",
+        parser=parse_path,
+        callback=check_picture_option,
+        help="Write a figure to FILE: png, jpg, pdf or svg",
     ),
 ]
 JsonFile = Annotated[
@@ -273,7 +277,7 @@ def bench_trainer(
 @app.command("ranks")
 def bench_ranks(
     json_file: JsonFile = None,
-    ranks: Annotated[int, typer.Option("--ranks", min=2, help="Number of GPUs that share a sequence")] = 2,
+    ranks: Annotated[int, typer.Option("--ranks", min=2, max=MAX_RANKS, help="Number of GPUs that share a sequence")] = 2,
     length: Annotated[
         list[int] | None,
         typer.Option(

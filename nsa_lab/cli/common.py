@@ -19,6 +19,8 @@ from nsa_lab.runs.text_output import make_printable
 
 Source = TypeVar("Source")
 Result = TypeVar("Result")
+PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".pdf", ".svg")
+MAX_RANKS = 1024  # processes on one host, which has far fewer devices
 MAX_TOKENS = 2**31 - 1  # positions are 32-bit integers; no text of this length fits into memory
 
 
@@ -47,7 +49,9 @@ Outputs = Annotated[
     Path | None,
     typer.Option("--outputs", metavar="DIR", parser=parse_path, help="Folder of the run directories [default: outputs/]"),
 ]
-Ranks = Annotated[int, typer.Option("--ranks", min=1, help="Number of processes on this host, one per device")]
+Ranks = Annotated[
+    int, typer.Option("--ranks", min=1, max=MAX_RANKS, help="Number of processes on this host, one per device")
+]
 
 
 class PlainConsole(Console):
@@ -79,6 +83,15 @@ def check_output_option(option: typer.CallbackParam, file: Path | None) -> Path 
             check_output_file(file)
         except UnwritableFile as error:
             raise ConfigError(f"{option.opts[0]} {error}") from None
+    return file
+
+
+def check_picture_option(option: typer.CallbackParam, file: Path | None) -> Path | None:
+    """Return the value of an option with the file of a figure, as `check_output_option`: matplotlib knows its suffix."""
+    file = check_output_option(option, file)
+    if file is not None and file.suffix.lower() not in PICTURE_SUFFIXES:
+        expected = ", ".join(PICTURE_SUFFIXES)
+        raise ConfigError(f"{option.opts[0]} {file}: expected a name with one of the suffixes {expected}; rename it")
     return file
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from nsa_lab.cli.common import MAX_TOKENS, Model, Outputs, Run, check_output_option, echo, parse_path
+from nsa_lab.cli.common import MAX_TOKENS, Model, Outputs, Run, check_picture_option, echo, parse_path
 from nsa_lab.config import ConfigError
 from nsa_lab.config.errors import shorten
 from nsa_lab.runs import resolve
@@ -339,8 +339,8 @@ def demo(
         typer.Option(
             metavar="FILE",
             parser=parse_path,
-            callback=check_output_option,
-            help="Write the plot to FILE; needs nsa-lab[notebooks]",
+            callback=check_picture_option,
+            help="Write the plot to FILE: png, jpg, pdf or svg; needs nsa-lab[notebooks]",
         ),
     ] = Path("nsa-lab-demo.png"),
 ) -> None:

@@ -9,9 +9,10 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -67,14 +68,14 @@ def dump(value: Any) -> str:
 
 
 def _is_simple(text: str) -> bool:
-    """Return whether both parsers of PyYAML agree on the text: no anchors, tags, directives, tabs or deep brackets."""
+    """Return whether both parsers of PyYAML agree on the text: no anchors, tags, directives, tabs or deep brackets.
+
+    They may still disagree on question marks, see `_parse_simple`.
+    """
     if _FastLoader is None or not text.isascii() or text.count("[") + text.count("{") > 64:
         return False
     # Most texts have none of these characters, which is found faster without the pattern.
-    if any(mark in text for mark in _SPECIAL_MARKS) and _SPECIAL.search(text):
-        return False
-    # The question of a fact is quoted. Elsewhere, a question mark can separate a key, or end a word for one parser only.
-    return "?" not in text or "?" not in _QUOTED.sub("", text)
+    return not (any(mark in text for mark in _SPECIAL_MARKS) and _SPECIAL.search(text))
 
 
 def _parse_simple(text: str) -> Any:
@@ -82,9 +83,27 @@ def _parse_simple(text: str) -> Any:
     loader = _FastLoader(text)
     try:
         node = loader.get_single_node()
-        return None if node is None else _construct(node, 1)
+        value = None if node is None else _construct(node, 1)
     finally:
         loader.dispose()
+    if "?" in text:
+        # It can separate a key, or end a word in brackets for one parser only. Both parsers agree if all are in quotes, in
+        # words outside brackets or in comments. A text with escapes, which could add some, is left to the other parser.
+        scalars = "".join(_list_scalars(node, False))
+        written = text if "#" in scalars else _COMMENT.sub("", text)
+        if "\\" in text or scalars.count("?") != written.count("?"):
+            raise YAMLTextError("a question mark is not in quotes, in a word outside brackets or in a comment")
+    return value
+
+
+def _list_scalars(node: yaml.Node | None, in_brackets: bool) -> Iterator[str]:
+    """Yield the scalars of a node, without the question marks of unquoted ones in brackets."""
+    if isinstance(node, yaml.ScalarNode):
+        yield node.value.replace("?", "") if in_brackets and not node.style else node.value
+    elif isinstance(node, yaml.CollectionNode):
+        in_brackets = in_brackets or bool(node.flow_style)
+        for child in itertools.chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value:
+            yield from _list_scalars(child, in_brackets)
 
 
 def _construct(node: yaml.Node, depth: int) -> Any:
@@ -129,6 +148,13 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
+
+    def scan_flow_scalar_non_spaces(self, double: bool, start_mark: yaml.Mark) -> list[str]:
+        try:
+            return super().scan_flow_scalar_non_spaces(double, start_mark)
+        except (ValueError, OverflowError):  # of `chr`
+            problem = "an escape (\\U) expects a character of Unicode, at most 0010FFFF"
+            raise _make_error(self.get_mark(), f"{problem}; correct its digits") from None
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -190,8 +216,7 @@ _Loader.yaml_constructors = {
 # Characters that the two parsers of PyYAML may read differently, or that can multiply a text.
 _SPECIAL_MARKS = (*"&*!%@`|>\t", "<<", "---", "...")
 _SPECIAL = re.compile(r"(^|[\s\[{,])[&*!%@`|>]|\t|<<|^---|^\.\.\.", re.MULTILINE)
-# A comment, or a value or key in single quotes. Both alternatives begin with a character, which is fast to search for.
-_QUOTED = re.compile(r"#(?<!\S#).*$|'(?<![^\s\[{,]')(?:[^']|'')*'(?=[\s,:\]}]|\Z)", re.MULTILINE)
+_COMMENT = re.compile(r"#(?<!\S#).*$", re.MULTILINE)  # begins with a character, which is fast to search for
 _FastLoader: type[yaml.CSafeLoader] | None = None
 if yaml.__with_libyaml__:
 

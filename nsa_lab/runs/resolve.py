@@ -32,8 +32,8 @@ def get_root() -> Path:
 def get_outputs_dir(outputs: Path | None = None) -> Path:
     """Return the folder of run directories: `outputs`, or the project's `outputs/` by default.
 
-    The folder may be missing: the first run creates it. Raises `RunDirectoryError` for a file and for links that lead to
-    themselves.
+    The folder may be missing: the first run creates it. Raises `RunDirectoryError` for any kind of file and for links
+    that lead to themselves.
     """
     if outputs is None:
         return get_root() / "outputs"
@@ -41,8 +41,9 @@ def get_outputs_dir(outputs: Path | None = None) -> Path:
         resolved = outputs.resolve()
     except (OSError, RuntimeError) as error:  # a loop of links, by the version of Python
         raise RunDirectoryError(f"{outputs}: expected a folder of run directories, got a link: {error}") from None
-    if resolved.is_file():
-        raise RunDirectoryError(f"{outputs}: expected a folder of run directories, got a file")
+    if resolved.exists() and not resolved.is_dir():
+        kind = "a file" if resolved.is_file() else "a FIFO" if resolved.is_fifo() else "a device or socket"
+        raise RunDirectoryError(f"{outputs}: expected a folder of run directories, got {kind}")
     return resolved
 
 

@@ -9,6 +9,7 @@ from nsa_lab.config import RunConfig, TrainConfig
 from nsa_lab.runs.attempts import shorten_middle
 from nsa_lab.runs.history import History, RunFacts, collect_facts, compute_median_speeds
 
+MAX_SECONDS = 1000 * 365 * 86_400
 # Descriptions of `data.source`.
 SOURCE_NAMES = {
     "stdlib": "Python's own source text",
@@ -189,7 +190,9 @@ def format_fill_progress(event: Mapping[str, Any]) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return `1 h 02 min`, `3 min 05 s` or `12 s`."""
+    """Return `1 h 02 min`, `3 min 05 s` or `12 s`; `over 1,000 years`, as at a speed of nearly 0, also for infinity."""
+    if seconds > MAX_SECONDS:
+        return "over 1,000 years"
     total = round(seconds)
     if total >= 3600:
         return f"{total // 3600} h {total % 3600 // 60:02d} min"

@@ -240,3 +240,5 @@ def test_shapes_are_parsed_or_rejected():
         with pytest.raises(ValueError, match="TOKENSxSEQUENCES") as caught:
             parse_shape(text)
         assert len(str(caught.value)) < 400
+    with pytest.raises(ValueError, match=r"a multiple of G \(groups\), got 5 and 3; change"):
+        parse_shape("64x1xH5xG3xD64xV64")

@@ -123,7 +123,7 @@ def test_options_reach_the_benchmark(
 ) -> None:
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(f"nsa_lab.bench.{function}", lambda *given, **named: asked.append((given, named)))
-    files = {name: str(tmp_path / name) for name in ("json", "picture")}
+    files = {"json": str(tmp_path / "json"), "picture": str(tmp_path / "picture.PNG")}
     said = CliRunner().invoke(app, ["bench", *command.format_map(files).split()])
     assert said.exit_code == 0, said.output
     given, named = handed

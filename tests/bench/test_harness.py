@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +63,10 @@ def test_only_records_are_read(tmp_path: Path) -> None:
             path = tmp_path / f"{number}.json"
             path.write_text(json.dumps(run))
             assert read_record(path)["when"]
-    for content in ("[]", "{}", "not JSON"):
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ConfigError, match="fifo: expected a regular file"):
+        read_record(tmp_path / "fifo")
+    for content in ("[]", "{}", '{"when": 1}', "not JSON", "[" * 100_000):
         (tmp_path / "other.json").write_text(content)
         with pytest.raises(ConfigError, match="expected a record written by nsa-lab bench --json"):
             read_record(tmp_path / "other.json")

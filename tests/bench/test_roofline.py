@@ -136,6 +136,35 @@ def test_a_shape_label_round_trips(shape):
         parse_shape_label("2048 by 8")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"rows": rows} for rows in ({"x": 1}, [1], [[]], [{}], None)),
+        {"rows": [{"shape": "2048 by 8", "part": "dense", "by": "SDPA"}]},
+        {"rows": [{"shape": "0x8", "part": "dense", "by": "SDPA"}]},
+        {"rows": [{"shape": "2048x8", "part": "norm", "by": "SDPA", "forward_ms": 1.0}]},
+        {"rows": [{"shape": "2048x8", "part": "dense", "by": "SDPA", "forward_ms": "slow"}]},
+        {"rows": [{"shape": "2048x8", "part": "dense", "by": "SDPA", "tokens": 3}]},
+        {"rates": [1]},
+        {"rates": {"flops": "many"}},
+        {"rates": {"flops": 0}},
+        {"dtype": "torch.nn"},
+        {"dtype": None},
+        {"device": 1},
+        {"nsa": 3},
+        {"nsa": {"l": 0}},
+        {"model": []},
+    ],
+    ids=str,
+)
+def test_a_damaged_record_is_reported_in_one_line(change):
+    record = json.loads((DOCS / "attention-h200.json").read_text())
+    limits.read_rows(record)
+    with pytest.raises(ConfigError) as refused:
+        limits.read_rows(record | change)
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.slow
 def test_parts_prints_the_device_limits(tmp_path, capsys):
     file = tmp_path / "bench.json"

@@ -63,6 +63,7 @@ def get_notebook_option(command: str, folder: Path) -> list[object]:
         ("model.n_heads=3,", "model.n_heads"),
         ("train.steps", "expected section.key=value"),
         ("train.steps=[1", "-p train.steps=[1: line 1"),
+        ('name="\\U00110000"', "an escape (\\U) expects a character of Unicode"),
         ("data.path=" + "x" * 300, "nothing at"),
         ("model.dim=1000000000000", "model.dim = 1000000000000"),
         ("runtime.backend=flash", "backend = 'flash' cannot run"),
@@ -228,6 +229,11 @@ def test_evaluation_is_not_written_over_a_fifo(run_cli, tmp_path: Path) -> None:
         (["export-hf", "needle-8m", ".", "--step", "7"], "no checkpoint of step 7; available: 1526"),
         (["bench", "attention", "--json", "/nowhere/x.json"], "--json"),
         (["bench", "decode", "--picture", "/nowhere/x.png"], "--picture"),
+        *(
+            ([*words, "--picture", name], f"--picture {name}: expected a name with one of the suffixes .png, ")
+            for *words, _ in (options for options in FILE_OPTIONS if options[-1] == "--picture")
+            for name in ("x.nix", "x", "png")
+        ),
         (["bench", "attention", "--backend", "cuda"], "--backend"),
         (["bench", "attention", "--shape", "0x8"], "--shape: shape '0x8'"),
         (["bench", "train", "--shape", "64x0"], "64x0: expected tokens x sequences"),
@@ -246,14 +252,27 @@ def test_evaluation_is_not_written_over_a_fifo(run_cli, tmp_path: Path) -> None:
             for words in (("tune", "--most"), ("decode", "--batch"), ("decode", "--layers"), ("curves", "--steps"))
             for number in ("1000000000000", "9" * 20)
         ),
+        *(
+            (
+                ["bench", command, "--device", "cpu", "--shape", "64x1xH5xG3xD64xV64"],
+                "a multiple of G (groups), got 5 and 3",
+            )
+            for command in ("attention", "tune")
+        ),
+        (["bench", "limits", "/dev/zero"], "/dev/zero: expected a regular file"),
         (["bench", "trainer", "--steps", "1000000000000"], "--steps"),
+        *(
+            ([*words, "--ranks", number], "--ranks")
+            for words in (["bench", "trainer"], ["bench", "ranks"], ["train", "smoke"], ["run", "smoke"], ["plan", "smoke"])
+            for number in ("1025", "9" * 20)
+        ),
         (["generate", "needle-8m", "--tokens", "2147483648"], "--tokens"),
         (["generate", "needle-8m", "--tokens", "1000000000000"], "--tokens"),
         (["bench", "train", "--preset", "prodaction_50k"], "production_50k"),
     ],
 )
 def test_wrong_usage_is_reported_before_any_work(run_cli, arguments: list[str], answer: str) -> None:
-    result = run_cli(*arguments, outputs=arguments[0] != "bench")
+    result = run_cli(*arguments, outputs=arguments[0] not in ("bench", "demo"))
     assert result.exit_code == 2 and result.out == "" and answer in result.err
 
 

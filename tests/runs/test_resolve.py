@@ -152,3 +152,9 @@ def test_a_file_is_no_folder_of_runs(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(RunDirectoryError, match=r"notes\.txt: expected a folder of run directories, got a file"):
         get_outputs_dir(tmp_path / "notes.txt")
+    os.mkfifo(tmp_path / "fifo")
+    for get in (get_outputs_dir, resolve.get_readable_outputs_dir):
+        with pytest.raises(RunDirectoryError, match="fifo: expected a folder of run directories, got a FIFO"):
+            get(tmp_path / "fifo")
+    with pytest.raises(RunDirectoryError, match="null: expected a folder of run directories, got a device"):
+        get_outputs_dir(Path("/dev/null"))

@@ -10,8 +10,9 @@ import pytest
 
 from nsa_lab.config import RunConfig, TrainConfig
 from nsa_lab.runs.history import History, collect_facts, compute_cumulative_step_time
-from nsa_lab.runs.summary import format_facts, format_guards, format_settings
+from nsa_lab.runs.summary import format_duration, format_facts, format_guards, format_settings
 
+YEARS = 1000 * 365 * 86_400
 HALTS = "halts on a non-finite number"
 
 
@@ -87,3 +88,18 @@ def test_speed_of_a_run_is_that_of_its_last_stage(tmp_path: Path) -> None:
                 event["tokens_per_s"] = 1000.0 if event["step"] <= 100 else 400.0
 
     assert collect_facts(make_staged_history(tmp_path, spoil)).tokens_per_s == 400.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (12.4, "12 s"),
+        (185, "3 min 05 s"),
+        (3720, "1 h 02 min"),
+        (YEARS, f"{YEARS // 3600} h 00 min"),
+        (1e300, "over 1,000 years"),
+        (float("inf"), "over 1,000 years"),
+    ],
+)
+def test_durations_of_any_size_are_formatted(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
