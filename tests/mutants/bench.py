@@ -6,6 +6,9 @@ from mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "bench: a deeply nested record is a traceback", "bench.attention_rows", "ValueError, RecursionError)", "ValueError)"
+    ),
+    Mutant(
         "bench: the tokens of a shape have no upper bound",
         "bench.attention_rows",
         "1 <= tokens <= MAX_COUNT and ",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from mutants.mutant import Mutant
 
 MUTANTS = [
+    Mutant("cli: any number of ranks is started", "cli.common", "min=1, max=MAX_RANKS,", "min=1,"),
+    Mutant("cli: a picture has any suffix", "cli.common", "file.suffix.lower() not in PICTURE_SUFFIXES", "False"),
     Mutant(
         "export: a run without steps is an empty table",
         "cli.inspect_commands",

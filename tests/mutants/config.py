@@ -6,6 +6,12 @@ from mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "yaml: question marks that the parsers read differently are accepted",
+        "config.yaml_text",
+        'scalars.count("?") != written.count("?")',
+        "False",
+    ),
+    Mutant(
         "ranks: context parallelism ignores the setting",
         "config.train_config",
         "math.gcd(n_sequences, n_ranks // context_parallel)",

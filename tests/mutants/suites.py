@@ -380,6 +380,8 @@ OTHERS = {
     "bench.attention_rows": [
         *cases("bench/test_attention_speed.py", "shapes_are_parsed_or_rejected"),
         *cases("bench/test_training_speed.py", "unusable_shapes_are_rejected"),
+        "tests/bench/test_harness.py",
+        "tests/bench/test_roofline.py",
     ],
     "bench.attention_speed": ["tests/bench/test_harness.py", "tests/bench/test_attention_speed.py"],
     "bench.attention_parts": ["tests/bench/test_attention_speed.py"],
@@ -526,7 +528,7 @@ OTHERS = {
             "a_text_that_is_removed_while_it_is_read_is_a_data_error",
         ),
     ],
-    "config.yaml_text": ["tests/test_config.py"],
+    "config.yaml_text": ["tests/test_yaml_text.py", "tests/test_config.py"],
     "report.sanitize": ["tests/report/test_sanitize.py"],
     "health.references": ["tests/health/test_references.py"],
     "health.divergence": ["tests/health/test_rerun_command.py", "tests/health/test_references.py"],
