@@ -66,7 +66,6 @@ def check_attempts_agree(history: History, limits: Limits) -> Verdict:
 
 
 FACTS: dict[str, Any] = {
-    "configuration": lambda event: event.get("config_hash"),
     "code": lambda event: (event.get("code") or {}).get("source"),
     "text": lambda event: event.get("data_identity") or None,
     "parameters": lambda event: event.get("params"),

@@ -291,12 +291,6 @@ MUTANTS = [
         "False",
     ),
     Mutant(
-        "attempts: another configuration passes",
-        "health.attempt_checks",
-        '    "configuration": lambda event: event.get("config_hash"),\n',
-        "",
-    ),
-    Mutant(
         "evaluation: losses that are not finite pass",
         "health.evaluation_relations",
         "if not math.isfinite(loss)]:",
