@@ -21,7 +21,8 @@ COMPARED_PACKAGES = ("torch", "triton", "flash-attn")
 def check_attempts_agree(history: History, limits: Limits) -> Verdict:
     """Check that every later attempt has the code, the text, the model and the probe of the first one.
 
-    Another version of a package is a warning: the trainer has compared the probe.
+    Another version of a package is a warning: the trainer has compared the probe. So is another configuration: a path or
+    the size of a micro-batch may change.
     """
     name = "attempts agree"
     if not history.first_events:
@@ -60,6 +61,8 @@ def check_attempts_agree(history: History, limits: Limits) -> Verdict:
     notes = [f"other versions of {', '.join(sorted(changed))}"] if changed else []
     if len({json.dumps(_get_backends(event), sort_keys=True) for event in history.first_events}) > 1:
         notes.append("other backends")
+    if unexplained := _find_other_configuration(history):
+        notes.append(unexplained)
     if notes:
         return Verdict(name, False, len(notes), 0, f"{text}, but {' and '.join(notes)}").to_warning()
     return Verdict(name, True, 0, 0, text)
@@ -73,6 +76,23 @@ FACTS: dict[str, Any] = {
     "work per token": lambda event: event.get("flops_per_token"),
 }
 """What two attempts must share -> its value in their first events; None if it was not recorded."""
+
+
+def _find_other_configuration(history: History) -> str | None:
+    """Return a text on an attempt whose configuration is not config.yaml with its recorded settings; None without one.
+
+    Settings that may change between attempts, but are not recorded, are a possible reason (`trajectory`).
+    """
+    hashes = {event["attempt"]: event.get("config_hash") for event in history.first_events if "settings" in event}
+    configs = {attempt: history.config_of_attempt(attempt) for attempt in hashes}
+    expected = {attempt: config.hash() for attempt, config in configs.items() if config is not None}
+    last = history.last_attempt
+    if last not in expected or hashes[last] != expected[last]:  # config.yaml was edited: another check reports it
+        return None
+    others = [attempt for attempt in expected if hashes[attempt] not in (None, expected[attempt])]
+    if not others:
+        return None
+    return f"another configuration in attempt {others[0]}, which its recorded settings do not explain"
 
 
 def _get_versions(event: AttemptEvent) -> dict[str, Any]:

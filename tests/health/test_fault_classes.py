@@ -489,13 +489,6 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
     ("another text", RECENT, set_fields("eval", 0.5, text="fedcba9876543210"), "evaluated text", "changes at step"),
     ("fewer windows", RECENT, set_fields("eval", 0.5, windows=3), "evaluated text", "changes at step"),
     ("shorter sequences", RECENT, set_fields("eval", 0.5, seq_len=512), "evaluated text", "sequences of 512 tokens"),
-    (
-        "other configuration",
-        RESUMED,
-        set_fields("resume", config_hash="f" * 16),
-        "attempts agree",
-        "differ in configuration",
-    ),
     ("other code", RESUMED, set_fields("resume", code={"source": "fedcba9876543210"}), "attempts agree", "differ in code"),
     ("other data", RESUMED, set_fields("resume", data_identity="e" * 64), "attempts agree", "differ in text"),
     ("another model", RESUMED, set_fields("resume", params=5), "attempts agree", "differ in parameters"),

@@ -291,6 +291,12 @@ MUTANTS = [
         "False",
     ),
     Mutant(
+        "attempts: an unexplained configuration passes",
+        "health.attempt_checks",
+        "hashes[attempt] not in (None, expected[attempt])",
+        "False",
+    ),
+    Mutant(
         "evaluation: losses that are not finite pass",
         "health.evaluation_relations",
         "if not math.isfinite(loss)]:",
