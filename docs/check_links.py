@@ -7,6 +7,7 @@ Also check that no page loads a script, style, picture or font from elsewhere. E
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -78,4 +79,6 @@ def main(root: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]).resolve()))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("root", type=Path, help="folder of the built site")
+    sys.exit(main(parser.parse_args().root.resolve()))

@@ -80,7 +80,7 @@ await dense.follow()
 # ## The indexer
 #
 # The run below starts with the weights of the dense run. `train.trainable: indexer` freezes them. The indexer starts with
-# the weights of each group's first query head and its keys, and learns to predict the attention mass of each block. While
+# the weights of each group's first query heads and its keys, and learns to predict the attention mass of each block. While
 # it trains, the model attends to all tokens, because the selection must not change the attention that it learns from.
 
 
