@@ -15,6 +15,7 @@ from nsa_lab.config import ConfigError, UsageError
 from nsa_lab.runs import directory, lifecycle, resolve
 from nsa_lab.runs.atomic_io import UnwritableFile, check_output_file
 from nsa_lab.runs.directory import RunDirectoryError
+from nsa_lab.runs.run_files import find_run_of_file
 from nsa_lab.runs.text_output import make_printable
 
 Source = TypeVar("Source")
@@ -76,9 +77,11 @@ def get_exit_code(run_dir: Path, problem: str | None = None) -> int:
 def check_output_option(option: typer.CallbackParam, file: Path | None) -> Path | None:
     """Return the value of an option with an output file; every such option uses this as its `callback`.
 
-    It runs before the command, which may take minutes.
+    It runs before the command, which may take minutes. A file of a run is refused: writing it would destroy the record.
     """
     if file is not None:
+        if run := find_run_of_file(file):
+            raise ConfigError(f"{option.opts[0]} {file}: expected a new file, got one of the run {run}; give another path")
         try:
             check_output_file(file)
         except UnwritableFile as error:

@@ -263,7 +263,7 @@ def evaluate_conversion(
     """
     folder = directory.check_run_dir(run_dir)
     config, checkpoint = RunConfig.from_yaml(folder / directory.CONFIG), find_checkpoint(folder, step)
-    output_folder = make_evaluation_folder(out or folder, CONVERSION)
+    output_folder = make_evaluation_folder(folder, out, CONVERSION)
     target_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     start, length = time.monotonic(), config.train.longest_stage.seq_len
     model = load_model(checkpoint, device=target_device, dtype=dtype)

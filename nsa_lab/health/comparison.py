@@ -6,6 +6,7 @@ with reasons. The quality of block selection and the loss of packed documents ar
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -146,6 +147,7 @@ def compare_models(models: Sequence[ModelRuns], baseline: ModelRuns, known_notes
     for kind, records in (("evaluations", _list_evaluations(models)), ("RULER evaluations", _list_rulers(models))):
         _note_condition_differences(kind, records, notes.append)
         _note_not_evaluated(records, notes.append)
+        _note_copies(kind, records, notes.append)
     texts = [text for model in others for text in compare_texts(model, baseline, notes.append)]
     return ModelComparison(
         baseline=baseline.name,
@@ -363,6 +365,18 @@ def _note_not_evaluated(evaluations: dict[str, dict[str, Any]], add_note: AddNot
         )
     for line, runs in _group_values(lines).items():
         add_note(f"{line} ({runs})")
+
+
+def _note_copies(kind: str, evaluations: dict[str, dict[str, Any]], add_note: AddNote) -> None:
+    """Add a note on runs whose evaluations have the same losses and answers, to the last bit."""
+    by_content: dict[str, list[str]] = {}
+    for run, record in evaluations.items():
+        parts = {name: record.get(name) for name in ("retrieval", "positions", "texts", "results")}
+        if any(parts.values()):
+            by_content.setdefault(json.dumps(parts, sort_keys=True), []).append(run)
+    for runs in by_content.values():
+        if len(runs) > 1:
+            add_note(f"{kind} have the same losses and answers: all but one are copies ({', '.join(runs)})")
 
 
 def _explain_missing(part: str, evaluation: dict[str, Any]) -> str:

@@ -17,6 +17,11 @@ from nsa_lab.runs.history import History
 MEAN_ERROR, DIFFERENCE_ERROR = 1e-3, 1e-4
 TEXT_SIZE = re.compile(r"([\d,]+) validation tokens")  # in the text of the preflight's check of the data
 MIN_EQUAL = 3  # losses of an evaluation that are all equal
+# Largest factor between a loss in an evaluation and the loss that the run measured at the same step: on other windows of
+# its own held-out text (1.25 measured), and on other texts (1.41 measured).
+OWN_TEXT, OTHER_TEXT = 1.5, 3.0
+# Largest difference in the share of right answers between two samples of single facts (0.1 measured), and their least size.
+ANSWER_DIFFERENCE, MIN_ANSWERS = 0.5, 8
 
 
 def find_evaluation_problem(history: History, record: dict[str, Any]) -> str | None:
@@ -156,6 +161,42 @@ def find_gap(length: int, parts: Sequence[Sequence[int]]) -> str | None:
     return None if last == length else f"the ranges of positions end at {last:,} of {length:,} tokens"
 
 
+def _find_other_measurement(history: History, record: dict[str, Any]) -> str | None:
+    """Losses and answers agree with those that the run measured at the same step: the same weights were evaluated."""
+    measured = history.evaluations.select(history.evaluations.ints("step") == record["step"])
+    for event in measured:
+        own: Any = event.get("loss")
+        if not is_finite(own) or own <= 0:
+            continue
+        for subject, loss, factor in _iterate_text_losses(record, event.get("seq_len")):
+            if not 1 / factor <= loss / own <= factor:
+                return f"{subject} has {loss:.4g} nats per token, the run measured {own:.4g} at step {record['step']:,}"
+    cells = [cell for cell in record.get("retrieval", ()) if cell["task"] == "needle"]
+    for event in history.events_of_kind("reach"):
+        accuracy: Any = (event.get("accuracy") or {}).get("chosen")
+        if event["step"] != record["step"] or not is_finite(accuracy) or (event.get("sequences") or 0) < MIN_ANSWERS:
+            continue
+        own_cells = [cell for cell in cells if cell["length"] == event.get("length")]
+        n_answers, n_right = (sum(cell[name] for cell in own_cells) for name in ("answers", "right"))
+        if n_answers >= MIN_ANSWERS and abs(n_right / n_answers - accuracy) > ANSWER_DIFFERENCE:
+            found = f"{n_right} of {n_answers} single facts at {event.get('length'):,} tokens"
+            return f"{found} are answered, the run measured {accuracy:.0%} at step {record['step']:,}"
+    return None
+
+
+def _iterate_text_losses(record: dict[str, Any], length: object) -> Iterator[tuple[str, float, float]]:
+    """Yield subject, loss and largest factor to the loss of the run's own windows of `length` tokens."""
+    positions, documents = record.get("positions"), record.get("documents")
+    if positions and positions["length"] == length:
+        parts = positions["octaves"]
+        loss = math.fsum((part["last"] - part["first"]) * part["loss"] for part in parts) / length
+        yield "held-out text by position", loss, OWN_TEXT
+    if documents:
+        yield "whole documents", documents["alone"], OWN_TEXT
+    for name, text in record.get("texts", {}).items():
+        yield f"the text {name}", text["loss"], OTHER_TEXT
+
+
 RELATIONS: tuple[Callable[[History, dict[str, Any]], str | None], ...] = (
     _find_other_setting,
     _find_repeated_cell,
@@ -165,4 +206,5 @@ RELATIONS: tuple[Callable[[History, dict[str, Any]], str | None], ...] = (
     _find_other_interval,
     _find_other_mean,
     _find_other_ranges,
+    _find_other_measurement,
 )

@@ -17,6 +17,7 @@ TREND_READINGS = 41
 SPECTRUM_READINGS = 64, 512  # minimum and maximum number of readings of a spectrum
 N_PARTS, MIN_PART = 10, 5  # parts of the selection losses of a stage, and readings of a part
 N_LASTING = 4  # windows of a rise that lasts
+UNTRAINED = 1.1  # highest training loss after the start, relative to equal probabilities (0.66 measured)
 MIN_COURSE_WINDOWS = 10  # with fewer, the fast fall at the start of a stage looks like a sudden drop
 
 
@@ -33,7 +34,7 @@ def check_loss_course(history: History, limits: Limits) -> Verdict:
         return Verdict(name, False, *rise)
     finders = (
         *(_find_validation_swings, _find_selection_loss_rise, _find_vanished_selection_loss, _find_selection_loss_noise),
-        _find_loss_shift,
+        *(_find_loss_shift, _find_unlearned),
     )
     if problem := next(filter(None, (find(history, limits) for find in finders)), None):
         return Verdict(name, False, *problem)
@@ -149,6 +150,23 @@ def _find_loss_shift(history: History, limits: Limits) -> tuple[float, float, st
             text = f"{name} changes by a factor of at least {shift.factor:.0f} at step {shift.step:,}"
             return shift.factor, limits.loss_shift, text
     return None
+
+
+def _find_unlearned(history: History, limits: Limits) -> tuple[float, float, str] | None:
+    """Return value, limit and text of a training loss above that of equal probabilities after the start; None without."""
+    steps, losses = drop_nonfinite(*history.series("loss"))
+    is_late, limit = (
+        steps > limits.course_start * history.config.train.steps,
+        UNTRAINED * np.log(history.config.model.vocab_size),
+    )
+    if not is_late.any():
+        return None
+    index = int(np.argmax(np.where(is_late, losses, -np.inf)))
+    highest = float(losses[index])
+    text = (
+        f"the training loss is {highest:.4g} nats at step {steps[index]:,}; an untrained model has {limit / UNTRAINED:.4g}"
+    )
+    return (highest, float(limit), text) if highest > limit else None
 
 
 def _find_training_swings(steps: np.ndarray, bpb: np.ndarray, limits: Limits) -> tuple[float, float, str] | None:

@@ -66,12 +66,20 @@ def check_evaluable(run_dir: Path, out: str | Path | None = None, step: int | No
             f"--out {resolve.get_outputs_dir() / run_dir.name}"
         )
     checkpoint = find_checkpoint(run_dir, step)
-    return config, checkpoint, make_evaluation_folder(out or run_dir, EVALUATION, UNFINISHED, RULER, RULER_UNFINISHED)
+    names = EVALUATION, UNFINISHED, RULER, RULER_UNFINISHED
+    return config, checkpoint, make_evaluation_folder(run_dir, out, *names)
 
 
-def make_evaluation_folder(folder: str | Path, *names: str) -> Path:
-    """Create a folder if necessary and return it. Raises `UsageError` if it cannot have the files `names`."""
-    folder = Path(folder)
+def make_evaluation_folder(run_dir: Path, out: str | Path | None, *names: str) -> Path:
+    """Create the folder for an evaluation of a run if necessary and return it; `out` None: the run's own directory.
+
+    Raises `UsageError` if the folder belongs to another run, or cannot have the files `names`.
+    """
+    folder = Path(out or run_dir)
+    if (folder / directory.CONFIG).is_file() and folder.resolve() != run_dir.resolve():
+        raise ConfigError(
+            f"{folder}: expected a folder for results of {run_dir.name}, got another run; give another folder"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

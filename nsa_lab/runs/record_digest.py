@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nsa_lab.runs.checkpoint_files import get_checkpoint_dir
 from nsa_lab.runs.directory import ENVIRONMENT, compute_file_digest
-from nsa_lab.runs.evaluation import EVALUATION, RULER
+from nsa_lab.runs.evaluation import CONVERSION, EVALUATION, RULER
 from nsa_lab.runs.lock import lock_owner
 
 MAX_DEPTH = 2  # checkpoints/step-00005000/model.safetensors
@@ -23,7 +23,9 @@ MAX_DEPTH = 2  # checkpoints/step-00005000/model.safetensors
 def compute_surroundings_digest(run_dir: Path) -> str:
     """Return the SHA-256 of everything else that the checks of a run read, 64 hex digits."""
     lines = [f"trainer {lock_owner(run_dir) is not None}"]
-    for name in (ENVIRONMENT, EVALUATION, RULER):
+    # Verdicts of runs without a conversion stay valid: earlier versions did not list this file.
+    names = (ENVIRONMENT, EVALUATION, RULER, *((CONVERSION,) if os.path.lexists(run_dir / CONVERSION) else ()))
+    for name in names:
         try:
             lines.append(f"{name} {compute_file_digest(run_dir / name)}")
         except OSError as error:

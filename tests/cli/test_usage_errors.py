@@ -18,10 +18,11 @@ from fake_run import write_run
 from looping import looped
 
 from nsa_lab import cli
-from nsa_lab.config import RunConfig
+from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.runs import directory, lifecycle, resolve
 from nsa_lab.runs.atomic_io import UnwritableFile
 from nsa_lab.runs.model_files import make_evaluation_folder
+from nsa_lab.runs.run_files import find_run_of_file
 
 torch.set_num_threads(1)
 
@@ -190,6 +191,31 @@ def test_output_path_that_is_no_regular_file_is_refused_before_the_work(
         assert (path.lstat().st_mode if os.path.lexists(path) else None) == mode
 
 
+@looped
+@pytest.mark.parametrize("arguments", FILE_OPTIONS)
+@pytest.mark.parametrize("name", ["events.jsonl", "config.yaml", "conversion.json", "checkpoints/step-00000001/state.json"])
+def test_a_result_is_not_written_over_the_record_of_a_run(
+    run_cli, tmp_path: Path, arguments: tuple[str, ...], name: str
+) -> None:
+    (tmp_path / "own" / name).parent.mkdir(parents=True, exist_ok=True)
+    for path in (tmp_path / "own" / "config.yaml", tmp_path / "own" / name):
+        path.write_text("the record")
+    result = run_cli(*arguments, tmp_path / "own" / name, outputs=False)
+    assert result.exit_code == 2 and "expected a new file, got one of the run own" in result.err, result
+    assert (tmp_path / "own" / name).read_text() == "the record"
+    assert find_run_of_file(tmp_path / "own" / "metrics.csv") is find_run_of_file(tmp_path / name) is None
+
+
+def test_an_evaluation_is_not_written_into_another_run(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").touch()
+    with pytest.raises(ConfigError, match="got another run; give another folder"):
+        make_evaluation_folder(tmp_path / "one", tmp_path / "other", "evaluation.json")
+    assert make_evaluation_folder(tmp_path / "one", tmp_path / "one", "evaluation.json") == tmp_path / "one"
+    assert make_evaluation_folder(tmp_path / "one", tmp_path / "new", "evaluation.json").is_dir()
+
+
 def test_evaluation_is_not_written_over_a_fifo(run_cli, tmp_path: Path) -> None:
     for name, options in (
         ("evaluation.json", []),
@@ -200,7 +226,7 @@ def test_evaluation_is_not_written_over_a_fifo(run_cli, tmp_path: Path) -> None:
         out.mkdir()
         os.mkfifo(out / name)
         with pytest.raises(UnwritableFile):  # before the command, which would evaluate for minutes
-            make_evaluation_folder(out, name)
+            make_evaluation_folder(tmp_path, out, name)
         result = run_cli("evaluate", "needle-8m", "--out", out, *options)
         assert result.exit_code == 2 and f"{out / name}: expected a regular file or a new path" in result.err, result
         assert (out / name).is_fifo()

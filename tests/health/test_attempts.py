@@ -85,22 +85,6 @@ def test_changed_settings_between_attempts_pass_all_checks(tmp_path: Path) -> No
     assert found["heartbeats"].text.endswith(", one every 10, then 2 s")
 
 
-def test_configuration_that_the_settings_do_not_explain_is_a_warning(tmp_path: Path) -> None:
-    def add_hashes(*hashes: str) -> Callable[[list[Event]], list[Event]]:
-        def spoil(events: list[Event]) -> list[Event]:
-            events = with_settings(BEFORE, AFTER)(events)
-            first_events = [event for event in events if event["kind"] in ("start", "resume")]
-            for event, value in zip(first_events, hashes, strict=True):
-                event["config_hash"] = value
-            return events
-
-        return spoil
-
-    assert examine_run(tmp_path / "same", add_hashes(BEFORE.hash(), AFTER.hash()))["attempts agree"].level == "passed"
-    other = examine_run(tmp_path / "other", add_hashes("f" * 16, AFTER.hash()))["attempts agree"]
-    assert other.level == "warning" and "another configuration in attempt 1" in other.text
-
-
 @looped
 @pytest.mark.parametrize(
     ("kind", "step", "name"),

@@ -450,6 +450,18 @@ def test_different_evaluation_settings_are_noted(make_run: Make) -> None:
     assert f"ablations at 4,096: dense attention has neither blocks nor branches ({dense.name})" in notes
 
 
+def test_copied_evaluations_are_noted(make_run: Make) -> None:
+    def copy(evaluation: dict[str, Any]) -> None:
+        evaluation.update(copied)
+
+    copied = {name: make_evaluation(1)[name] for name in ("retrieval", "positions", "texts")}
+    runs = [make_run("one", seed, copy) for seed in (0, 1)]
+    notes = "\n".join(compare(*runs, make_dense(make_run, 0)).not_compared)
+    assert f"evaluations have the same losses and answers: all but one are copies ({runs[0].name}, {runs[1].name})" in notes
+    others = [make_run("two", seed) for seed in (0, 1)]
+    assert "copies" not in "\n".join(compare(*others, make_dense(make_run, 0)).not_compared)
+
+
 def test_incomplete_records_give_gaps(make_run: Make, tmp_path: Path) -> None:
     def spoil(events: list[Event]) -> list[Event]:
         remaining = [event for event in events if event["kind"] in ("step", "end")]

@@ -457,6 +457,20 @@ def drop_answers(event: Event) -> None:
     event.pop("marked_loss", None)
 
 
+def scale_second_attempt(factor: float, *, repeats: bool = True) -> Edit:
+    """Return an edit that scales the first losses of the second attempt, with or without the steps of the first one."""
+
+    def edit(events: list[Event]) -> list[Event]:
+        first = next(event["step"] for event in events if event["kind"] == "step" and event["attempt"] == 2)
+        for event in events:
+            if event["kind"] == "step" and event["attempt"] == 2 and event["step"] < first + 1000:
+                event |= {"loss": event["loss"] * factor, "bpb": event["bpb"] * factor}
+        is_repeat = {id(e) for e in events if e["kind"] == "step" and e["attempt"] == 1 and e["step"] >= first}
+        return [event for event in events if repeats or id(event) not in is_repeat]
+
+    return edit
+
+
 LARGE_MOVEMENT = "gates moved", "times as far as usual for their learning rate"
 OVERLAP = "consistent numbers", "but every selection has 0."
 FALLEN_KEYS = "consistent numbers", "selected keys or fewer in"
@@ -489,6 +503,15 @@ EDITS: list[tuple[str, str, Edit, str, str]] = [
     ("another text", RECENT, set_fields("eval", 0.5, text="fedcba9876543210"), "evaluated text", "changes at step"),
     ("fewer windows", RECENT, set_fields("eval", 0.5, windows=3), "evaluated text", "changes at step"),
     ("shorter sequences", RECENT, set_fields("eval", 0.5, seq_len=512), "evaluated text", "sequences of 512 tokens"),
+    (
+        "other losses of repeated steps",
+        RESUMED,
+        scale_second_attempt(1.3),
+        "attempts agree",
+        "1.3 times the loss that attempt 1",
+    ),
+    ("a model that starts again", RESUMED, scale_second_attempt(2.0, repeats=False), "attempts agree", "other weights or"),
+    ("above an untrained model", RECENT, set_fields("step", 0.5, loss=20.0), "loss course", "an untrained model has 5.5"),
     ("other code", RESUMED, set_fields("resume", code={"source": "fedcba9876543210"}), "attempts agree", "differ in code"),
     ("other data", RESUMED, set_fields("resume", data_identity="e" * 64), "attempts agree", "differ in text"),
     ("another model", RESUMED, set_fields("resume", params=5), "attempts agree", "differ in parameters"),

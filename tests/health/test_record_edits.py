@@ -18,6 +18,7 @@ from nsa_lab.health import LIMITS, Limits, Verdict
 from nsa_lab.health.attempt_checks import check_attempts_agree, check_evaluated_text
 from nsa_lab.health.consistency_checks import check_consistent
 from nsa_lab.health.ending_checks import check_status_agrees
+from nsa_lab.health.evaluation_relations import find_evaluation_problem
 from nsa_lab.health.record_checks import check_clock, check_one_run, check_record_format
 from nsa_lab.health.step_accounting import check_checkpoints
 from nsa_lab.runs import resolve
@@ -175,6 +176,18 @@ def test_foreign_evaluations_fail(tmp_path: Path) -> None:
         file.write_text(json.dumps(value))
         verdict = check_one_run(history, LIMITS)
         assert verdict.ok is False and text in verdict.text, verdict.text
+    halved = {
+        name: text | {"loss": text["loss"] / 4, "rows": [[n, x / 4] for n, x in text["rows"]]}
+        for name, text in record["texts"].items()
+    }
+    documents = {name: x / 2 for name, x in record["documents"].items() if isinstance(x, float)}
+    wrong = [cell | {"right": 0} for cell in record["retrieval"]]
+    for changes, text in (
+        ({"texts": halved}, "nats per token, the run measured"),
+        ({"documents": record["documents"] | documents}, "whole documents has"),
+        ({"retrieval": wrong}, "single facts at 65,536 tokens are answered, the run measured 100%"),
+    ):
+        assert text in (find_evaluation_problem(history, record | changes) or "")
     for value in (record, record | {"step": 1000}, {"v": 2}):
         file.write_text(json.dumps(value))
         assert check_one_run(history, LIMITS).ok, value.keys()

@@ -291,11 +291,26 @@ MUTANTS = [
         "False",
     ),
     Mutant(
-        "attempts: an unexplained configuration passes",
+        "attempts: other losses of the same steps pass",
         "health.attempt_checks",
-        "hashes[attempt] not in (None, expected[attempt])",
+        "not 1 / (1 + REPEATED_LOSS) <= ratio <= 1 + REPEATED_LOSS",
         "False",
     ),
+    Mutant("attempts: a loss that starts again passes", "health.attempt_checks", "ratio > RESUMED_LOSS", "False"),
+    Mutant(
+        "evaluation: a loss that the run did not measure passes",
+        "health.evaluation_relations",
+        "not 1 / factor <= loss / own <= factor",
+        "False",
+    ),
+    Mutant("compare: copies are not noted", "health.comparison", "len(runs) > 1", "False"),
+    Mutant(
+        "evaluation: answers that the run did not measure pass",
+        "health.evaluation_relations",
+        "abs(n_right / n_answers - accuracy) > ANSWER_DIFFERENCE",
+        "False",
+    ),
+    Mutant("health: a loss above an untrained model passes", "health.loss_course", "highest > limit", "False"),
     Mutant(
         "evaluation: losses that are not finite pass",
         "health.evaluation_relations",
