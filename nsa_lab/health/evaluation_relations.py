@@ -184,6 +184,32 @@ def _find_other_measurement(history: History, record: dict[str, Any]) -> str | N
     return None
 
 
+def _find_other_count(history: History, record: dict[str, Any]) -> str | None:
+    """Numbers of tokens follow from the rows and windows, and no row is longer than its windows."""
+    positions = record.get("positions")
+    for part in positions["octaves"] if positions else ():
+        n_windows, width = len(part.get("windows") or ()), part["last"] - part["first"]
+        if n_windows and part.get("tokens", n_windows * width) != n_windows * width:
+            place = f"positions {part['first']:,} to {part['last']:,}"
+            return f"{place} have {part['tokens']:,} tokens, expected {n_windows} windows of {width:,}"
+    for name, text in record.get("texts", {}).items():
+        counts = [count for count, _ in text["rows"]]
+        if text.get("tokens", sum(counts)) != sum(counts):
+            return f"the text {name} has {text['tokens']:,} tokens, its rows {sum(counts):,}"
+        if max(counts) > text["length"]:
+            return f"a row of the text {name} has {max(counts):,} tokens, expected at most {text['length']:,}"
+    return None
+
+
+def _find_copied_text(history: History, record: dict[str, Any]) -> str | None:
+    """Two texts have different contents and different losses."""
+    texts = record.get("texts", {})
+    for (one, first), (other, second) in itertools.combinations(texts.items(), 2):
+        if first["rows"] == second["rows"] or None is not first.get("identity") == second.get("identity"):
+            return f"the texts {one} and {other} are copies: they have the same content or the same losses"
+    return None
+
+
 def _iterate_text_losses(record: dict[str, Any], length: object) -> Iterator[tuple[str, float, float]]:
     """Yield subject, loss and largest factor to the loss of the run's own windows of `length` tokens."""
     positions, documents = record.get("positions"), record.get("documents")
@@ -207,4 +233,6 @@ RELATIONS: tuple[Callable[[History, dict[str, Any]], str | None], ...] = (
     _find_other_mean,
     _find_other_ranges,
     _find_other_measurement,
+    _find_other_count,
+    _find_copied_text,
 )

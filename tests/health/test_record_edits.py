@@ -182,7 +182,19 @@ def test_foreign_evaluations_fail(tmp_path: Path) -> None:
     }
     documents = {name: x / 2 for name, x in record["documents"].items() if isinstance(x, float)}
     wrong = [cell | {"right": 0} for cell in record["retrieval"]]
+    octaves = [part | {"tokens": 3} for part in record["positions"]["octaves"]]
+    names, n = list(record["texts"]), 3 * 65_536
+    long_rows = {name: part | {"tokens": n, "rows": [[n, part["loss"]]]} for name, part in record["texts"].items()}
+    copied = record["texts"] | {names[0]: record["texts"][names[1]]}
+    named_alike = record["texts"] | {
+        names[0]: record["texts"][names[0]] | {"identity": record["texts"][names[1]]["identity"]}
+    }
     for changes, text in (
+        ({"positions": record["positions"] | {"octaves": octaves}}, "have 3 tokens, expected"),
+        ({"texts": {name: part | {"tokens": 17} for name, part in record["texts"].items()}}, "has 17 tokens, its rows"),
+        ({"texts": long_rows}, "tokens, expected at most 65,536"),
+        ({"texts": copied}, "are copies"),
+        ({"texts": named_alike}, "are copies"),
         ({"texts": halved}, "nats per token, the run measured"),
         ({"documents": record["documents"] | documents}, "whole documents has"),
         ({"retrieval": wrong}, "single facts at 65,536 tokens are answered, the run measured 100%"),

@@ -303,6 +303,10 @@ MUTANTS = [
         "not 1 / factor <= loss / own <= factor",
         "False",
     ),
+    Mutant(
+        "evaluation: any number of tokens passes", "health.evaluation_relations", "sum(counts)) != sum(counts)", "0) != 0"
+    ),
+    Mutant("evaluation: copied losses pass", "health.evaluation_relations", 'first["rows"] == second["rows"]', "False"),
     Mutant("compare: copies are not noted", "health.comparison", "len(runs) > 1", "False"),
     Mutant(
         "evaluation: answers that the run did not measure pass",
