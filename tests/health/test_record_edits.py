@@ -185,7 +185,7 @@ def test_foreign_evaluations_fail(tmp_path: Path) -> None:
     octaves = [part | {"tokens": 3} for part in record["positions"]["octaves"]]
     names, n = list(record["texts"]), 3 * 65_536
     long_rows = {name: part | {"tokens": n, "rows": [[n, part["loss"]]]} for name, part in record["texts"].items()}
-    copied = record["texts"] | {names[0]: record["texts"][names[1]]}
+    copied = record["texts"] | {names[0]: record["texts"][names[1]] | {"identity": "0" * 16}}
     named_alike = record["texts"] | {
         names[0]: record["texts"][names[0]] | {"identity": record["texts"][names[1]]["identity"]}
     }
