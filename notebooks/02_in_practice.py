@@ -155,8 +155,8 @@ show_figure(figures.plot_importance(text_importance[0, :, 1], text_blocks[0, :, 
 # | NSA, 78.6 M parameters | none, at any length |
 # | dense baseline | all, in 32,768 bytes |
 #
-# Three changes fix it. Together they are called the *training recipe*. When each was removed alone, retrieval needed the first
-# and the third, and without the second the loss was 0.06 bits per byte higher
+# Three changes fix it. Together they are called the *training recipe*. When each was removed alone, retrieval needed the
+# first and the third, and without the second the loss was 0.06 bits per byte higher
 # ([three seeds](../docs/science/learning_rates_and_parts.md#b-with-three-seeds)):
 #
 # 1. **Indexer with its own loss.** One extra query and key per group, used only for selection. Here each index key covers

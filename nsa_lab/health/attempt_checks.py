@@ -82,7 +82,7 @@ FACTS: dict[str, Any] = {
 
 
 def _find_other_losses(history: History) -> tuple[float, float, str] | None:
-    """Return value, limit and text of an attempt whose losses do not continue those of the one before; None without one."""
+    """Return value, limit and text if an attempt does not continue the losses of the previous one; else None."""
     events = history.events_of_kind("step")
     attempts, steps, losses = events.ints("attempt"), events.ints("step"), events.numbers("loss")
     from_steps = {event["attempt"]: event.get("from_step") or 0 for event in history.first_events}
