@@ -210,7 +210,7 @@ def _find_copied_text(history: History, record: dict[str, Any]) -> str | None:
     return None
 
 
-def _iterate_text_losses(record: dict[str, Any], length: object) -> Iterator[tuple[str, float, float]]:
+def _iterate_text_losses(record: dict[str, Any], length: Any) -> Iterator[tuple[str, float, float]]:
     """Yield subject, loss and largest factor to the loss of the run's own windows of `length` tokens."""
     positions, documents = record.get("positions"), record.get("documents")
     if positions and positions["length"] == length:
