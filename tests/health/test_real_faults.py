@@ -34,10 +34,10 @@ from nsa_lab.runs.evaluation import EVALUATION, RULER
 from nsa_lab.runs.history import History
 
 OUTPUTS = resolve.get_root() / "outputs"
-# A run with all fields of today, one of several stages, and one of two attempts.
-RECENT, STAGED, RESUMED = (
+# A run with all fields of today, one of several stages, one of two attempts, and one with dense attention.
+RECENT, STAGED, RESUMED, DENSE = (
     *("whole4-20261126T030637Z-8c93", "long_64k-20261126T122445Z-0d29"),
-    "production_50k-20261121T141448Z-afd3",
+    *("production_50k-20261121T141448Z-afd3", "fast_dense-20261126T031722Z-5643"),
 )
 Check = Callable[[History, Limits], Verdict | None]
 Edit = Callable[[list[Event]], Any]
@@ -45,7 +45,7 @@ Edit = Callable[[list[Event]], Any]
 
 @pytest.fixture(scope="module")
 def records() -> dict[str, History]:
-    return {name: History.read(OUTPUTS / name) for name in (RECENT, STAGED, RESUMED)}
+    return {name: History.read(OUTPUTS / name) for name in (RECENT, STAGED, RESUMED, DENSE)}
 
 
 def select(events: list[Event], kind: str, first: float = -1.0, field: str = "") -> list[Event]:
@@ -387,6 +387,8 @@ CASES: list[tuple[str, Edit, Check, str]] = [
     (RECENT, change("start", lambda e: {"packing": e["packing"] * 2}), check_consistent, "packing of 2 stages, but 1"),
     (RECENT, set_packing(padded_tokens=81_403 * 1024, padded_share=0.5), check_consistent, "but data.packing is stream"),
     (RECENT, set_packing(cut_documents=44_228, cut_share=2.0), check_consistent, "44,228 of 22,114 documents are cut"),
+    (RECENT, set_fields("step", teacher_kl=0.01), check_consistent, "teacher_kl is recorded, but config.yaml has none"),
+    (DENSE, set_fields("step", sel_reuse=[0.7] * 6), check_consistent, "config.yaml has none: dense attention"),
     (RECENT, set_fields("start", threads=0), check_one_run, "threads of attempt 1 is 0"),
     (
         RECENT,

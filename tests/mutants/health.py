@@ -393,7 +393,9 @@ MUTANTS = [
     *(
         Mutant(f"health: a fault passes: {function}", f"health.{module}", f"    {function},\n", "")
         for module, functions in {
-            "configured_work": ("reads", "tensor_sizes", "preflight_memory", "compiled_shapes", "packed_stages"),
+            "configured_work": (
+                *("reads", "tensor_sizes", "preflight_memory", "compiled_shapes", "packed_stages", "statistics"),
+            ),
             "heartbeat_relations": ("steps", "tokens", "suspensions", "utilization", "gaps"),
             "text_relations": ("entropies", "references", "initial_loss"),
             "ablation_relations": ("answers", "ablations_differ", "ablations_complete", "measured"),
