@@ -289,6 +289,7 @@ CASES: list[tuple[str, Edit, Check, str]] = [
     ),
     (RECENT, combine(thin_out(40), remove("heartbeat", 0.3, 9)), check_consistent, "s of training of attempt 1, expected"),
     (RECENT, set_fields("eval", seconds=0.0), check_consistent, "or no time"),
+    (STAGED, set_fields("preflight", seconds=1e6), check_consistent, "or a check takes longer than its attempt"),
     (RECENT, set_fields("eval", windows=64), check_consistent, "an evaluation of 64 windows with the losses of 128"),
     (RECENT, draw("selection_loss", 0.8), check_loss_course, "the selection loss is noise: it differs by a factor of"),
     (RECENT, fade("selection_loss", 1e-6), check_loss_course, "of its largest value from step"),

@@ -1278,6 +1278,12 @@ MUTANTS = [
         "is_distinct & is_exchange",
         "is_exchange",
     ),
+    Mutant(
+        "health: a check of the preflight that takes days passes",
+        "health.consistency_checks",
+        '"compile", "preflight")',
+        '"compile")',
+    ),
     *(
         Mutant(f"health: conversion.json: {function} passes", "health.conversion_relations", f"    {function},\n", "")
         for function in (
@@ -1297,5 +1303,8 @@ MUTANTS = [
         "if missing and is_complete",
         "if False and is_complete",
     ),
-    Mutant("health: preflight: any number passes", "health.preflight_relations", "map(_find_contradiction, checks)", "[]"),
+    *(
+        Mutant(f"health: preflight: {function} passes", "health.preflight_relations", f"    {function},\n", "")
+        for function in ("_find_other_number", "_find_other_text", "_find_other_run")
+    ),
 ]
