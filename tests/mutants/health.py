@@ -285,6 +285,18 @@ MUTANTS = [
     ),
     Mutant("conversion: equal windows pass", "health.conversion_relations", "    _find_repeated_windows,\n", ""),
     Mutant(
+        "conversion: a run that is its own control passes",
+        "health.conversion_relations",
+        'control["run"] == record["run"]',
+        "False",
+    ),
+    Mutant(
+        "conversion: a text with the losses of another passes",
+        "health.conversion_relations",
+        'return _find_copied_text(record["texts"])',
+        "return None",
+    ),
+    Mutant(
         "conversion: equal selections pass",
         "health.conversion_relations",
         "fractions[one + FREE] == fractions[other + FREE]",
@@ -1288,7 +1300,7 @@ MUTANTS = [
         Mutant(f"health: conversion.json: {function} passes", "health.conversion_relations", f"    {function},\n", "")
         for function in (
             *("_find_other_rows", "_find_impossible_loss", "_find_other_early_loss", "_find_impossible_gain"),
-            "_find_impossible_mass",
+            *("_find_impossible_mass", "_find_copied_row", "_find_worse_blocks"),
         )
     ),
     Mutant(
