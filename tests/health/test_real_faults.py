@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from fake_run import Event, edit_history, make_config, write_run
 
+from nsa_lab.evaluate import RULER_TASKS
 from nsa_lab.health import LIMITS, Limits, Verdict, examine
 from nsa_lab.health.attempt_checks import check_attempts_agree
 from nsa_lab.health.branch_checks import check_branch_outputs, check_gates_moved
@@ -26,6 +27,7 @@ from nsa_lab.health.loss_checks import check_gradients
 from nsa_lab.health.loss_course import check_loss_course
 from nsa_lab.health.record_checks import check_clock, check_one_run
 from nsa_lab.health.repetition_checks import check_layers_differ
+from nsa_lab.health.ruler_relations import TASKS, find_ruler_problem
 from nsa_lab.health.run_checks import check_finite
 from nsa_lab.health.selection_checks import check_sink_share
 from nsa_lab.health.throughput_checks import check_memory
@@ -553,7 +555,7 @@ def test_contradictory_evaluations(tmp_path: Path) -> None:
 
 
 def test_contradictory_ruler_results(tmp_path: Path) -> None:
-    """An interval follows from the score and the number of questions, and prompts fit into their length."""
+    """An interval follows from the score and the number of questions, and prompts fill their length."""
     run_dir = write_run(tmp_path)
     history = History.read(run_dir)
     result = {"task": "vt", "length": 900, "questions": 20, "references": 1, "found": [1] * 20, "prompt_tokens": 880}
@@ -565,11 +567,23 @@ def test_contradictory_ruler_results(tmp_path: Path) -> None:
         ({"found": [1] * 10 + [0] * 10, "score": 50.0, "low": 29.93, "high": 70.07}, None),
         ({"low": 95.0}, "vt at 900 tokens: low is 95, expected 83.89 with 20 questions"),
         ({"prompt_tokens": 901}, "vt has prompts of 901 tokens, expected at most 900"),
+        ({"length": 4096, "prompt_tokens": 2048}, None),
+        ({"length": 4096, "prompt_tokens": 40}, "vt at 4,096 tokens has prompts of 40 tokens, expected at least 2,048"),
+        ({"task": "niah_banana"}, "'niah_banana' is no task of RULER, expected one of niah_single_1"),
     ]
-    for changes, text in cases:
-        (run_dir / RULER).write_text(json.dumps({**names, "results": [result | changes]}))
-        problem = find_foreign_evaluation(history)
-        assert problem is None if text is None else text in (problem or ""), (changes, problem)
+    skipped = {"task": "vt", "length": 900, "why": "too long"}
+    others: list[tuple[dict[str, Any], str | None]] = [
+        ({"not_asked": [skipped | {"length": 800}]}, None),
+        ({"not_asked": [skipped]}, "vt at 900 tokens was asked, but is also listed as not asked"),
+        ({"tokenizer": "0" * 64}, "the tokenizer is 0000000000000000, but config.yaml has data.tokenizer = byte"),
+    ]
+    records = [(names | {"results": [result | changes]}, text) for changes, text in cases]
+    records += [(names | {"results": [result]} | changes, text) for changes, text in others]
+    for record, text in records:
+        (run_dir / RULER).write_text(json.dumps(record))
+        problem = find_foreign_evaluation(history) or find_ruler_problem(history)
+        assert problem is None if text is None else text in (problem or ""), (record, problem)
+    assert tuple(RULER_TASKS) == TASKS
 
 
 def test_the_gradient_of_one_of_two_layers(tmp_path: Path) -> None:

@@ -1303,6 +1303,10 @@ MUTANTS = [
             *("_find_impossible_mass", "_find_copied_row", "_find_worse_blocks"),
         )
     ),
+    *(
+        Mutant(f"health: ruler.json: {function} passes", "health.ruler_relations", f"    {function},\n", "")
+        for function in ("_find_other_tokenizer", "_find_other_task", "_find_short_prompt")
+    ),
     Mutant(
         "health: preflight: a check twice passes",
         "health.preflight_relations",
