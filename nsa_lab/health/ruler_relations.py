@@ -1,4 +1,4 @@
-"""Relations in `ruler.json`: the tokenizer is that of the run, and each task is one of RULER's with prompts of its length."""
+"""Relations in `ruler.json`: it has the tokenizer of the run, and tasks of RULER with prompts of their length."""
 
 from __future__ import annotations
 
