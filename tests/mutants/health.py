@@ -285,6 +285,12 @@ MUTANTS = [
     ),
     Mutant("conversion: equal windows pass", "health.conversion_relations", "    _find_repeated_windows,\n", ""),
     Mutant(
+        "conversion: layers that are worse than chance pass",
+        "health.conversion_relations",
+        "worse.mean() > MAX_WORSE_LAYERS",
+        "False",
+    ),
+    Mutant(
         "conversion: a run that is its own control passes",
         "health.conversion_relations",
         'control["run"] == record["run"]',
