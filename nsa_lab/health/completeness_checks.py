@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from nsa_lab.config import ModelConfig
+from nsa_lab.config import ModelConfig, RunConfig
 from nsa_lab.health.due_steps import DueSteps
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.attempts import Attempt, group_positions
@@ -19,6 +19,8 @@ from nsa_lab.runs.event_columns import NUMBER
 from nsa_lab.runs.history import History, find_stages
 
 MIN_ZERO_LOSSES = 5
+# Prefixes of the fields of a `step` event that only some models have.
+STATISTICS = ("gate_", "sel_", "norm_", "selection_loss", "teacher_kl")
 
 
 def list_layer_statistics(model: ModelConfig) -> list[str]:
@@ -32,6 +34,15 @@ def list_layer_statistics(model: ModelConfig) -> list[str]:
     if "sel" in model.branches:
         names += ["sel_reuse", "sel_distance", "sel_sink_share"]
     return names + [f"norm_{branch}" for branch in model.branches]
+
+
+def list_possible_statistics(config: RunConfig) -> set[str]:
+    """Return the fields with a prefix of `STATISTICS` that the configured model may have, of any version."""
+    model, names = config.model, {*list_layer_statistics(config.model)}
+    if "sel_distance" in names:
+        names |= {"sel_keys", "sel_keys_most"} | ({"sel_window_overlap"} if "win" in model.branches else set())
+    names |= {"selection_loss"} if model.has_selection_loss else set()
+    return names | ({"teacher_kl"} if config.train.teacher_weight else set())
 
 
 def check_heartbeats(history: History, limits: Limits) -> Verdict:

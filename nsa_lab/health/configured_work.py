@@ -1,4 +1,4 @@
-"""Numbers that follow from the configuration: attention reads, sizes of tensors, shapes and stages.
+"""Numbers that follow from the configuration: attention reads, sizes of tensors, shapes, stages and kinds of statistics.
 
 A run that records others has trained something else than its configuration says.
 """
@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from nsa_lab.config import NSAConfig, RunConfig
+from nsa_lab.health.completeness_checks import STATISTICS, list_possible_statistics
 from nsa_lab.health.verdict import Problem
+from nsa_lab.runs.event_columns import NUMBERS
 from nsa_lab.runs.event_fields import is_finite, is_number
 from nsa_lab.runs.history import History
 
@@ -160,10 +162,26 @@ def _check_packed_stages(history: History) -> Problem | None:
     return None
 
 
+def _check_statistics(history: History) -> Problem | None:
+    """A model has no statistics of parts that its configuration does not have."""
+    possible, model = list_possible_statistics(history.config), history.config.model
+    for name, form in history.steps.list_fields().items():
+        if not name.startswith(STATISTICS) or name in possible:
+            continue
+        # Lists of values per layer may be empty: no layer has them.
+        steps, _ = history.layer_series(name) if form == NUMBERS else history.series(name)
+        if len(steps):
+            kind = "dense attention" if model.attention == "dense" else f"the branches {', '.join(model.branches)}"
+            weights = f"selection_loss {model.selection_loss:g}, teacher_weight {history.config.train.teacher_weight:g}"
+            return Problem(steps, f"{name} is recorded, but config.yaml has none: {kind}, {weights},")
+    return None
+
+
 RELATIONS: tuple[Callable[[History], Problem | None], ...] = (
     _check_reads,
     _check_tensor_sizes,
     _check_preflight_memory,
     _check_compiled_shapes,
     _check_packed_stages,
+    _check_statistics,
 )

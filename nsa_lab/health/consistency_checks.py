@@ -219,8 +219,8 @@ def _check_selection(history: History) -> Problem | None:
 
 
 def _check_durations(history: History) -> Problem | None:
-    """The duration of an evaluation or a save is at most the time since the start of its attempt."""
-    events = history.events_of_kind("eval", "checkpoint", "compile")
+    """The duration of an evaluation, a save or a check is at most the time since the start of its attempt."""
+    events = history.events_of_kind("eval", "checkpoint", "compile", "preflight")
     if not len(events):
         return None
     times, attempts = history.events.numbers("t"), history.events.ints("attempt")
@@ -228,7 +228,9 @@ def _check_durations(history: History) -> Problem | None:
     elapsed = events.numbers("t") - np.array([starts[attempt] for attempt in events.ints("attempt").tolist()])
     seconds = events.numbers("seconds")
     is_wrong = (seconds > elapsed + LIMITS.clock_back_s) | (events.is_kind("eval") & (seconds <= 0))
-    return Problem(events.ints("step")[is_wrong], "an evaluation or a save takes longer than its attempt, or no time")
+    return Problem(
+        events.ints("step")[is_wrong], "an evaluation, a save or a check takes longer than its attempt, or no time"
+    )
 
 
 def _check_sizes(history: History) -> Problem | None:

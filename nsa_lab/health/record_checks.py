@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from nsa_lab.config.errors import shorten
-from nsa_lab.health import evaluation_checks, start_checks
+from nsa_lab.health import evaluation_checks, ruler_relations, start_checks
 from nsa_lab.health.completeness_checks import list_layer_statistics
 from nsa_lab.health.edited_config import find_config_edit
 from nsa_lab.health.verdict import Limits, Verdict
@@ -101,6 +101,7 @@ def _find_foreign_file(history: History, is_edited: bool) -> str | None:
         start_checks.find_wrong_environment(history)
         or (None if is_edited else start_checks.find_contradiction(history))
         or evaluation_checks.find_foreign_evaluation(history)
+        or ruler_relations.find_ruler_problem(history)
     )
 
 

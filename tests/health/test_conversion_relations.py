@@ -96,6 +96,39 @@ def swap_chance(record: Record) -> None:
         fractions[chosen], fractions[chance] = fractions[chance], fractions[chosen]
 
 
+def copy_row(source: str, target: str) -> Callable[[Record], None]:
+    """Return an edit that gives a row, which is added if there is none, the losses of another one."""
+
+    def edit(record: Record) -> None:
+        losses = record["texts"]["validation"]["losses"]
+        windows = next(row["windows"] for row in losses if row["attention"] == source)
+        if target == "control":
+            record["control"] = {"run": "another", "step": 200}
+            losses.append({"attention": "control", "blocks": None})
+        next(row for row in losses if row["attention"] == target)["windows"] = copy.deepcopy(windows)
+
+    return edit
+
+
+def swap_rows(one: str, other: str) -> Callable[[Record], None]:
+    def edit(record: Record) -> None:
+        for row in record["texts"]["validation"]["losses"]:
+            row["attention"] = {one: other, other: one}.get(row["attention"], row["attention"])
+
+    return edit
+
+
+def copy_text(record: Record) -> None:
+    texts = record["texts"]
+    texts["long"] = copy.deepcopy(texts["validation"]) | {"identity": "f" * 16}
+
+
+def add_control(record: Record) -> None:
+    copy_row("dense", "control")(record)
+    record["texts"]["validation"]["losses"][-1]["windows"][0][0] += 1e-9
+    record["control"]["run"] = record["run"]
+
+
 def repeat_windows(record: Record) -> None:
     for row in record["texts"]["validation"]["losses"]:
         row["windows"] = [row["windows"][0]] * 2
@@ -164,7 +197,14 @@ EDITS: list[tuple[Callable[[Record], Any], str]] = [
     (repeat_windows, "all 2 windows of dense have the same losses"),
     (scale_losses(0.1), "dense has a loss of 0.2"),
     (measure_evaluated_windows(1.03), "on the windows on which the run measured"),
-    (swap_chance, "the indexer's have 0.800 of the oracle's, random ones 0.990: worse than chance"),
+    (add_control, "the control is the run itself, expected another run"),
+    (copy_text, "dense has the same losses in the texts validation and long"),
+    (copy_row("selected", "nearest"), "nearest with 8 blocks has the losses of selected with 8 blocks"),
+    (copy_row("dense", "control"), "control has the losses of dense"),
+    (swap_rows("oracle", "nearest"), "oracle is 0.039 nats above nearest with 8 blocks, expected at most 0.0005"),
+    (swap_rows("selected", "nearest"), "selected is 0.03 nats above nearest with 8 blocks"),
+    (swap_chance, "the indexer's have 0.800 of the oracle's, random ones 0.990: worse than chance in 3 of 3 layers"),
+    (set_mass(random=[0.8, 0.8, 0.995]), "random ones 0.865: worse than chance in 1 of 3 layers"),
 ]
 
 
@@ -193,6 +233,8 @@ def test_possible_evaluations_of_a_conversion(tmp_path: Path) -> None:
         (history, [lambda r: r.update(step=0), swap_chance]),
         (history, [select_forced_blocks]),
         (history, [measure_evaluated_windows(1.0)]),
+        (history, [add_control, lambda r: r["control"].update(run="another")]),
+        (history, [copy_text, lambda r: r["texts"]["long"].update(identity=r["texts"]["validation"]["identity"])]),
         (history, [measure_evaluated_windows(1.01)]),
         (history, [lambda r: r.update(dtype="bfloat16"), set_losses("selected", 2.53, 1, 2)]),
     ]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from fake_run import Event, edit_history, make_config, write_run
 
+from nsa_lab.evaluate import RULER_TASKS
 from nsa_lab.health import LIMITS, Limits, Verdict, examine
 from nsa_lab.health.attempt_checks import check_attempts_agree
 from nsa_lab.health.branch_checks import check_branch_outputs, check_gates_moved
@@ -26,6 +27,7 @@ from nsa_lab.health.loss_checks import check_gradients
 from nsa_lab.health.loss_course import check_loss_course
 from nsa_lab.health.record_checks import check_clock, check_one_run
 from nsa_lab.health.repetition_checks import check_layers_differ
+from nsa_lab.health.ruler_relations import TASKS, find_ruler_problem
 from nsa_lab.health.run_checks import check_finite
 from nsa_lab.health.selection_checks import check_sink_share
 from nsa_lab.health.throughput_checks import check_memory
@@ -34,10 +36,10 @@ from nsa_lab.runs.evaluation import EVALUATION, RULER
 from nsa_lab.runs.history import History
 
 OUTPUTS = resolve.get_root() / "outputs"
-# A run with all fields of today, one of several stages, and one of two attempts.
-RECENT, STAGED, RESUMED = (
+# A run with all fields of today, one of several stages, one of two attempts, and one with dense attention.
+RECENT, STAGED, RESUMED, DENSE = (
     *("whole4-20261126T030637Z-8c93", "long_64k-20261126T122445Z-0d29"),
-    "production_50k-20261121T141448Z-afd3",
+    *("production_50k-20261121T141448Z-afd3", "fast_dense-20261126T031722Z-5643"),
 )
 Check = Callable[[History, Limits], Verdict | None]
 Edit = Callable[[list[Event]], Any]
@@ -45,7 +47,7 @@ Edit = Callable[[list[Event]], Any]
 
 @pytest.fixture(scope="module")
 def records() -> dict[str, History]:
-    return {name: History.read(OUTPUTS / name) for name in (RECENT, STAGED, RESUMED)}
+    return {name: History.read(OUTPUTS / name) for name in (RECENT, STAGED, RESUMED, DENSE)}
 
 
 def select(events: list[Event], kind: str, first: float = -1.0, field: str = "") -> list[Event]:
@@ -289,6 +291,7 @@ CASES: list[tuple[str, Edit, Check, str]] = [
     ),
     (RECENT, combine(thin_out(40), remove("heartbeat", 0.3, 9)), check_consistent, "s of training of attempt 1, expected"),
     (RECENT, set_fields("eval", seconds=0.0), check_consistent, "or no time"),
+    (STAGED, set_fields("preflight", seconds=1e6), check_consistent, "or a check takes longer than its attempt"),
     (RECENT, set_fields("eval", windows=64), check_consistent, "an evaluation of 64 windows with the losses of 128"),
     (RECENT, draw("selection_loss", 0.8), check_loss_course, "the selection loss is noise: it differs by a factor of"),
     (RECENT, fade("selection_loss", 1e-6), check_loss_course, "of its largest value from step"),
@@ -387,6 +390,8 @@ CASES: list[tuple[str, Edit, Check, str]] = [
     (RECENT, change("start", lambda e: {"packing": e["packing"] * 2}), check_consistent, "packing of 2 stages, but 1"),
     (RECENT, set_packing(padded_tokens=81_403 * 1024, padded_share=0.5), check_consistent, "but data.packing is stream"),
     (RECENT, set_packing(cut_documents=44_228, cut_share=2.0), check_consistent, "44,228 of 22,114 documents are cut"),
+    (RECENT, set_fields("step", teacher_kl=0.01), check_consistent, "teacher_kl is recorded, but config.yaml has none"),
+    (DENSE, set_fields("step", sel_reuse=[0.7] * 6), check_consistent, "config.yaml has none: dense attention"),
     (RECENT, set_fields("start", threads=0), check_one_run, "threads of attempt 1 is 0"),
     (
         RECENT,
@@ -550,7 +555,7 @@ def test_contradictory_evaluations(tmp_path: Path) -> None:
 
 
 def test_contradictory_ruler_results(tmp_path: Path) -> None:
-    """An interval follows from the score and the number of questions, and prompts fit into their length."""
+    """An interval follows from the score and the number of questions, and prompts fill their length."""
     run_dir = write_run(tmp_path)
     history = History.read(run_dir)
     result = {"task": "vt", "length": 900, "questions": 20, "references": 1, "found": [1] * 20, "prompt_tokens": 880}
@@ -562,11 +567,23 @@ def test_contradictory_ruler_results(tmp_path: Path) -> None:
         ({"found": [1] * 10 + [0] * 10, "score": 50.0, "low": 29.93, "high": 70.07}, None),
         ({"low": 95.0}, "vt at 900 tokens: low is 95, expected 83.89 with 20 questions"),
         ({"prompt_tokens": 901}, "vt has prompts of 901 tokens, expected at most 900"),
+        ({"length": 4096, "prompt_tokens": 2048}, None),
+        ({"length": 4096, "prompt_tokens": 40}, "vt at 4,096 tokens has prompts of 40 tokens, expected at least 2,048"),
+        ({"task": "niah_banana"}, "'niah_banana' is no task of RULER, expected one of niah_single_1"),
     ]
-    for changes, text in cases:
-        (run_dir / RULER).write_text(json.dumps({**names, "results": [result | changes]}))
-        problem = find_foreign_evaluation(history)
-        assert problem is None if text is None else text in (problem or ""), (changes, problem)
+    skipped = {"task": "vt", "length": 900, "why": "too long"}
+    others: list[tuple[dict[str, Any], str | None]] = [
+        ({"not_asked": [skipped | {"length": 800}]}, None),
+        ({"not_asked": [skipped]}, "vt at 900 tokens was asked, but is also listed as not asked"),
+        ({"tokenizer": "0" * 64}, "the tokenizer is 0000000000000000, but config.yaml has data.tokenizer = byte"),
+    ]
+    records = [(names | {"results": [result | changes]}, text) for changes, text in cases]
+    records += [(names | {"results": [result]} | changes, text) for changes, text in others]
+    for record, text in records:
+        (run_dir / RULER).write_text(json.dumps(record))
+        problem = find_foreign_evaluation(history) or find_ruler_problem(history)
+        assert problem is None if text is None else text in (problem or ""), (record, problem)
+    assert tuple(RULER_TASKS) == TASKS
 
 
 def test_the_gradient_of_one_of_two_layers(tmp_path: Path) -> None:

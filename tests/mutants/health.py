@@ -285,6 +285,24 @@ MUTANTS = [
     ),
     Mutant("conversion: equal windows pass", "health.conversion_relations", "    _find_repeated_windows,\n", ""),
     Mutant(
+        "conversion: layers that are worse than chance pass",
+        "health.conversion_relations",
+        "worse.mean() > MAX_WORSE_LAYERS",
+        "False",
+    ),
+    Mutant(
+        "conversion: a run that is its own control passes",
+        "health.conversion_relations",
+        'control["run"] == record["run"]',
+        "False",
+    ),
+    Mutant(
+        "conversion: a text with the losses of another passes",
+        "health.conversion_relations",
+        'return _find_copied_text(record["texts"])',
+        "return None",
+    ),
+    Mutant(
         "conversion: equal selections pass",
         "health.conversion_relations",
         "fractions[one + FREE] == fractions[other + FREE]",
@@ -412,7 +430,9 @@ MUTANTS = [
     *(
         Mutant(f"health: a fault passes: {function}", f"health.{module}", f"    {function},\n", "")
         for module, functions in {
-            "configured_work": ("reads", "tensor_sizes", "preflight_memory", "compiled_shapes", "packed_stages"),
+            "configured_work": (
+                *("reads", "tensor_sizes", "preflight_memory", "compiled_shapes", "packed_stages", "statistics"),
+            ),
             "heartbeat_relations": ("steps", "tokens", "suspensions", "utilization", "gaps"),
             "text_relations": ("entropies", "references", "initial_loss"),
             "ablation_relations": ("answers", "ablations_differ", "ablations_complete", "measured"),
@@ -1295,12 +1315,22 @@ MUTANTS = [
         "is_distinct & is_exchange",
         "is_exchange",
     ),
+    Mutant(
+        "health: a check of the preflight that takes days passes",
+        "health.consistency_checks",
+        '"compile", "preflight")',
+        '"compile")',
+    ),
     *(
         Mutant(f"health: conversion.json: {function} passes", "health.conversion_relations", f"    {function},\n", "")
         for function in (
             *("_find_other_rows", "_find_impossible_loss", "_find_other_early_loss", "_find_impossible_gain"),
-            "_find_impossible_mass",
+            *("_find_impossible_mass", "_find_copied_row", "_find_worse_blocks"),
         )
+    ),
+    *(
+        Mutant(f"health: ruler.json: {function} passes", "health.ruler_relations", f"    {function},\n", "")
+        for function in ("_find_other_tokenizer", "_find_other_task", "_find_short_prompt")
     ),
     Mutant(
         "health: preflight: a check twice passes",
@@ -1314,5 +1344,8 @@ MUTANTS = [
         "if missing and is_complete",
         "if False and is_complete",
     ),
-    Mutant("health: preflight: any number passes", "health.preflight_relations", "map(_find_contradiction, checks)", "[]"),
+    *(
+        Mutant(f"health: preflight: {function} passes", "health.preflight_relations", f"    {function},\n", "")
+        for function in ("_find_other_number", "_find_other_text", "_find_other_run")
+    ),
 ]

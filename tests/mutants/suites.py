@@ -320,6 +320,7 @@ OTHERS = {
     ],
     "health.evaluation_checks": ["tests/health/test_record_edits.py", "tests/health/test_status_edits.py"],
     "health.conversion_relations": ["tests/health/test_conversion_relations.py"],
+    "health.ruler_relations": ["tests/health/test_real_faults.py"],
     "health.preflight_relations": ["tests/health/test_preflight_relations.py"],
     "health.start_checks": ["tests/health/test_start_checks.py", "tests/health/test_real_faults.py"],
     "health.verdict_file": ["tests/health/test_verdict_file.py", "tests/health/test_references.py"],
