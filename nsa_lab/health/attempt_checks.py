@@ -84,23 +84,32 @@ FACTS: dict[str, Any] = {
 def _find_other_losses(history: History) -> tuple[float, float, str] | None:
     """Return value, limit and text if an attempt does not continue the losses of the previous one; else None."""
     events = history.events_of_kind("step")
-    attempts, steps, losses = events.ints("attempt"), events.ints("step"), events.numbers("loss")
+    losses = events.numbers("loss")
+    valid = np.flatnonzero(losses > 0)
+    order = valid[np.argsort(events.ints("attempt")[valid], kind="stable")]
+    attempts, steps, losses = events.ints("attempt")[order], events.ints("step")[order], losses[order]
+    stages = find_stages(steps, history.config.train)
     from_steps = {event["attempt"]: event.get("from_step") or 0 for event in history.first_events}
-    for attempt in sorted(from_steps)[1:]:
-        own, previous = ((attempts == number) & (losses > 0) for number in (attempt, attempt - 1))
+    numbers = sorted(from_steps)
+    bounds = np.searchsorted(attempts, [*numbers, numbers[-1] + 1])
+    for index, attempt in enumerate(numbers[1:], 1):
+        previous, own = (slice(*bounds[first : first + 2]) for first in (index - 1, index))
         place = f"attempt {attempt}, resumed at step {from_steps[attempt]:,},"
         _, old, new = np.intersect1d(steps[previous], steps[own], return_indices=True)
         if len(old):
             ratio = float(np.median(losses[own][new] / losses[previous][old]))
             if not 1 / (1 + REPEATED_LOSS) <= ratio <= 1 + REPEATED_LOSS:
-                text = f"{place} has {ratio:.3g} times the loss that attempt {attempt - 1} recorded at the same steps"
+                text = (
+                    f"{place} has {ratio:.3g} times the loss that attempt {numbers[index - 1]} recorded at the same steps"
+                )
                 return ratio, 1 + REPEATED_LOSS, text
-        stages = find_stages(steps, history.config.train)
-        is_before = previous & (steps <= from_steps[attempt])
-        before, after = np.flatnonzero(is_before)[-N_BEFORE:], np.flatnonzero(own)[:N_AFTER]
-        if len(before) < N_BEFORE // 2 or len(after) < N_AFTER // 2 or len({*stages[before], *stages[after]}) > 1:
+        is_before = steps[previous] <= from_steps[attempt]
+        before, after = losses[previous][is_before][-N_BEFORE:], losses[own][:N_AFTER]
+        if len(before) < N_BEFORE // 2 or len(after) < N_AFTER // 2:
             continue
-        ratio = float(np.median(losses[after]) / np.median(losses[before]))
+        if len({*stages[previous][is_before][-N_BEFORE:], *stages[own][:N_AFTER]}) > 1:
+            continue
+        ratio = float(np.median(after) / np.median(before))
         if ratio > RESUMED_LOSS:
             return ratio, RESUMED_LOSS, f"{place} has {ratio:.3g} times the loss before it: other weights or other text"
     return None
