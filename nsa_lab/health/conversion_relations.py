@@ -169,7 +169,7 @@ def _find_other_early_loss(history: History, text: dict[str, Any]) -> str | None
 
 
 def _find_copied_row(history: History, text: dict[str, Any]) -> str | None:
-    """Rows that attend to other tokens, and those of other weights, differ to the last bit."""
+    """Rows that attend to other tokens or have other weights differ to the last bit."""
     nsa = history.config.model.nsa
 
     def describe_keys(row: dict[str, Any]) -> tuple[str, int]:

@@ -30,7 +30,7 @@ PARAMETERS = re.compile(r"([\d,]+) parameters\b")
 LEAST_PARAMETERS = re.compile(r"at least ([\d,]+) parameters\b")
 STAGE = re.compile(r"([\d,]+) optimi[sz]er steps x ([\d,]+) tokens")
 INITIAL_LOSS = re.compile(r"([\d.]+)(?:; standard deviation of the logits ([\d.]+))?$")
-# Of new weights with a tolerance in percent, or in nats and with bounds of the logits; of pretrained ones, an upper bound.
+# For new weights: a tolerance in percent, or in nats with bounds of the logits; for pretrained ones, an upper bound.
 LOSS_LIMITS = (
     re.compile(r"(?P<expected>[\d.]+) \(ln V\) within (?P<percent>[\d.]+) ?%"),
     re.compile(r"(?P<expected>[\d.]+) \(ln V \+ .*\) ± (?P<nats>[\d.]+); s from (?P<low>[\d.]+) to (?P<high>[\d.]+)"),
@@ -127,7 +127,7 @@ def _is_other_loss(value: str, limit: str) -> bool:
 
 
 def _find_other_run(history: History, event: PreflightEvent) -> str | None:
-    """The checked model and plan are those of the run."""
+    """The preflight checked the model and the schedule of the run."""
     name, value = event.get("name"), str(event.get("value"))
     recorded = {start.get("params") for start in history.first_events} - {None}
     if name == "profile" and recorded and (found := PARAMETERS.match(value)) and _read_count(found[1]) not in recorded:

@@ -11,7 +11,7 @@ from nsa_lab.config.errors import shorten
 from nsa_lab.runs.evaluation import RULER, read_ruler
 from nsa_lab.runs.history import History
 
-# Those of `nsa_lab.evaluate.RULER_TASKS`, which needs torch.
+# The same tasks as `nsa_lab.evaluate.RULER_TASKS`, which needs torch.
 TASKS = (
     *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
     *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"),
