@@ -8,14 +8,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from nsa_lab.config.errors import shorten
-from nsa_lab.runs.evaluation import RULER, read_ruler
+from nsa_lab.runs.evaluation import RULER, RULER_NAMES, read_ruler
 from nsa_lab.runs.history import History
 
-# The same tasks as `nsa_lab.evaluate.RULER_TASKS`, which needs torch.
-TASKS = (
-    *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
-    *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"),
-)
 STORED_TOKENIZER = re.compile(r"[0-9a-f]{16}")  # name of a tokenizer's file: the beginning of its digest
 # Shortest of the longest prompts, relative to its length (0.94 measured), and missing tokens that are always accepted.
 LEAST_PROMPT, OTHER_TOKENS = 0.5, 1024
@@ -42,8 +37,8 @@ def _find_other_task(history: History, record: dict[str, Any]) -> str | None:
     """Every task is one of RULER's, and was either asked at a length or not."""
     asked, skipped = ([(own["task"], own["length"]) for own in record[key]] for key in ("results", "not_asked"))
     for task, length in (*asked, *skipped):
-        if task not in TASKS:
-            return f"{shorten(task)!r} is no task of RULER, expected one of {', '.join(TASKS)}"
+        if task not in RULER_NAMES:
+            return f"{shorten(task)!r} is no task of RULER, expected one of {', '.join(RULER_NAMES)}"
         if (task, length) in asked and (task, length) in skipped:
             return f"{task} at {length:,} tokens was asked, but is also listed as not asked"
     return None

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from fake_run import Event, edit_history, make_config, write_run
 
-from nsa_lab.evaluate import RULER_TASKS
 from nsa_lab.health import LIMITS, Limits, Verdict, examine
 from nsa_lab.health.attempt_checks import check_attempts_agree
 from nsa_lab.health.branch_checks import check_branch_outputs, check_gates_moved
@@ -27,7 +26,7 @@ from nsa_lab.health.loss_checks import check_gradients
 from nsa_lab.health.loss_course import check_loss_course
 from nsa_lab.health.record_checks import check_clock, check_one_run
 from nsa_lab.health.repetition_checks import check_layers_differ
-from nsa_lab.health.ruler_relations import TASKS, find_ruler_problem
+from nsa_lab.health.ruler_relations import find_ruler_problem
 from nsa_lab.health.run_checks import check_finite
 from nsa_lab.health.selection_checks import check_sink_share
 from nsa_lab.health.throughput_checks import check_memory
@@ -583,7 +582,6 @@ def test_contradictory_ruler_results(tmp_path: Path) -> None:
         (run_dir / RULER).write_text(json.dumps(record))
         problem = find_foreign_evaluation(history) or find_ruler_problem(history)
         assert problem is None if text is None else text in (problem or ""), (record, problem)
-    assert tuple(RULER_TASKS) == TASKS
 
 
 def test_the_gradient_of_one_of_two_layers(tmp_path: Path) -> None:
